@@ -97,9 +97,7 @@ class ConfigError:
 
 
 class InvalidJob(DLRoverRLError):
-    """The description of a job has ``errors``.
-
-    ``salvaged`` is the job without its faulty values: for finding further errors, never to be run."""
+    """A job has ``errors``; ``salvaged`` is the job without them, for finding further errors and never to be run."""
 
     def __init__(self, errors: Sequence[ConfigError], salvaged: Any = None) -> None:
         self.errors, self.salvaged = tuple(dict.fromkeys(errors)), salvaged
@@ -222,9 +220,7 @@ class WorkloadDied(InvocationError):
 
 
 class ResultLost(InvocationError):
-    """The result of this call, or one of its arguments, is gone with the process that held it.
-
-    A workload's method may also raise it: the calls that made its arguments are repeated, then this one."""
+    """A call's result or argument is gone with its process; a workload may raise it: the arguments are made again."""
 
     retryable = True
 

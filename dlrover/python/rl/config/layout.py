@@ -103,8 +103,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Fill in the classes and missing roles of ``recipe``, and numbers of workers as mappings. A class that cannot be
-    filled in is empty, and has its error."""
+    """Fill in the classes and missing roles of ``recipe``, and numbers of workers as mappings; return also errors."""
     filled = dict(values)
     if isinstance(roles := values.get("workload"), Mapping):
         filled["workload"] = {

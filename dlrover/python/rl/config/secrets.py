@@ -64,8 +64,7 @@ _KEY = re.compile(
 
 
 def is_secret_at(where: str, value: object) -> bool:
-    """Return True for a secret at a place of a job file, such as ``env.API_KEY`` or ``config.judge.api_key``, or below
-    one. A value in place of the environment variables may be any of them."""
+    """Return True for a secret at, or below, a place of a job file: ``env.API_KEY``, ``config.judge.api_key``."""
     if type(value) not in _PLACEHOLDERS or value == "":
         return False
     text = _as_text(value)

@@ -161,8 +161,7 @@ class LivenessSpec:
     """Replace workers that are reported as slow, and count them as failures of their nodes."""
 
     notice_file: str = ""
-    """A file that announces, when it appears on a node, that the node will be taken away, as SIGTERM to a process of
-    the job does: the job leaves the node if there is another one."""
+    """A file whose appearance on a node announces its end, like SIGTERM to a process: the job moves to other nodes."""
 
 
 @dataclass(frozen=True)

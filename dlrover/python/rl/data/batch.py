@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A columnar batch with ragged rows: the data that workloads exchange.
-
-Arrays are contiguous numpy, so Ray's object store does not copy a batch: readers see read-only views."""
+"""Columnar batches with ragged rows, which workloads exchange: contiguous numpy, which Ray's store does not copy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +76,7 @@ Column: TypeAlias = Array | Ragged | list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Immutable columns of equal length, by name: dense arrays ``[rows, ...]``, :class:`Ragged`, or lists of objects;
-    others raise DataError. The length is the number of rows."""
+    """Immutable columns of equal length by name: dense ``[rows, ...]``, :class:`Ragged`, or lists; else DataError."""
 
     columns: Mapping[str, Column]
 

@@ -73,8 +73,7 @@ def encode_pairs(
 def encode_pair(
     tokenizer: Tokenizer, row: Mapping[str, Any], template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> list[Encoded]:
-    """Encode the chosen and the rejected sequence of a row, masked on the answers. The row's own arguments of the chat
-    template override ``template_kwargs``."""
+    """Encode the chosen and the rejected sequence of a row, masked on the answers."""
     row = normalize_pair(row)
     if "prompt" in row:
         return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]

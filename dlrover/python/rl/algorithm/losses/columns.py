@@ -121,8 +121,7 @@ class TokenUnits:
 
 _ROUNDING = 1e-9  # relative difference of sums of the same numbers in another order
 Normalize: TypeAlias = Literal["none", "std", "std_unbiased"]
-"""``std`` divides a group's centred rewards by their standard deviation, with divisor n; ``std_unbiased`` has divisor
-n - 1, as in RL2, TRL and verl; ``none`` does not divide."""
+"""Division of a group's centred rewards by their standard deviation with divisor n, or n - 1 (RL2, TRL and verl)."""
 
 STD_EPS = 1e-6  # added to the standard deviation of a group's rewards before dividing, as in verl and RL2
 
@@ -174,8 +173,7 @@ def leave_one_out(
 def find_varied_groups(
     prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return ``[samples]``: True if the valid rewards of the sample's prompt differ by more than rounding; DAPO
-    replaces other prompts (arXiv:2503.14476, eq. 11)."""
+    """Return ``[samples]``: True if the prompt's valid rewards differ; DAPO replaces others (arXiv:2503.14476)."""
     _, group = np.unique(prompt_id, return_inverse=True)
     return _find_varied(group[valid], reward[valid], len(reward))[group]
 

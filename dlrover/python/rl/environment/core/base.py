@@ -52,8 +52,7 @@ class Environment(Protocol):
         """Start an episode: return the first state, or None for the row's prompt. ``extra_info`` may be changed."""
 
     async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
-        """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's. In a
-        conversation both are messages."""
+        """Answer ``action``, the policy's for ``state``; ``extra_info`` comes from the row or from the last step."""
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """End an episode: finished, at the limit of turns, or failed. Called once for each."""

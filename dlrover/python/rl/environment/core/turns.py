@@ -35,8 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class Episode:
-    """One sample's interaction with an environment, which :meth:`Guard.close` ends. ``reward`` and ``score`` are sums
-    over turns. The ``state`` of a conversation is all its messages."""
+    """One sample's interaction with an environment: sums over turns, and the state, all of a conversation."""
 
     state: State | None
     extra_info: dict[str, Any]

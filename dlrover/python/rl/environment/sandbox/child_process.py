@@ -182,8 +182,7 @@ def interpreter_command(function: Callable[..., None], *arguments: str) -> list[
 
 
 def become_program(folder: str, level: str, limits: str, *tested: str) -> None:
-    """Become the warden of ``program.py`` in ``folder``, its child; or of a script that tests it, for which ``tested``
-    are an inherited descriptor, the script and its arguments. This module imports little: each program starts it."""
+    """Become the warden of ``program.py``, or of a script that tests it by ``tested``: channel, script, arguments."""
     stand_guard(*map(int, tested[:1]))
     command = [sys.executable, "-I", *([tested[1], tested[0], *tested[2:]] if tested else ["program.py"])]
     shown = [Path(folder, "program.py"), *map(Path, tested[1:2])]
@@ -284,8 +283,7 @@ def end_guarded(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> None:
-    """Fork: the child returns from here. This process ends the child on SIGTERM or when its own parent has ended, then
-    the processes that the child has left, and itself."""
+    """Fork: the child returns. On SIGTERM or its parent's end this process ends its descendants and itself."""
     watched = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # waited for below, so that none is lost
     parent, child = os.getppid(), os.fork()

@@ -99,8 +99,7 @@ def find_bubblewrap_fault() -> str:
 
 
 def bubblewrap_command(command: Sequence[str], folder: Path, shown: Sequence[Path], room: int) -> list[str]:
-    """Return the command line for ``command`` in an empty ``folder`` of ``room`` bytes, the only one that it may write
-    in; ``shown`` are files that it may read."""
+    """Return a command line that confines ``command`` to an empty ``folder`` of ``room`` bytes and ``shown`` files."""
     interpreter = dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)))
     mounts = [*_SYSTEM, *(path for path in interpreter if not f"{path}/".startswith("/usr/"))]
     return [
@@ -144,8 +143,7 @@ def become_confined(
 
 
 def _leave_namespaces() -> bool:
-    """Enter new user, network and IPC namespaces, from which neither the network nor the memory and environment of
-    outer processes can be reached; return False if the kernel forbids it."""
+    """Enter new user, network and IPC namespaces, away from other processes; return False if the kernel forbids it."""
     user, group = os.getuid(), os.getgid()
     try:
         if ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC):
