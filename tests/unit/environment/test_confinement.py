@@ -138,7 +138,7 @@ def test_a_level_that_is_asked_for_and_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv(SETTING, "bubblewrap")
     confinement.confinement.cache_clear()
-    with pytest.raises(VerifierError, match="cannot be confined by it: bubblewrap is not installed"):
+    with pytest.raises(VerifierError, match="cannot confine programs: bubblewrap is not installed"):
         confinement.confinement()
     assert confinement.sandbox_level() == "none"
     monkeypatch.setenv(SETTING, "firejail")
