@@ -362,7 +362,7 @@ GUARDS = {
 
 @pytest.fixture(autouse=True)
 def no_known_secrets(monkeypatch):
-    monkeypatch.setattr(log, "_known", ())
+    monkeypatch.setattr(log, "_secrets", ())
 
 
 @pytest.mark.parametrize("check", GUARDS, ids=lambda check: check.__name__)

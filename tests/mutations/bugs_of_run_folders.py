@@ -87,7 +87,7 @@ BUGS = {
         _FOLDER, "return True  # a disk", "return False  # a disk"
     ),
     "record 9 is newer than record 10": Bug(_FOLDER, "folder.glob(RECORDS), key=number_of)", "folder.glob(RECORDS))"),
-    "another command continues with the last run": Bug(_FOLDER, "owner.given == job.given and ", ""),
+    "another command continues with the last run": Bug(_FOLDER, "owner.given == job.description_digest and ", ""),
     "the same command continues with a finished run": Bug(_FOLDER, " and owner.state != FINISHED:\n", ":\n"),
     "a description here hides the one of the object store": Bug(
         _FOLDER,

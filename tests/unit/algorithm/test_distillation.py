@@ -146,11 +146,11 @@ def test_several_teachers_each_have_their_ids():
 
 def test_what_does_not_fit_together_is_refused():
     three = torch.zeros(2, 3, dtype=torch.float64)
-    with pytest.raises(DataError, match="are not those of 1 teachers"):
+    with pytest.raises(DataError, match="do not fit 1 teachers"):
         VocabularyDistillation().loss(
             torch.zeros(2), columns_of(2, candidate_logprobs=three, teacher_logprobs=three[:, :2])
         )
-    with pytest.raises(DataError, match="are not those of 2 teachers"):
+    with pytest.raises(DataError, match="do not fit 2 teachers"):
         weights = torch.full((2, 2), 0.5, dtype=torch.float64)
         columns = columns_of(2, candidate_logprobs=three, teacher_logprobs=three, teacher_weights=weights)
         VocabularyDistillation().loss(torch.zeros(2), columns)

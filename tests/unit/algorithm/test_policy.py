@@ -236,9 +236,18 @@ def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
     [
         (lambda: GRPO(dual_clip=1.0), "dual_clip: input should be greater than 1"),
         (lambda: GRPO(correction="clip"), "correction: input should be 'none', 'truncate' or 'mask'"),
-        (lambda: GRPO(correction="mask", correction_low=3, correction_high=2), "correction_low 3 is not below"),
-        (lambda: GRPO(correction="mask", correction_low=2), "correction_low 2 is not below correction_high 2.0"),
-        (lambda: GRPO(correction="mask", correction_high=0.9), "equal policies have weight 1, which correction_low"),
+        (
+            lambda: GRPO(correction="mask", correction_low=3, correction_high=2),
+            "correction_low 3 and correction_high 2",
+        ),
+        (
+            lambda: GRPO(correction="mask", correction_low=2),
+            "correction_low 2 and correction_high 2.0 are not around 1",
+        ),
+        (
+            lambda: GRPO(correction="mask", correction_high=0.9),
+            "correction_high 0.9 are not around 1, the weight of equ",
+        ),
         (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: no effect with correction 'trun"),
         (lambda: GRPO(correction_low=0.5), "correction_low: no effect with correction 'none'"),
         (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: no eff"),
@@ -248,7 +257,7 @@ def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
         (lambda: CISPO(dual_clip=3.0), "dual_clip belongs to the clipped surrogate"),
         (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),
         (lambda: DAPO(overlong_buffer=5, max_tokens=4), "overlong_buffer 5 is above max_tokens 4"),
-        (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty without overlong_buffer and max_tokens"),
+        (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty needs overlong_buffer and max_tokens"),
         (lambda: PPO(whiten=1), "whiten: input should be a valid boolean, got 1"),
         (lambda: PPO(lam=1.5), "lam: input should be less than or equal to 1"),
         (lambda: PPO(gamma=-0.1), "gamma: input should be greater than or equal to 0"),

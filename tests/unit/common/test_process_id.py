@@ -28,7 +28,7 @@ def test_parse_reads_what_str_printed(role, rank, standby):
 
 @pytest.mark.parametrize("text", ["", "job", "ROLLOUT", "ROLLOUT-1", "ROLLOUT[x]", "ROLLOUT[1", "ROLLOUT[1]x", "[1]"])
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match="names no process"):
+    with pytest.raises(ValueError, match="is not a process such as"):
         ProcessId.parse(text)
 
 

@@ -131,7 +131,7 @@ def test_a_group_of_one_role_shares_nothing():
         ({"trainer": trainer(torch_master_port=[80])}, "trainer.torch_master_port.0", "greater than 1000, got 80"),
         ({"trainer": trainer(class_name="x")}, "trainer.class_name", "unknown key 'class_name'; did you mean 'class'?"),
         ({"trainer": trainer(nodes=1)}, "trainer.nodes", "unknown key 'nodes'; known: class, device_per_node"),
-        ({"trainer": 3}, "trainer", "has to be a mapping with module, class, "),
+        ({"trainer": 3}, "trainer", "must be a mapping with module, class, "),
         ({"workload": {}}, "workload", "the role 'actor' is required"),
         (
             {"workload": {"actr": {"module": "m", "class": "A"}}},

@@ -21,7 +21,7 @@ config:
 """
 
 
-MALFORMED = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
+MALFORMED = "has a malformed reference: write ${key}, or \\${ for the text itself"
 
 
 def problems_of(read, *args):
@@ -185,7 +185,7 @@ def faults_of(override):
         ("lr=[1", "lr", "while parsing a flow sequence"),
         ("a..b=1", "a..b", "unknown key 'a'"),
         ("sizes.2=1", "sizes.2", "unknown key '2'"),
-        ("trainer=5", "trainer", "has to be a mapping with module, class, "),
+        ("trainer=5", "trainer", "must be a mapping with module, class, "),
         ("+sizes.7=1", "sizes.7", "list index out of range"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_secret_in_a_typed_or_read_only_config_is_sealed(job):
 
 
 def test_plain_values_without_secrets_are_for_people_to_read(monkeypatch):
-    monkeypatch.setattr(log, "_known", ())
+    monkeypatch.setattr(log, "_secrets", ())
     hide_values(["hunter22"])
     values = {"judge": {"api_key": 12345678, "urls": ["https://canary@host"]}, "note": "a hunter22", "steps": 3}
     shown = {"judge": {"api_key": HIDDEN, "urls": [HIDDEN]}, "note": f"a {HIDDEN}", "steps": 3}
@@ -229,7 +229,7 @@ def test_plain_values_without_secrets_are_for_people_to_read(monkeypatch):
 
 
 def test_known_values_are_hidden_in_texts_logs_and_causes(monkeypatch):
-    monkeypatch.setattr(log, "_known", ())
+    monkeypatch.setattr(log, "_secrets", ())
     hide_values(["hunter22", "hunter22-and-more", "short", HIDDEN])
     assert redacted("a hunter22-and-more, a hunter22, short") == f"a {HIDDEN}, a {HIDDEN}, short"
     assert redacted_bytes(b"x hunter22") == b"x ***"
@@ -238,7 +238,7 @@ def test_known_values_are_hidden_in_texts_logs_and_causes(monkeypatch):
 
 
 def test_the_lines_of_a_known_value_and_its_escaped_form_are_hidden_too(monkeypatch):
-    monkeypatch.setattr(log, "_known", ())
+    monkeypatch.setattr(log, "_secrets", ())
     pem = "-----BEGIN PRIVATE KEY-----\n  MIICdgIBADANBgkq\r\nhkiG9w0BAQEFAASC\nx=\n-----END PRIVATE KEY-----\n"
     hide_values([pem, "hunter22\n"])
     for line in pem.splitlines():

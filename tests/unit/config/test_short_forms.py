@@ -159,7 +159,7 @@ def test_override_of_a_role_changes_what_the_file_has(section):
         ("recipe: gropo", ["recipe: unknown recipe 'gropo'; did you mean 'grpo'?"]),
         (
             "recipe: 5",
-            ["recipe: has to be sft, rm, dpo, grpo, ppo, distill, or module:Class of your trainer, got 5"],
+            ["recipe: must be sft, rm, dpo, grpo, ppo, distill, or module:Class of your trainer, got 5"],
         ),
         (
             "{recipe: grpo, roles: {actor: 0, rolout: 8}}",
@@ -172,13 +172,13 @@ def test_override_of_a_role_changes_what_the_file_has(section):
             "{recipe: sft, roles: {actor: 1, judge: 2}}",
             ["roles.judge: the recipe has no role 'judge'; known: actor; a role of your own needs module and class"],
         ),
-        ("{recipe: sft, roles: {actor: x}}", ["roles.actor: has to be a mapping with module, class, num, "]),
+        ("{recipe: sft, roles: {actor: x}}", ["roles.actor: must be a mapping with module, class, num, "]),
         ("{recipe: sft, trainer: {class: X}}", ["trainer.class: recipe names the trainer: leave one of them out"]),
         (
             "{recipe: sft, roles: {actor: 1}, workload: {actor: 1}}",
-            ["roles: is another name of workload, which is given too"],
+            ["roles: is another name of workload: leave one of them out"],
         ),
-        ("{recipe: sft, roles: [1]}", ["roles: has to be a mapping, got [1]"]),
+        ("{recipe: sft, roles: [1]}", ["roles: must be a mapping, got [1]"]),
         (
             "{recip: sft, trainer: {module: m, class: C}, workload: {actor: {module: m, class: C}}}",
             ["recip: unknown key 'recip'; did you mean 'recipe'?"],
@@ -204,7 +204,7 @@ def test_table_of_recipes_names_classes_that_are_there(name):
 def test_override_of_roles_that_are_a_list_is_an_error(override):
     with pytest.raises(InvalidJob, match="roles"):
         short_job("{recipe: sft, roles: [1]}", override)
-    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: leads into a list by a name"):
+    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: names a key of a list"):
         short_job("{recipe: sft, roles: {actor: {env: [1]}}}", "roles.actor.env.A=1")
 
 

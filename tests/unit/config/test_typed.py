@@ -210,12 +210,12 @@ def test_an_unknown_key_does_not_hide_what_is_wrong_with_the_others():
 @pytest.mark.parametrize(
     ("given", "place", "what"),
     [
-        ({"optimizer": [1]}, "optimizer", "has to be a mapping with lr, kind, got [1]"),
-        ({"maybe": 4}, "maybe", "has to be a mapping with lr, kind, or null, got 4"),
-        ({"parts": [{}, "sgd"]}, "parts.1", "has to be a mapping with lr, kind, got 'sgd'"),
-        ({"named": {"lr": 3}}, "named.lr", "has to be a mapping with lr, kind, got 3"),
+        ({"optimizer": [1]}, "optimizer", "must be a mapping with lr, kind, got [1]"),
+        ({"maybe": 4}, "maybe", "must be a mapping with lr, kind, or null, got 4"),
+        ({"parts": [{}, "sgd"]}, "parts.1", "must be a mapping with lr, kind, got 'sgd'"),
+        ({"named": {"lr": 3}}, "named.lr", "must be a mapping with lr, kind, got 3"),
         ({"named": {"lr": {"lr": 0}}}, "named.lr.lr", "input should be greater than 0, got 0"),
-        ({"optimizer": None}, "optimizer", "has to be a mapping with lr, kind, got None"),
+        ({"optimizer": None}, "optimizer", "must be a mapping with lr, kind, got None"),
     ],
 )
 def test_what_has_to_be_a_mapping_is_answered_with_its_keys(given, place, what):
@@ -242,7 +242,7 @@ def test_a_key_that_is_called_like_a_branch_of_a_union_stays_in_the_place(name):
 @pytest.mark.parametrize(
     ("given", "place", "what"),
     [
-        (3, "", "has to be a mapping with lr, kind, or 'auto', got 3"),
+        (3, "", "must be a mapping with lr, kind, or 'auto', got 3"),
         ({"lr": 0}, ".lr", "input should be greater than 0, got 0"),
         ({"l": 0}, ".l", "unknown key 'l'; did you mean 'lr'?"),
     ],
@@ -299,7 +299,7 @@ def test_a_key_by_two_names_and_what_stands_beside_it_are_problems(read):
     value, problems = read(Welcoming, given, "config")
     assert value == (Welcoming("m", 4, Optimizer(kind="sgd")) if read is salvage else None)
     assert list(map(str, problems)) == [
-        "config.n: is another name of steps, which is given too",
+        "config.n: is another name of steps: leave one of them out",
         "config.optimizer.lr: input should be greater than 0, got 0",
     ]
     _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
@@ -371,7 +371,7 @@ class Judge:
         ({"api_key": ["canary"]}, "input should be a valid string, got ['***']"),
         ({"limits": {"password": 0.5}}, "input should be a valid integer, got a number with a fractional part"),
         ({"limits": {"rows": 0.5}}, "input should be a valid integer, got a number with a fractional part, got 0.5"),
-        ({"limits": ["https://canary@host"]}, "has to be a mapping, got ['***']"),
+        ({"limits": ["https://canary@host"]}, "must be a mapping, got ['***']"),
     ],
 )
 def test_the_error_of_a_wrong_secret_does_not_show_it(where, given, fault):
@@ -384,8 +384,8 @@ def test_the_error_of_a_wrong_secret_does_not_show_it(where, given, fault):
     [
         ({"API_KEY": 12345678}, "input should be a valid string"),
         ({"MODE": 3}, "input should be a valid string, got 3"),
-        ("API_KEY=canary", "has to be a mapping"),
-        (["API_KEY=canary"], "has to be a mapping, got ['***']"),
+        ("API_KEY=canary", "must be a mapping"),
+        (["API_KEY=canary"], "must be a mapping, got ['***']"),
     ],
 )
 def test_the_error_of_a_wrong_variable_does_not_show_a_secret_one(env, fault):

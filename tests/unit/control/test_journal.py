@@ -94,7 +94,7 @@ def test_what_is_inside_an_event_comes_back_as_what_it_was():
 
 def test_cause_with_a_secret_hides_it():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "_known", ())
+        patch.setattr(log, "_secrets", ())
         log.hide_values(["hunter2000"])
         line = encode(1.0, Failed(1, Cause(CauseKind.USER_ERROR, "trainer", "of hunter2000", "key = 'hunter2000'")))
     assert b"hunter2000" not in line

@@ -265,7 +265,7 @@ def test_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
         ({"messages": say("Q")}, "no assistant turn to train"),
         ({"messages": [{"role": "assistant", "content": "A"}]}, "begins with the assistant"),
         ({"messages": [{"role": "bot", "content": "A"}]}, "unknown role 'bot'"),
-        ({"messages": say("Q", "A"), "response": "B"}, "ends with an answer, and has a 'response' besides"),
+        ({"messages": say("Q", "A"), "response": "B"}, "ends with an answer, and also has a 'response'"),
     ],
 )
 def test_rows_that_cannot_be_encoded(tokenizer, row, what):

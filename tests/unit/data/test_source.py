@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from dlrover.python.rl.common.errors import MissingExtra
-from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
@@ -241,7 +241,7 @@ def test_a_file_that_is_not_there(tmp_path, kind):
     assert problem.what == "no such file; there is no folder nowhere"
 
 
-TO_CACHE = "'here' is a folder here: one of the hub has to be in its cache (hf download --repo-type dataset here/train)"
+TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf download --repo-type dataset here/train)"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_files_name_and_one_in_a_folder_here_are_none_of_the_hubs(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "ok.tsv").touch()
-    with looking_up(Lookup.NONE):
+    with looking_up("none"):
         assert not is_left_unread(name)
     _, (problem,) = scan_rows(name)
     assert problem.what == what
@@ -272,7 +272,7 @@ def test_one_in_a_folder_here_is_the_hubs_if_its_cache_has_it(tmp_path, monkeypa
     for file, text in {"refs/main": "1a", "snapshots/1a/README.md": ""}.items():
         (cached / file).parent.mkdir(parents=True)
         (cached / file).write_text(text)
-    with looking_up(Lookup.NONE):
+    with looking_up("none"):
         left = {name: is_left_unread(name) for name in ("here/train", "here/train:main", "here/test", "other/train")}
     assert left == {"here/train": True, "here/train:main": True, "here/test": False, "other/train": True}
 

@@ -63,7 +63,7 @@ def test_arguments_of_a_row_and_of_the_job_reach_the_template(make_tokenizer, ki
         ({**SFT, "tools": ["hammer"]}, "'tools' must be a list of"),
         ({**PAIR, "tools": TOOLS[0]}, "'tools' must be a list of"),
         ({**SFT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
-        ({"prompt": "Q", "response": "A", "tools": TOOLS}, "'tools' is for the chat template, which texts do not pass"),
+        ({"prompt": "Q", "response": "A", "tools": TOOLS}, "'tools' is for the chat template, which texts do not use"),
         (
             {"prompt": "Q", "chosen": "A", "rejected": "B", "chat_template_kwargs": {"a": 1}},
             "'chat_template_kwargs' is",

@@ -69,7 +69,7 @@ def test_the_seed_decides():
     ("arguments", "what"),
     [
         ({"operand": "addd"}, "unknown operand 'addd'; did you mean 'add'"),
-        ({"num_samples": -1}, "cannot draw -1 samples"),
+        ({"num_samples": -1}, "cannot sample -1 questions"),
         ({"min_val": 3, "max_val": 2}, "from 3 to 2"),
         ({"min_val": 0, "max_val": 0, "operand": "division"}, "cannot divide by 0"),
     ],

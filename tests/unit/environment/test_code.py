@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.environment.sandbox.confinement import Confinement, remove_tree, scratch_folder
+from dlrover.python.rl.environment.sandbox.confinement import LIMITS, remove_tree, scratch_folder
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import (
     ProgramLimits,
@@ -48,7 +48,7 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.feature(98)
 def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(code, "confinement", lambda: Confinement.LIMITS)  # so that it can tell its number
+    monkeypatch.setattr(code, "confinement", lambda: LIMITS)  # so that it can tell its number
     program = f"""
 import os, signal
 if os.fork() == 0:
@@ -279,7 +279,7 @@ NEST = "import os\nfor _ in range(3000):\n    os.mkdir('a', 0o300)\n    os.chdir
 
 @pytest.mark.parametrize("tests", [CASES, "assert double(2) == 4"])
 def test_a_program_that_nests_folders_is_scored_and_its_folder_removed(tests, tmp_path, monkeypatch):
-    monkeypatch.setattr(code, "confinement", lambda: Confinement.LIMITS)
+    monkeypatch.setattr(code, "confinement", lambda: LIMITS)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = f"{NEST}def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(double(int(input())))"
     assert python_tests(fenced(program), None, {"tests": tests, "timeout_s": 60}) == 1.0

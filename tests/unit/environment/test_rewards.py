@@ -168,7 +168,7 @@ def test_verls_functions_are_called_by_verls_names():
     assert RewardFunction(verls).on(sample) == ("gsm8k", "42", "43", row)
     assert RewardFunction(verls_gsm8k).on(sample) == ("42", "43", "strict", 1.0)
     assert RewardFunction(verls).find_missing(row) == RewardFunction(verls_gsm8k).find_missing({}) == ""
-    assert "'data_source', which is no column of its row" in RewardFunction(verls).find_missing({"level"})
+    assert "'data_source', which is not a column of its row" in RewardFunction(verls).find_missing({"level"})
 
 
 def by_level(completion, answer, level=1):
@@ -206,7 +206,7 @@ def test_a_column_of_the_row_does_not_take_the_samples_place(function, given):
 
 
 def test_what_a_function_asks_for_and_its_row_lacks_is_named():
-    with pytest.raises(VerifierError, match="asks for 'dificulty', .* did you mean 'difficulty'"):
+    with pytest.raises(VerifierError, match="needs 'dificulty', .* did you mean 'difficulty'"):
         RewardFunction(lambda text, dificulty: 1.0).on(SAMPLE)
     with pytest.raises(VerifierError, match="'mine' takes no completion"):
         RewardFunction(lambda: 1.0).check("mine")
@@ -248,7 +248,7 @@ async def later_as_one(completions):
     ],
 )
 def test_trls_functions_are_told_what_to_return(function, shown):
-    what = f"returned {shown}, not a list of 2: a function with a parameter 'completions' must return a number for each"
+    what = f"returned {shown}, not a list of 2: a function of 'completions' must return a number for each"
     with pytest.raises(VerifierError, match=f"^{re.escape(what)}: one$"):
         WeightedRewards({"one": function, "a": in_batches}, {"one": 1.0, "a": 1.0}).now([SAMPLE, SAMPLE])
 

@@ -105,7 +105,7 @@ def take_step(action, state):
     environment = ToolEnvironment({"note": "tests.support.some_tools:note"}, "exact")
     action = make_assistant_message(action) if isinstance(state, list) else action
     step = asyncio.run(environment.step(state, action, {"answer": "63", "tool_calls": 0}))
-    errors = str(step.next_state).removeprefix(str(state)).count("error: the call is no JSON: ")
+    errors = str(step.next_state).removeprefix(str(state)).count("error: the call is not JSON: ")
     return some_tools.asked + ["error"] * errors, step
 
 

@@ -79,8 +79,8 @@ def test_half_a_character_in_a_call_is_replaced_and_the_sample_goes_on():
         (call("add", frist=1), "error: 'add' does not take these arguments: missing a required argument: 'first'"),
         (call("add", first=1, secnd=1), "got an unexpected keyword argument 'secnd'; did you mean 'second'?"),
         (call("add", first="x"), 'error: TypeError: can only concatenate str (not "int") to str'),
-        ("<tool_call>add(1)</tool_call>", "error: the call is no JSON: "),
-        ("<tool_call>" + "[" * 100_000, "error: the call is no JSON: "),
+        ("<tool_call>add(1)</tool_call>", "error: the call is not JSON: "),
+        ("<tool_call>" + "[" * 100_000, "error: the call is not JSON: "),
         ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object, not list"),
         (
@@ -117,7 +117,7 @@ def test_results_and_calls_are_limited():
 def test_an_action_full_of_openings_takes_no_time():
     began = time.monotonic()
     seen, _ = played("<tool_call>" * 300_000, "5")
-    assert "the call is no JSON" in seen[0]
+    assert "the call is not JSON" in seen[0]
     assert time.monotonic() - began < 10
 
 

@@ -120,7 +120,7 @@ def test_an_episode_that_is_over_has_no_world_and_frees_no_others():
     async def over():
         worlds, info = GymEnvironment(Countdown, size=1), {}
         await worlds.reset(info)
-        with pytest.raises(EnvironmentFailed, match="all 1 worlds are taken"):
+        with pytest.raises(EnvironmentFailed, match="all 1 worlds are in use"):
             await worlds.reset({})
         await worlds.close(info)
         other = {}

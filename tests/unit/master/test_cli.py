@@ -317,7 +317,7 @@ def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, r
     ("override", "said"),
     [
         ("sead=1", "config.sead: unknown key 'sead'; did you mean 'seed'?"),
-        ("adv.estimator=gea", 'config.adv.estimator: has to be one of "gae", "reinforce", got \'gea\'; here it is al'),
+        ("adv.estimator=gea", 'config.adv.estimator: must be one of "gae", "reinforce", got \'gea\'; here it is al'),
         ("trainer.n_epochs=2", "trainer.n_epochs: unknown key; here it is epochs, or steps for recipes that"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
         ("train_data.path=other.jsonl", "other.jsonl: no such file"),

@@ -134,8 +134,8 @@ WRONG = {
     ),
     "ShareGPT": (
         ["data.train=sharegpt.jsonl"],
-        "its 'conversations' are ShareGPT's, which no key reads: write 'messages' with 'role' and 'content' into the"
-        " file for 'from' (human: user, gpt: assistant) and 'value' (the same in 39 more rows)",
+        "its 'conversations' are ShareGPT's, which no key reads: write 'messages' with 'role' and 'content' instead"
+        " of 'from' (human: user, gpt: assistant) and 'value' (the same in 39 more rows)",
     ),
     "conversations of roles": (["data.train=openai.jsonl"], "it has conversations: write data.keys.messages=conv"),
     "Alpaca": (["data.train=alpaca.jsonl"], "write data.keys.prompt=instruction data.keys.answer=output, and join"),
@@ -155,7 +155,7 @@ WRONG = {
     "a reward": (["reward.function=test_wrong_inputs:jobb"], "did you mean 'job'"),
     "a prompt beyond the model": (
         ["data.train=long.jsonl"],
-        "long.jsonl:2: 300 tokens leave no room for new ones: a sequence of 301 tokens does not fit the model's 256",
+        "long.jsonl:2: 300 tokens leave no space for new ones: a sequence of 301 tokens does not fit the model's 256",
     ),
     "a conversation beyond the model": (
         ["data.train=talk.jsonl", f"reward.function={VERIFIERS}:unjudged"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.runtime.member.inspection import inspect_job
 
@@ -33,7 +33,7 @@ def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe,
 
 def checked(recipe, changes=()):
     """What `check` says of it, and the part about memory."""
-    with looking_up(Lookup.NONE):
+    with looking_up("none"):
         found = inspect_job(load_job(recipe, changes))
     assert found.errors == ()
     return found, found.about[found.about.index("memory of each device, GB of 80:") :]
@@ -49,7 +49,7 @@ def test_seven_billion_parameters_fit_on_one_gpu_as_the_page_says(monkeypatch):
 
 def test_a_configuration_that_is_not_there_is_named(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    with looking_up(Lookup.NONE):
+    with looking_up("none"):
         found = inspect_job(load_job(RECIPES[0], ["config.model_config=models/none.json"]))
     what = f"no such file or folder: models/none.json in {REPOSITORY}"
     assert [str(error) for error in found.errors] == [f"config.model_config: {what}"]

@@ -61,7 +61,7 @@ def test_copy_beyond_its_limit_keeps_the_two_files_before(tmp_path, source):
 
 
 def test_secrets_of_a_process_are_not_in_its_log(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(log, "_known", ())
+    monkeypatch.setattr(log, "_secrets", ())
     monkeypatch.setattr(loading, "_HELD", {})
     monkeypatch.setenv("MEMBER_TOKEN", "")
     loading.take_secrets(load_job_text(JOB, "job"), "ACTOR")

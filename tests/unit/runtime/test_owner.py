@@ -174,6 +174,6 @@ def test_the_newest_runs_and_a_living_one_keep_their_commits(runs, job, tmp_path
     [("steps=3", FAILED, True), ("steps=4", FAILED, False), ("steps=3", FINISHED, False)],
 )
 def test_the_same_command_goes_on_with_what_has_not_ended(job, command, outcome, goes_on):
-    job = replace(going_on(job), given="steps=3")
+    job = replace(going_on(job), description_digest="steps=3")
     claim(job, IN_PROCESS, bound=True).end(outcome)
-    assert repeated(replace(job, given=command)).checkpoint.resume == ("latest" if goes_on else "never")
+    assert repeated(replace(job, description_digest=command)).checkpoint.resume == ("latest" if goes_on else "never")

@@ -58,13 +58,13 @@ def test_after_the_end_of_a_run_another_command_goes_on_with_it_and_the_same_one
     tmp_path, monkeypatch, outcome, given, has_commit, goes_on
 ):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    job = replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), given="steps")
+    job = replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), description_digest="steps")
     monkeypatch.chdir(tmp_path)
     ended = begin(job)
     claim(ended, IN_PROCESS, bound=True).end(outcome)
     if has_commit:
         (ended.job_dir / "checkpoints" / ended.run / "step-00000010.e1").mkdir(parents=True)
-    found = continued(replace(job, given=given))
+    found = continued(replace(job, description_digest=given))
     assert found.job_dir == (ended.job_dir.resolve() if goes_on else job.job_dir)
 
 

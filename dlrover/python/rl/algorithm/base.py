@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an algorithm: it annotates rows and defines the loss that a train engine runs."""
+"""The interface of an algorithm: it annotates rows and defines the loss that a train engine runs."""
 
 from typing import Protocol
 
@@ -12,9 +12,8 @@ from dlrover.python.rl.data.batch import Batch
 class Algorithm(Protocol):
     """Turns rewards, or examples, into a gradient, in two independent halves.
 
-    ``annotate`` sees the whole global batch and puts every normaliser into a weight per token; ``loss`` is a weighted
-    sum over any subset of tokens. So the gradient does not depend on packing, micro-batches or ranks.
-    """
+    ``annotate`` gets the whole global batch and puts every normaliser into a weight per token; ``loss`` is a weighted
+    sum over any subset of tokens, so the gradient does not depend on packing, micro-batches or ranks."""
 
     @property
     def needs(self) -> Needs:
@@ -25,25 +24,20 @@ class Algorithm(Protocol):
         return
 
     def annotate(self, rows: Batch) -> Batch:
-        """Add the columns of the loss: ``weight`` (float32 ``[rows]``, of each action token of the row), and others.
+        """Add the columns of the loss: ``weight`` (float32 ``[rows]``, for each action token of the row), and others.
 
         ``rows`` has a row per sequence of the global batch: dense ``action_tokens`` (int64: trained tokens); for
         samples ``prompt_id`` (int64) and ``reward`` (NaN: failed, excluded); for pairs ``pair`` (int64) and ``chosen``
         (bool); and :attr:`needs`. Rows with the same ``trajectory`` (int64) are one sample, whose reward is their sum.
 
         Added columns are dense ``[rows]`` or ragged ``[rows, seq]``, 0 on rows that failed or have no action token.
-        Rows with the same number in an added ``unit`` must be in one micro-batch.
-        """
-        ...
+        Rows with the same number in an added ``unit`` must be in one micro-batch."""
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
-        """Return the scalar weighted sum of token losses, and metrics that add up; raise DataError if a column is
-        missing.
+        """Return the scalar weighted sum of token losses, and metrics that add up; DataError for a missing column.
 
         ``logprobs`` (or scores) of the action tokens under the current weights are ``[tokens]``, with gradient;
-        ``columns`` those of :meth:`annotate` and :attr:`needs`, and ``unit``: by default the row of each token.
-        """
-        ...
+        ``columns`` are from :meth:`annotate` and :attr:`needs`, and ``unit``, by default the row of each token."""
 
 
 class EngineLoss:

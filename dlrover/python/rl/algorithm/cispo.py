@@ -15,11 +15,9 @@ from dlrover.python.rl.algorithm.losses.policy_gradient import MAX_LOG_RATIO, Gr
 class CISPO(GroupRelative):
     """The token loss ``-stop_gradient(clip(r)) A log pi`` (eq. 4 and 5)."""
 
+    #: how far the weight may fall below 1; 1: no bound, as in the paper's experiments
     clip_low: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
-    """How far the weight may fall below 1; 1 sets no bound, as in the paper's experiments."""
-
-    clip_high: Annotated[float, Ge(0.0)] = 2.0
-    """How far the weight may rise above 1; the paper tunes it without naming a value."""
+    clip_high: Annotated[float, Ge(0.0)] = 2.0  #: how far the weight may rise above 1; the paper names no value
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,17 +2,16 @@
 """On-policy distillation: the student's own samples, compared with one or several teachers.
 
 By sampled tokens (Agarwal et al., arXiv:2306.13649; Lu, "On-Policy Distillation", Thinking Machines, 2025): a token's
-advantage is ``log pi_teacher - log pi_old``, without later tokens; in expectation that is the gradient of
-``-KL(student || teacher)`` at each visited state, states held fixed.
+advantage is ``log pi_teacher - log pi_old``, without later tokens; in expectation this is the gradient of
+``-KL(student || teacher)`` at each visited state, with states held fixed.
 
 Over the vocabulary: each teacher sends its k most likely ids and their log-probs (all 150,000 would cost 600 kB a
 token); all other ids are one more outcome, the tail:
 
     sum over the k ids of p log(p / q) + p_tail log(p_tail / q_tail)
 
-Merging outcomes only lowers a KL: this is a lower bound, exact for k = vocabulary. Unlike a sum cut off at k it is a
-KL, never negative, and it moves mass out of ids that the teacher does not give.
-"""
+Merging outcomes only lowers a KL: this is a lower bound, exact for k = vocabulary. Unlike a sum that stops at k it is a
+KL, never negative, and it moves mass away from ids that the teacher does not send."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -35,7 +34,7 @@ from dlrover.python.rl.data.batch import Batch
 
 
 def teacher_weights_of(columns: TokenColumns, teachers: int) -> torch.Tensor:
-    """``[tokens, teachers]``, rows summing to 1: ``teacher_weights`` if given, else equal weights.
+    """Return ``[tokens, teachers]``, rows summing to 1: the column ``teacher_weights``, or else equal weights.
 
     The mean of ``KL(student || teacher_m)`` is, up to a constant, the KL to the teachers' geometric mean."""
     reference = column(columns, "weight")
@@ -53,8 +52,8 @@ class Distillation(PolicyGradient):
 
     compares_samples: ClassVar[bool] = False
 
+    #: mean over the tokens of the update, or over sequences of their token means
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the update, or over sequences of their token means."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +62,7 @@ class Distillation(PolicyGradient):
 
     @property
     def needs(self) -> Needs:
-        """``teacher_logprobs``: ``[seq]`` or ``[seq, teachers]``; optional ``teacher_weights``: dense ``[rows,
-        teachers]``."""
+        """``teacher_logprobs``: ``[seq]`` or ``[seq, teachers]``; dense ``[rows, teachers]`` ``teacher_weights``."""
         needs = super().needs
         return Needs(needs.annotate, needs.loss | {"teacher_logprobs"})
 
@@ -81,16 +79,15 @@ class Distillation(PolicyGradient):
         return value, {**metrics, "reverse_kl": weighted_sum(column(columns, "weight"), -advantage)}
 
 
-MIN_TAIL = 1e-6
-"""Lower bound of a tail: the rounding error of the sum of k float32 probabilities."""
+MIN_TAIL = 1e-6  # lower bound of a tail: the rounding error of the sum of k float32 probabilities
 
 
 @dataclass(frozen=True)
 class VocabularyDistillation(Algorithm):
     """The mean over tokens of ``KL(student || teacher)``, states held fixed; rewards and ``logprobs`` are ignored."""
 
+    #: mean over the tokens of the update, or over sequences of their token means
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the update, or over sequences of their token means."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,7 +107,7 @@ class VocabularyDistillation(Algorithm):
             teachers = columns["teacher_weights"].shape[1]
         if student.shape != teacher.shape or student.shape[1] % teachers:
             shapes = f"{list(student.shape)} and {list(teacher.shape)}"
-            raise DataError(f"log-probs of candidates of shapes {shapes} are not those of {teachers} teachers")
+            raise DataError(f"log-probs of candidates with shapes {shapes} do not fit {teachers} teachers")
         parts = (values.unflatten(1, (teachers, -1)) for values in (student, teacher))
         losses = (teacher_weights_of(columns, teachers) * reverse_kl(*parts)).sum(dim=1)
         return (weight * losses).sum(), {"reverse_kl": weighted_sum(weight, losses)}
@@ -118,8 +115,6 @@ class VocabularyDistillation(Algorithm):
 
 def reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """KL(student || teacher) over k ids and the tail: ``[..., k]`` log-probs each to ``[...]``."""
-    of_ids = (student.exp() * (student - teacher)).sum(dim=-1)
-    student_tail, teacher_tail = (
-        (1 - logprobs.exp().sum(dim=-1)).clamp(min=MIN_TAIL) for logprobs in (student, teacher)
-    )
-    return of_ids + student_tail * (student_tail.log() - teacher_tail.log())
+    head = (student.exp() * (student - teacher)).sum(dim=-1)
+    tail, teacher_tail = ((1 - logprobs.exp().sum(dim=-1)).clamp(min=MIN_TAIL) for logprobs in (student, teacher))
+    return head + tail * (tail.log() - teacher_tail.log())

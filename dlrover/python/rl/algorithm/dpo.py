@@ -27,20 +27,13 @@ class DPO(Algorithm):
 
     * ``sigmoid``: ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, e is ``label_smoothing``: DPO at e = 0,
       above it conservative DPO (Mitchell, "A note on DPO with noisy preferences", 2023);
-    * ``ipo``: ``(h - 1 / (2 beta))^2`` (Azar et al., arXiv:2310.12036, eq. 17).
-    """
+    * ``ipo``: ``(h - 1 / (2 beta))^2`` (Azar et al., arXiv:2310.12036, eq. 17)."""
 
-    beta: Annotated[float, Gt(0.0)] = 0.1
-    """Strength of the pull to the reference."""
-
-    kind: Literal["sigmoid", "ipo"] = "sigmoid"
-    """The loss of a pair."""
-
-    label_smoothing: Annotated[float, Ge(0.0), Lt(0.5)] = 0.0
-    """The assumed share of swapped pairs; for ``sigmoid``."""
-
+    beta: Annotated[float, Gt(0.0)] = 0.1  #: strength of the pull to the reference
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"  #: the loss of a pair
+    label_smoothing: Annotated[float, Ge(0.0), Lt(0.5)] = 0.0  #: the assumed share of swapped pairs; for ``sigmoid``
+    #: take h from means over tokens instead of sums, so that it does not grow with the length (IPO's authors, TRL)
     token_means: bool = False
-    """Take h from means over tokens instead of sums, so that it does not grow with the length (IPO's authors, TRL)."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dr. GRPO (Liu et al., "Understanding R1-Zero-Like Training", arXiv:2503.20783, section 3.2).
 
-Without two biases of GRPO: division by the standard deviation favours questions that are nearly always or never solved;
-division by each sample's length makes long wrong samples cheap."""
+It avoids two biases of GRPO: division by the standard deviation favours questions that are nearly always or never
+solved; division by each sample's length makes long wrong samples cheap."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -20,12 +20,10 @@ from dlrover.python.rl.data.batch import Column
 class DrGRPO(PolicyGradient):
     """The clipped surrogate with ``A = reward - mean(rewards of the prompt)``."""
 
+    #: ``constant``, as in the paper, divides each sample's sum by ``max_tokens``, independent of sampled lengths.
+    #: ``token``, common in practice, divides by the tokens of the whole update.
     averaging: Literal["token", "constant"] = "token"  # type: ignore[assignment]  # only here "constant" exists
-    """``constant`` (the paper's) divides each sample's sum by ``max_tokens``, so the step does not depend on sampled
-    lengths. ``token``, common in practice, divides by the tokens of the whole update."""
-
-    max_tokens: Annotated[int, Gt(0)] | None = None
-    """Maximum tokens of a completion; only for averaging ``constant``."""
+    max_tokens: Annotated[int, Gt(0)] | None = None  #: maximum tokens of a completion; only for averaging ``constant``
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,5 +11,5 @@ from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative
 class GRPO(GroupRelative):
     """Mean over samples of their mean token losses. The paper's KL penalty is k3 in the loss, ``kl_coef`` 0.04."""
 
+    #: mean over tokens, or, as in the paper, over sequences of their token means
     averaging: Literal["token", "sequence"] = "sequence"
-    """Mean over tokens, or over sequences of their token means as in the paper."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GSPO: ratios of whole sequences, since rewards are of whole sequences (Zheng et al., arXiv:2507.18071)."""
+"""GSPO: ratios of whole sequences, which rewards are for (Zheng et al., arXiv:2507.18071)."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,23 +15,17 @@ from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative, cl
 class GSPO(GroupRelative):
     """The clipped surrogate of ``s = exp(mean over tokens of log pi - log pi_old)`` (eq. 5 to 7); a row is a sequence.
 
-    Each token has its sequence's ratio as value and its own gradient (GSPO-token, eq. 14): with one advantage for the
-    sequence that is the gradient of the sequence's ratio.
-    """
+    Each token has its sequence's ratio and its own gradient (GSPO-token, eq. 14), which with one advantage per sequence
+    is the gradient of the sequence's ratio."""
 
+    #: how far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 3e-4
-    """How far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)."""
-
     clip_high: Annotated[float, Ge(0.0)] = 4e-4
-    """How far it may rise above 1."""
-
-    averaging: Literal["sequence"] = "sequence"
-    """Mean over sequences."""
+    averaging: Literal["sequence"] = "sequence"  #: mean over sequences
 
     @property
     def needs(self) -> Needs:
-        """Log-probs of the train engine from before the update, always: on a whole sequence the rounding by which the
-        rollouts' differ exceeds this clip range."""
+        """Add the train engine's log-probs: over a sequence, the rollout engine's rounding exceeds the clip range."""
         needs = super().needs
         return Needs(needs.annotate, needs.loss | {"rollout_logprobs"})
 

@@ -19,23 +19,15 @@ class PPO(PolicyGradient):
     compares_samples: ClassVar[bool] = False
     has_token_advantages: ClassVar[bool] = True
 
-    kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL penalty; in the reward, k1 is exact in expectation."""
-
+    kl_estimator: KLEstimator = "k1"  #: estimator of the KL penalty; in the reward, k1 is exact in expectation
     kl_in: KLTerm = "reward"
-    """The term that holds the KL penalty."""
 
-    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
-    """Discount of later rewards."""
-
+    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0  #: discount of later rewards
+    #: GAE's lambda: 0 trusts the critic's next value alone, 1 only the rewards
     lam: Annotated[float, Ge(0.0), Le(1.0)] = 0.95
-    """How far advantages look ahead before they trust the critic."""
-
-    whiten: bool = True
-    """Normalise advantages over all action tokens of the update."""
-
+    whiten: bool = True  #: normalise advantages over all action tokens of the update
+    #: how far a value may move from its value before the update; None: no bound
     value_clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far a value may move from its value before the update; None: no bound."""
 
     @property
     def needs(self) -> Needs:

@@ -43,8 +43,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "ipo": {"kind": "ipo", "token_means": True},
     "openai_ppo": {"kl_coef": 0.02},
 }
-"""Options that a name brings; a job's options override them. ``openai_ppo`` has its KL penalty (k1, coefficient as in
-arXiv:2203.02155) in the reward, ``deepseek_grpo`` (k3, arXiv:2402.03300) in the loss."""
+"""Options of a name, which a job's options override. The KL penalty of ``openai_ppo`` (k1, coefficient as in
+arXiv:2203.02155) is in the reward, of ``deepseek_grpo`` (k3, arXiv:2402.03300) in the loss."""
 
 _METHODS = ("needs", "check_group_size", "annotate", "loss")
 
@@ -59,7 +59,7 @@ def option_names(name: str) -> frozenset[str]:
 
 
 def always_recomputes(name: str) -> bool:
-    """Return True if an algorithm with any options needs the train engine's log-probs from before the update."""
+    """Return True if an algorithm always needs the train engine's log-probs from before the update."""
     try:
         return "rollout_logprobs" in make_algorithm(name).needs.loss
     except InvalidJob:  # it has required options
@@ -67,8 +67,7 @@ def always_recomputes(name: str) -> bool:
 
 
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
-    """Make ``name`` with ``options``; raise InvalidJob with all errors: unknown name or options, invalid values.
-    What it salvages is an algorithm with the options that are right."""
+    """Make an algorithm. Raises InvalidJob with all errors, which salvages an algorithm with the valid options."""
     try:
         schema = ALGORITHMS.load(name)
     except ClassNotFound as error:
@@ -83,8 +82,7 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
 
 
 def complete_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's options, ``name`` among them, with the defaults of all others that a file can hold; as they are if they
-    are wrong."""
+    """Return a job's options with the defaults of all others that a file can hold; invalid options are unchanged."""
     try:
         algorithm = make_algorithm(str(options["name"]), {key: options[key] for key in options if key != "name"})
     except InvalidJob:

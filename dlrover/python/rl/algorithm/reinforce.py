@@ -20,14 +20,9 @@ class ReinforcePlusPlus(PolicyGradient):
     compares_samples: ClassVar[bool] = False
     has_token_advantages: ClassVar[bool] = True
 
-    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
-    """Discount of later rewards."""
-
+    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0  #: discount of later rewards
     kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL penalty; the paper's is k1."""
-
     kl_in: KLTerm = "reward"
-    """The term that holds the KL penalty."""
 
     def advantages(self, samples: SampleView) -> Column:
         return samples.ragged(whiten(rewards_to_go(self.token_rewards(samples), samples.lengths, self.gamma)))
@@ -35,10 +30,10 @@ class ReinforcePlusPlus(PolicyGradient):
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(PolicyGradient):
-    """Rewards less their group's mean, whiten over all tokens of the update; for groups of samples."""
+    """Rewards less their group's mean, whitened over all tokens of the update; for groups of samples."""
 
+    #: estimator of the KL penalty; k2, as in the paper, has the gradient of KL(pi || ref)
     kl_estimator: KLEstimator = "k2"
-    """Estimator of the KL penalty; the paper's is k2, whose gradient is that of KL(pi || ref)."""
 
     def advantages(self, samples: SampleView) -> Column:
         centred = group_advantages(samples.prompt_id, self.rewards(samples), "none", samples.counted)

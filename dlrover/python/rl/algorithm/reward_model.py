@@ -13,8 +13,7 @@ from dlrover.python.rl.data.batch import Batch
 
 @dataclass(frozen=True)
 class RewardModel(Algorithm):
-    """The mean over pairs of ``-log sigmoid(score of the chosen - score of the rejected)``, scores at the last
-    token."""
+    """The mean over pairs of ``-log sigmoid(chosen score - rejected score)``, scores at the last token."""
 
     def annotate(self, rows: Batch) -> Batch:
         return add_pair_columns(rows, token_means=True)

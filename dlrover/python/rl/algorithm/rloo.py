@@ -13,16 +13,12 @@ from dlrover.python.rl.data.batch import Column
 class RLOO(PolicyGradient):
     """A completion is one action: its reward, less the KL penalty of all its tokens, weights their summed log-prob.
 
-    While the policy has not moved, the clipped surrogate's gradient is REINFORCE's."""
+    While the policy is unchanged, the clipped surrogate's gradient is REINFORCE's."""
 
+    #: the mean over samples of their token sums, as in the paper; or a mean over tokens
     averaging: Literal["token", "sequence", "sum"] = "sum"
-    """The mean over samples of their token sums, as in the paper; or a mean over tokens."""
-
     kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL penalty; the paper's is k1."""
-
     kl_in: KLTerm = "reward"
-    """The term that holds the KL penalty."""
 
     def advantages(self, samples: SampleView) -> Column:
         return samples.spread(leave_one_out(samples.prompt_id, self.rewards(samples), samples.counted))

@@ -14,8 +14,8 @@ from dlrover.python.rl.data.batch import Batch
 
 @dataclass(frozen=True)
 class SFT(Algorithm):
+    #: mean over the tokens of the global batch, or over sequences of their token means
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the global batch, or over sequences of their token means."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.common.names import hint, is_url
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -173,7 +173,7 @@ def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, 
 @click.option("--hub", is_flag=True, help="Look up models and data sets on the Hugging Face hub; reads the data.")
 def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hub: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all of its errors."""
-    with looking_up(Lookup.ALL if hub else Lookup.NONE):
+    with looking_up("all" if hub else "none"):
         checked = check_described(lambda: load_job(job_file, overrides), local)
     job = checked.job if full else replace(checked.job, config=checked.user_config)
     echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions, classes and objects of a script or a notebook, which other processes cannot import, as files.
 
-The name of one, ``dlrover.python.rl.common.by_value:<its file>``, is loaded like that of any importable object.
+The name of such an object, ``dlrover.python.rl.common.by_value:<file>``, is loaded like the name of an importable one.
 """
 
 import copyreg
@@ -17,16 +17,12 @@ import cloudpickle
 
 from dlrover.python.rl.common.disk_space import replace
 
-# Fields of dataclasses compare with it by identity, so a copy of it would be a default value.
+# Dataclasses compare with it by identity: a copy would be a default value.
 copyreg.pickle(type(dataclasses.MISSING), lambda _: "MISSING")
 
 
 def name_for(value: Any, folder: Path) -> str:
-    """A name by which other processes load ``value``: its own, or that of a file in ``folder``, with its content.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Return a name by which other processes load ``value``, perhaps of a new file; raises TypeError from pickling."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     loaded: Any = sys.modules.get(module or "")
     is_importable = module != "__main__" and getattr(loaded, "__spec__", None) is not None
@@ -55,12 +51,12 @@ def name_of_file(file: Path) -> str:
 
 
 def readable_name(name: str) -> str:
-    """The label of a file's name; another name as it is."""
+    """Return the label of a file's name, and other names unchanged."""
     return label_of(name) if name.startswith(f"{__name__}:") else name
 
 
 def label_of(name: str) -> str:
-    """The last part of a dotted name, or the label of a file's."""
+    """Return the last part of a dotted name, or the label of a file's name."""
     path = unquote(name.rpartition(":")[2])
     return Path(path).stem.rpartition("-")[0] if path.startswith("/") else path.rpartition(".")[2]
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes that are repeated instead of ending the run: while the disk is full, or a network disk falters.
+"""Reads and writes that are retried, instead of ending the run, while the disk is full or a network disk fails.
 
 ::
 
     write --> full --> free what is not needed --> again --> pauses, up to a limit
                    --> free what is still in use --> again --> the error, with the bytes needed and free
-          --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error
-"""
+          --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error"""
 
 import asyncio
 import errno
@@ -38,16 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DiskWait:
-    limit_s: float = 60.0  # time for an operator to react, but shorter than the silence of a hung process
+    limit_s: float = 60.0  # time for an operator to react, shorter than the timeout of a hung process
     pause_s: float = 0.5  # between two attempts
-    transient_s: float = 30.0  # for errors that a server's restart or a new path ends
+    transient_s: float = 30.0  # for errors that a server's restart or another path fixes
 
 
 DEFAULT_DISK_WAIT = DiskWait()
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return True for a full disk or an exhausted quota; libraries written in Rust give the number in their text."""
+    """Return True for a full disk or an exhausted quota; libraries in Rust have the number in their text."""
     return error.errno in _FULL if isinstance(error, OSError) else _FULL_TEXT.search(str(error)) is not None
 
 
@@ -57,7 +56,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
-    """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes; or no free inodes."""
+    """Return the error ``number`` with the folder, the bytes to write (0: unknown), and the free bytes or inodes."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_files and not disk.f_favail and free > nbytes:
@@ -74,9 +73,8 @@ def retry_io(
 ) -> T:
     """Call ``act``, which must leave nothing behind when it fails, until the disk has space for it and answers.
 
-    ``free_space`` removes files and returns False if there were none. It is called with True after ``wait``: then it
-    may also remove files that are still in use. Other errors of ``act`` are raised at once.
-    """
+    ``free_space`` removes files and returns False if there were none; after ``wait`` it is called with True, and may
+    also remove files that are still in use. Other errors of ``act`` are raised at once."""
     deadlines_s: dict[bool, float] = {}
     while True:
         try:
@@ -114,8 +112,7 @@ async def retry_io_async(
 def _may_recover(
     error: Exception, path: Path | str, wait: DiskWait, deadlines_s: dict[bool, float], now_s: float
 ) -> bool:
-    """Return True if the disk may recover from ``error`` within its limit, which begins with the first error: one for a
-    full disk, and one for a faltering one."""
+    """Return True until a limit after the first error; a full disk and a failing disk have separate limits."""
     is_full = is_disk_full(error)
     limit_s = wait.limit_s if is_full else wait.transient_s if is_transient(error) else 0.0
     if limit_s and is_full not in deadlines_s:
@@ -126,7 +123,7 @@ def _may_recover(
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:
-    """The error with the file that it is about: reads and writes of an open one do not name it."""
+    """Return the error with its file, which errors of an open file do not name."""
     if not isinstance(error, OSError):
         return disk_full_error(errno.ENOSPC, path.parent, 0)
     if error.filename is None and error.errno is not None:
@@ -144,8 +141,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:
-    """Add ``content`` to a file, whole or not at all, at its end or in place of what it has from byte ``at`` on, if it
-    is as long; an absent file is created. Returns its size."""
+    """Add ``content`` to a file, all or nothing, at its end or in place of all from byte ``at`` on; return its size."""
     size = path.stat().st_size if path.exists() else 0
     size = size if at is None else min(at, size)
     retry_io(lambda: _write_at(path, size, content), path, wait)
@@ -153,7 +149,7 @@ def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: i
 
 
 def _write_at(path: Path, size: int, content: bytes) -> None:
-    """Write from ``size`` on, over what an earlier attempt may have left there."""
+    """Write from ``size`` on, over the remains of an earlier attempt."""
     try:
         with open(path, "ab", buffering=0) as file:
             file.truncate(size)
@@ -167,14 +163,14 @@ def _write_at(path: Path, size: int, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
-    """Write a file, whole or not at all; an existing one is replaced."""
-    retry_io(lambda: _replace(path, content), path, wait)
-
-
-def _replace(path: Path, content: bytes) -> None:
+    """Write or replace a file, all or nothing."""
     fresh = path.with_name(f".{path.name}.tmp")
-    try:
-        fresh.write_bytes(content)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+
+    def write() -> None:
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    retry_io(write, path, wait)

@@ -10,20 +10,20 @@
     ├── DataError                    a data file or column is wrong; names file and line
     ├── RowsDiffer                   columns of different samples were put together
     ├── EngineError                  an engine cannot do what was asked
-    │   ├── OtherLayout              a state is of ranks that divide the model otherwise
+    │   ├── OtherLayout              a state is from ranks that divide the model differently
     │   ├── OutOfDeviceMemory        tensors do not fit the device; lists memory by owner
-    │   ├── EngineDied               a process of the engine's own has ended, or is of no use any more
+    │   ├── EngineDied               a process of the engine has ended, or can no longer compute
     │   ├── WeightSyncError          received weights differ from those that were sent
-    │   │   └── WeightsLost          the weights of a ticket exist nowhere any more
+    │   │   └── WeightsLost          the weights of a ticket no longer exist
     │   └── NonFiniteUpdate          a loss or gradient is NaN or infinite; nothing was changed
-    ├── SessionError                 an engine driven by hand was used out of order, or lacks slots
+    ├── SessionError                 an engine driven by hand was used out of order, or lacks places
     ├── CallError                    a role-group call was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
     │   └── ShardError               an argument cannot be split as requested
     ├── InvocationError              a worker's call failed: role, rank, method, node, remote traceback
     │   ├── InvocationTimeout        some ranks are late; holds the results that arrived
     │   ├── WorkloadDied             a worker's process has ended
-    │   ├── ResultLost               a result that the call takes was lost with its worker
+    │   ├── ResultLost               a result that the call needs was lost with its worker
     │   ├── CallSkipped              an earlier call to the worker did not run, so this one did not either
     │   ├── ReplayDiverged           a repeated call differs from the first
     │   └── StaleCall                a call by a replaced trainer was refused
@@ -49,8 +49,7 @@
         ├── CheckpointMissing        a checkpoint, or a file of one, does not exist
         └── StaleEpoch               a write by a replaced process was refused
 
-``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit.
-"""
+``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -70,7 +69,7 @@ class Scope(StrEnum):
 
 
 class DLRoverRLError(Exception):
-    """The base class. Where ``retryable``, the same request may succeed once ``restarts`` has restarted."""
+    """The base class. If ``retryable``, the same request may succeed once ``restarts`` has restarted."""
 
     retryable: bool = False
     restarts: Scope = Scope.NOTHING
@@ -88,7 +87,7 @@ def _rebuild(cls: type[DLRoverRLError], args: tuple[Any, ...], state: dict[str, 
 
 @dataclass(frozen=True, order=True)
 class ConfigError:
-    """One fault of a job: where it is (``trainer.class``, ``train.jsonl:7``) and what is wrong."""
+    """One fault of a job: its place (``trainer.class``, ``train.jsonl:7``) and its description."""
 
     where: str
     what: str
@@ -98,10 +97,7 @@ class ConfigError:
 
 
 class InvalidJob(DLRoverRLError):
-    """The description of a job has ``errors``.
-
-    ``salvaged`` is the job without its faulty values: for finding further errors, never to be run.
-    """
+    """A job has ``errors``; ``salvaged`` is the job without them, for finding further errors and never to be run."""
 
     def __init__(self, errors: Sequence[ConfigError], salvaged: Any = None) -> None:
         self.errors, self.salvaged = tuple(dict.fromkeys(errors)), salvaged
@@ -132,7 +128,7 @@ class DataError(DLRoverRLError):
 
 
 class RowsDiffer(DLRoverRLError):
-    """Columns to be joined belong to different samples: some were sampled again after they had been scored."""
+    """Columns to be joined belong to different samples, some of which were sampled again after they were scored."""
 
     retryable, restarts = True, Scope.TRAINER
 
@@ -142,7 +138,7 @@ class EngineError(DLRoverRLError):
 
 
 class OtherLayout(EngineError):
-    """A state is of ranks that divide the model otherwise."""
+    """A state is from ranks that divide the model differently."""
 
 
 class OutOfDeviceMemory(EngineError):
@@ -150,7 +146,7 @@ class OutOfDeviceMemory(EngineError):
 
 
 class EngineDied(EngineError):
-    """A process that an engine computes in has ended, or has failed so that only a new one can compute."""
+    """A process of an engine has ended, or has failed so that only a new one can compute."""
 
     retryable, restarts = True, Scope.MEMBER
 
@@ -162,7 +158,7 @@ class WeightSyncError(EngineError):
 
 
 class WeightsLost(WeightSyncError):
-    """The weights of a ticket are gone: their sender died or has newer ones, and must be asked for another ticket."""
+    """The weights of a ticket are gone: their sender died or has newer ones; ask it for another ticket."""
 
 
 class NonFiniteUpdate(EngineError):
@@ -172,7 +168,7 @@ class NonFiniteUpdate(EngineError):
 
 
 class SessionError(DLRoverRLError):
-    """A script used its engines out of order, or asked for more slots than exist; the message says what to do."""
+    """A script used its engines out of order, or asked for more places than exist; the message says what to do."""
 
 
 class CallError(DLRoverRLError):
@@ -180,7 +176,7 @@ class CallError(DLRoverRLError):
 
 
 class UnknownMethod(CallError, AttributeError):
-    """There is no such role group or method; the message gives the nearest name."""
+    """There is no such role group or method; the message has the nearest name."""
 
 
 class ShardError(CallError):
@@ -211,14 +207,9 @@ class InvocationTimeout(InvocationError):
         self, *, role: str, method: str, timeout_s: float, late: Sequence[int], arrived: Mapping[int, Any]
     ) -> None:
         self.late, self.arrived, self.timeout_s = tuple(late), dict(arrived), timeout_s
-        names = ", ".join(str(rank) for rank in self.late)
-        super().__init__(
-            f"no answer within {timeout_s:g} s from rank{'s' if len(self.late) > 1 else ''} {names}"
-            f" ({len(self.arrived)} arrived)",
-            role=role,
-            rank=self.late[0],
-            method=method,
-        )
+        ranks = f"rank{'s' if len(self.late) > 1 else ''} {', '.join(map(str, self.late))}"
+        message = f"no answer within {timeout_s:g} s from {ranks} ({len(self.arrived)} arrived)"
+        super().__init__(message, role=role, rank=self.late[0], method=method)
 
 
 class WorkloadDied(InvocationError):
@@ -229,10 +220,7 @@ class WorkloadDied(InvocationError):
 
 
 class ResultLost(InvocationError):
-    """The result of this call, or of one of its arguments, is gone with the process that held it.
-
-    A workload's method may raise it too: the calls that made its arguments are repeated, and then this one.
-    """
+    """A call's result or argument is gone with its process; a workload may raise it: the arguments are made again."""
 
     retryable = True
 
@@ -244,28 +232,28 @@ class CallSkipped(InvocationError):
 
 
 class ReplayDiverged(InvocationError):
-    """A repeated step is not deterministic: a call id came with another method, or in another order, than before."""
+    """A repeated step is not deterministic: a call id has another method, or another order, than before."""
 
     retryable, restarts = True, Scope.JOB
 
 
 class StaleCall(InvocationError):
-    """A call was refused: its trainer has been replaced, or it is for another incarnation of the worker."""
+    """A call was refused: its trainer has been replaced, or its worker has been restarted."""
 
 
 class WorkloadStartError(DLRoverRLError):
     """A constructor raised. ``who`` is ``"ROLLOUT[1]"`` or ``"trainer"``, ``summary`` the exception in one line."""
 
-    fault = ""  # of the exception, a kind of cause
+    fault = ""  # the exception's kind of cause
 
-    def __init__(self, who: str, message: str, remote_traceback: str = "") -> None:
-        self.who, self.summary, self.remote_traceback = who, message, remote_traceback
-        text = f"{who} could not start: {message}"
+    def __init__(self, process: str, message: str, remote_traceback: str = "") -> None:
+        self.who, self.summary, self.remote_traceback = process, message, remote_traceback
+        text = f"{process} could not start: {message}"
         super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
 
 
 class ScriptFailed(DLRoverRLError):
-    """The program of a role has ended with an error; on Ray its workers are replaced, and start it again."""
+    """The program of a role has ended with an error; on Ray, replaced workers start it again."""
 
     retryable, restarts = True, Scope.MEMBER
 
@@ -293,7 +281,7 @@ class VerifierCrashed(VerifierError):
 
 
 class EnvironmentFailed(DLRoverRLError):
-    """An environment raised, was late, or returned a wrong type; only the sample that asked it fails."""
+    """An environment raised, was late, or returned a wrong type; only its sample fails."""
 
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         self.remote_traceback = remote_traceback
@@ -301,7 +289,7 @@ class EnvironmentFailed(DLRoverRLError):
 
 
 class PlacementTimeout(DLRoverRLError):
-    """The cluster did not have the requested resources in time; the message compares need and supply."""
+    """The cluster did not have the requested resources in time; the message compares both."""
 
     retryable, restarts = True, Scope.JOB
 
@@ -325,7 +313,7 @@ class ServiceBusy(ServiceError):
 
 
 class ServiceUnavailable(ServiceError):
-    """The service did not answer, or could not save its decision; nothing was done, or the request can be repeated."""
+    """The service did not answer, or could not save its decision; the request can be repeated."""
 
     retryable = True
 
@@ -351,11 +339,11 @@ class JournalCorrupt(JobError):
 
 
 class CheckpointCorrupt(JobError):
-    """A checkpoint file is not what was written."""
+    """A checkpoint file differs from what was written."""
 
-    def __init__(self, path: str, what: str) -> None:
-        self.path, self.what = path, what
-        super().__init__(f"{path}: {what}")
+    def __init__(self, path: str, fault: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {fault}")
 
 
 class CheckpointMissing(JobError):
@@ -363,11 +351,11 @@ class CheckpointMissing(JobError):
 
 
 class StaleEpoch(JobError):
-    """A write was refused because a newer process owns the target; the writer must end itself."""
+    """A write was refused because a newer process owns the target; the writer must exit."""
 
 
 class StepAbandoned(BaseException):
-    """Leaves ``init`` and ``fit``, which then begin again at the last commit. Passes a user's ``except Exception``."""
+    """Unwinds ``init`` and ``fit``, which begin again at the last commit; a user's ``except Exception`` passes it."""
 
     def __init__(self, step: int, cause: BaseException) -> None:
         self.step, self.cause = step, cause
@@ -379,9 +367,8 @@ _STANDARD = (str(Path(traceback.__file__).parent), "<frozen ")
 
 
 def user_traceback(error: BaseException, chain: bool = True) -> str:
-    """The traceback of ``error`` from the user's first frame on. An error of this package, whose message is enough,
-    comes without its causes, and ends at the user's last frame; if none is the user's, it is its `remote_traceback`.
-    Another error comes whole then."""
+    """Return the traceback of ``error`` from the user's first frame on, or all of it if no frame is the user's. An
+    error of this package has no causes in it, and ends at the user's last frame, or is its ``remote_traceback``."""
     trace, is_own = error.__traceback__, isinstance(error, DLRoverRLError)
     while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next
@@ -393,7 +380,7 @@ def user_traceback(error: BaseException, chain: bool = True) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Libraries count as the user's: theirs cannot be told from others."""
+    """Return True for the user's code and for libraries, which cannot be distinguished."""
     path = frame.f_code.co_filename
     is_standard = path.startswith(_STANDARD) and "site-packages" not in path
     return not is_standard and not str(frame.f_globals.get("__name__")).startswith(_OWN)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names by which a job file chooses a class or a function.
 
-A name is ``package.module:Attribute``, or built in, or registered by an installed package as an entry point::
+A name is ``package.module:Attribute``, a built-in name, or an entry point of an installed package::
 
     [project.entry-points."dlrover_rl.train_engines"]
     mine = "my_package.engine:MyTrainEngine"
@@ -28,15 +28,15 @@ class ExtensionPoint:
     noun: str  # "train engine", for messages
     group: str  # of entry points: "dlrover_rl.train_engines"
     builtin: Mapping[str, str]  # name to "package.module:Attribute"
-    moved: Mapping[str, str] = field(default_factory=dict)  # place in earlier versions to the name of today
+    moved: Mapping[str, str] = field(default_factory=dict)  # place in earlier versions to the current name
 
     def places(self) -> dict[str, str]:
-        """``package.module:Attribute`` by name. A built-in name wins over an entry point of the same name."""
+        """Return ``package.module:Attribute`` by name; a built-in name overrides an entry point of the same name."""
         registered = {point.name: point.value for point in entry_points(group=self.group)}
         return {**registered, **self.builtin}
 
     def current(self, name: str) -> str:
-        """Return ``name``, or with a note what it is called today."""
+        """Return the current name of ``name``, with a warning if it has changed."""
         if name in self.moved:
             _LOG.warning("the %s '%s' is now called '%s'", self.noun, name, self.moved[name])
         return self.moved.get(name, name)
@@ -52,7 +52,7 @@ class ExtensionPoint:
         return place
 
     def describe_unknown(self, name: str, names: Collection[str]) -> str:
-        """Return the message about ``name``, with the nearest of the ``names`` that could stand in its place."""
+        """Return the message about an unknown ``name``, with the nearest of ``names``."""
         module, dot, attribute = name.rpartition(".")
         near = nearest(name, names) or (f"{module}:{attribute}" if dot else "")
         message = f"no {self.noun} is called '{name}'" + (f"; did you mean '{near}'?" if near else "")
@@ -82,14 +82,14 @@ def load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or name
         package, _, last = missing.rpartition(".")
-        close = None
+        more = ""
         if name == missing or name.startswith(f"{missing}."):
             paths = getattr(importlib.import_module(package), "__path__", []) if package else None
             names = {module.name for module in pkgutil.iter_modules(paths)}
             if not package:  # namespace packages are not listed, but they may be loaded
                 names |= {name for name in sys.modules if "." not in name}
-            close = nearest(last, sorted(names))
-        more = f"; did you mean '{f'{package}.' if package else ''}{close}'?" if close else ""
+            if close := nearest(last, sorted(names)):
+                more = f"; did you mean '{f'{package}.' if package else ''}{close}'?"
         raise ClassNotFound(f"module '{name}' cannot be imported: no module named '{missing}'{more}") from error
     except (Exception, SystemExit) as error:
         raise ClassNotFound(f"module '{name}' cannot be imported: {type(error).__name__}: {error}") from error

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names on the Hugging Face hub: which of them a check looks up, and why one cannot be had."""
+"""Names on the Hugging Face hub: looking them up, and telling them from paths."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 _TIMEOUT_S = 10.0
 
@@ -15,15 +15,10 @@ _FILE = re.compile(
 )
 
 
-class Lookup(StrEnum):
-    NONE = "none"
-    DATA = "data"
-    ALL = "all"
+Lookup: TypeAlias = Literal["none", "data", "all"]
 
-
-LOOKUP: ContextVar[Lookup] = ContextVar("lookup", default=Lookup.DATA)
-"""The names to look up before a job starts: its data sets, since a run needs their rows first, unless a check asks for
-more or less."""
+LOOKUP: ContextVar[Lookup] = ContextVar("lookup", default="data")
+"""The names to look up before a job starts: by default its data sets, whose rows a run needs first."""
 
 NOT_LOOKED_UP = "on the hub: not looked up (check --hub does)"
 
@@ -33,8 +28,8 @@ def current_lookup() -> Lookup:
 
 
 @contextmanager
-def looking_up(what: Lookup) -> Iterator[None]:
-    token = LOOKUP.set(what)
+def looking_up(lookup: Lookup) -> Iterator[None]:
+    token = LOOKUP.set(lookup)
     try:
         yield
     finally:
@@ -42,7 +37,7 @@ def looking_up(what: Lookup) -> Iterator[None]:
 
 
 def hub_fault(kind: str, name: str) -> str:
-    """Say why the hub lacks a ``model`` or ``dataset`` of this name, after at most 10 seconds; empty if it has it."""
+    """Return why the hub has no ``model`` or ``dataset`` of this name, after at most 10 seconds; empty if it has."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -67,8 +62,8 @@ def is_cached(name: str, kind: str = "model") -> bool:
 
 
 def is_path(name: str, kind: str = "model") -> bool:
-    """Return True if a ``model`` or ``dataset`` that is missing can only be a file or folder: by its form, or by a
-    file's suffix or a folder here that it begins with, unless the hub's cache on this machine has it."""
+    """Return True if the name of a missing ``model`` or ``dataset`` can only be a path: by its form, or, unless the
+    hub's cache has it, by a file's suffix or a local folder that it begins with."""
     if _has_form_of_path(name):
         return True
     may_be_file = _FILE.search(name.lower()) is not None or _begins_here(name)
@@ -76,11 +71,11 @@ def is_path(name: str, kind: str = "model") -> bool:
 
 
 def how_to_cache(name: str, kind: str = "model") -> str:
-    """The end of a message about a path that has the form of a hub's name as well; else empty."""
+    """Return the end of a message about a path that may also be a hub's name; else empty."""
     if _has_form_of_path(name) or not _begins_here(name):
         return ""
     command = f"hf download {'' if kind == 'model' else f'--repo-type {kind} '}{name.partition(':')[0]}"
-    return f"; '{name.partition('/')[0]}' is a folder here: one of the hub has to be in its cache ({command})"
+    return f"; '{name.partition('/')[0]}' is a folder here: to use the hub's, download it first ({command})"
 
 
 def _has_form_of_path(name: str) -> bool:

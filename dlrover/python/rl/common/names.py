@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of jobs, their roles and processes and the Ray actors behind them; nearest-name hints for error messages.
+"""Names of jobs, roles, processes and their Ray actors; nearest-name hints for error messages.
 
-Every actor name carries the job and its run, so two jobs, or two runs of one job, never share one.
-"""
+Every actor name has the job and the run in it, so two jobs, or two runs of one job, never share one."""
 
 import difflib
 import re
@@ -15,15 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
-NAMESPACE = "dlrover-rl"
-"""The Ray namespace of all actors of all jobs."""
-
+NAMESPACE = "dlrover-rl"  # the Ray namespace of all actors of all jobs
 _JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PROCESS = re.compile(r"(?P<role>[^\[\]]+?)(?P<standby>-standby)?\[(?P<rank>-?\d+)\]")
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of the ``packages`` that are installed."""
     versions = {}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
@@ -32,30 +28,31 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def package_version() -> str:
-    """The installed version; ``"0+unknown"`` for a source tree that is not installed."""
+    """Return the installed version; ``"0+unknown"`` for a source tree that is not installed."""
     return installed_versions(["dlrover-rl"]).get("dlrover-rl", "0+unknown")
 
 
-def nearest(name: str, known: Iterable[str], similarity: float = 0.6) -> str | None:
-    by_lower = {candidate.lower(): candidate for candidate in known}
+def nearest(name: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[matches[0]] if matches else None
 
 
-def nearest_path(path: str, known: Iterable[str]) -> str | None:
-    """The nearest dotted key whose parts are all near: shared parts say nothing about a part that differs."""
+def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
+    """Return the nearest dotted key whose parts are all near: equal parts do not make a different part near."""
     parts = path.split(".")
-    pairs = [(key, list(zip(parts, key.split("."), strict=True))) for key in known if key.count(".") + 1 == len(parts)]
-    return nearest(path, [key for key, near in pairs if all(nearest(part, [other]) for part, other in near)])
+    split = [(key, key.split(".")) for key in candidates if key.count(".") + 1 == len(parts)]
+    near = [key for key, own in split if all(nearest(part, [other]) for part, other in zip(parts, own, strict=True))]
+    return nearest(path, near)
 
 
 def is_url(place: object) -> bool:
     return "://" in str(place)
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"``, or the list of known names when none is close."""
-    names = sorted(known)
+def hint(name: str, candidates: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"``, or the list of candidates if none is close."""
+    names = sorted(candidates)
     close = nearest(name, names)
     if close is not None:
         return f"; did you mean '{close}'?"
@@ -63,7 +60,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def variable_hint(text: str) -> str:
-    """Return how a job file names the environment variable that ``text`` has in a shell's way, ``$HOME/data``."""
+    """Return the spelling in a job file for an environment variable that ``text`` has as in a shell, ``$HOME/data``."""
     variable = re.search(r"\$(\w+)", text)
     return f"; an environment variable is written ${{oc.env:{variable[1]}}}" if variable else ""
 
@@ -88,12 +85,12 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> "ProcessId":
-        """Read what ``str()`` printed; raises ValueError for anything else."""
+        """Read the text of ``str()``; raises ValueError for any other."""
         if text == TRAINER_ID.role:
             return TRAINER_ID
         match = _PROCESS.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} names no process such as ROLLOUT[1], ROLLOUT-standby[2] or trainer")
+            raise ValueError(f"{text!r} is not a process such as ROLLOUT[1], ROLLOUT-standby[2] or trainer")
         kind = ProcessKind.STANDBY if match["standby"] else ProcessKind.MEMBER
         return cls(match["role"], int(match["rank"]), kind)
 
@@ -124,7 +121,7 @@ def is_job_name(name: str) -> bool:
 
 
 def check_job_name(name: str) -> str:
-    """Return ``name`` when it is a DNS label (it becomes part of actor names and paths), else raise ValueError."""
+    """Return ``name`` if it is a DNS label (it becomes part of actor names and paths), else raise ValueError."""
     if not is_job_name(name):
         close = re.sub("[^a-z0-9]+", "-", name.lower())[:63].strip("-")
         raise ValueError(
@@ -147,12 +144,12 @@ def member_name(job: str, run: str, role: str, rank: int, incarnation: int) -> s
 
 
 def standby_name(job: str, run: str, role: str, number: int) -> str:
-    """The actor name of a standby, which it keeps when it becomes a worker."""
+    """Return the actor name of a standby, which it keeps when it becomes a worker."""
     return f"{job}/{run}/{ProcessId.standby(role, number).pool}/{number}"
 
 
 def run_of(member: str) -> tuple[str, str]:
-    """The job and the run in a worker's actor name."""
+    """Return the job and the run in a worker's actor name."""
     job, run, *_ = member.split("/")
     return job, run
 
@@ -167,9 +164,8 @@ def is_role_name(name: str) -> bool:
 class RLRoleType(str):
     """The name of a role, always upper case: ``RLRoleType("actor") == "ACTOR"``.
 
-    The five roles of the integration guide are constants; any other valid name is a role too. It is a ``str``, so a
-    mapping keyed by roles can be read with either. ``name`` and ``value`` are those of an enum worker.
-    """
+    The five roles of the integration guide are constants; any other valid name is also a role. It is a ``str``, so both
+    are keys of a mapping by roles. ``name`` and ``value`` are as in an enum."""
 
     __slots__ = ()
 
@@ -203,5 +199,5 @@ RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD, RLRoleType.REFERENCE, R
 
 
 def resume_command(folder: Path | str) -> str:
-    """The command that continues the run in ``folder``."""
+    """Return the command that continues the run in ``folder``."""
     return f"dlrover-rl resume {shlex.quote(str(folder))}"

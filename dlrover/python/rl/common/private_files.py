@@ -15,7 +15,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO doe
 
 
 def open_below(folder: int, parts: Sequence[str], flags: int = 0) -> int:
-    """Open ``parts`` below an open folder to read it; a part that is a link is an OSError, as one that is missing."""
+    """Open ``parts`` below an open folder for reading; raises OSError if a part is a link or missing."""
     with ExitStack() as opened:
         for part in parts[:-1]:
             folder = os.open(part, _STEP, dir_fd=folder)
@@ -24,7 +24,7 @@ def open_below(folder: int, parts: Sequence[str], flags: int = 0) -> int:
 
 
 def open_folder(folder: Path) -> int:
-    """Open an absolute folder to read below it. Raises NotADirectoryError if a part of its path is a link."""
+    """Open an absolute folder for :func:`open_below`. Raises NotADirectoryError if a part of its path is a link."""
     top = os.open("/", _STEP)
     try:
         return open_below(top, (*folder.parts[1:], "."), os.O_DIRECTORY)
@@ -33,18 +33,17 @@ def open_folder(folder: Path) -> int:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read its bytes. Raises OSError if it is a link; its folder may be reached through one."""
+    """Open a file to read its bytes. Raises OSError if it is a link; its folder may be one."""
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ))
 
 
 def with_real_parent(path: Path) -> Path:
-    """Return ``path`` below its parent without links, such as a user's own one to a scratch disk; its last part stays
-    what it is, also a link."""
+    """Return ``path`` with the links in its parent resolved; its last part may remain a link."""
     return path.parent.resolve() / path.name
 
 
 def check_private(path: Path) -> os.stat_result:
-    """Raises CallError if others can read ``path``, OSError if it is not there."""
+    """Return the state of a file. Raises CallError if others can read it, OSError if it is missing."""
     state = path.lstat()
     if not stat.S_ISREG(state.st_mode) or state.st_mode & 0o077 or state.st_uid != os.geteuid():
         raise CallError(f"{path} must be a file that only you can read: chmod 600 {path}")
@@ -52,20 +51,20 @@ def check_private(path: Path) -> os.stat_result:
 
 
 def read_token(path: Path) -> str:
-    """A token for a client. Raises CallError if its file is missing, empty, or open to others."""
+    """Read a client's token. Raises CallError if its file is missing, empty, or readable by others."""
     try:
         check_private(path)
         with open_file(path) as file:
             token = file.read().decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CallError(f"no token can be read from {path}: {error}") from error
+        raise CallError(f"cannot read a token from {path}: {error}") from error
     if not token:
         raise CallError(f"{path} is empty")
     return token
 
 
 def create_private(path: Path, text: str) -> None:
-    """Raises FileExistsError."""
+    """Write a new file; raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -74,5 +73,5 @@ def create_private(path: Path, text: str) -> None:
 
 
 def share_file(path: Path) -> None:
-    """Let those read a file who may list its folder, which a program may have written for its owner alone."""
+    """Let all who may list the folder of a file read it; a library may have written it for its owner alone."""
     path.chmod(0o600 | path.parent.stat().st_mode & 0o044)

@@ -21,20 +21,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 
 
 def is_loopback(host: str) -> bool:
-    """A name other than ``localhost`` may mean anything, and is not."""
+    """Return True for a loopback address and ``localhost``; other names may resolve to any address."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 
 def listening_socket(address: str, backlog: int, port: int = 0) -> socket.socket:
-    """Listen on a TCP port of ``address`` alone, 0: any free one; of all addresses of the machine only if the
-    environment says ``DLROVER_RL_LISTEN_ON_ALL=1``.
+    """Listen on a TCP port (0: any free one) of ``address``, or of all addresses with ``DLROVER_RL_LISTEN_ON_ALL=1``.
 
     Raises:
-        InvalidJob: ``address`` is not one of this machine, but of a gateway for example.
-        OSError: the port is taken, or the name is unknown.
-    """
+        InvalidJob: ``address`` belongs to another machine, such as a gateway.
+        OSError: the port is in use, or the name is unknown."""
     family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     everywhere = os.environ.get(LISTEN_ON_ALL) == "1"
     try:
@@ -47,7 +45,7 @@ def listening_socket(address: str, backlog: int, port: int = 0) -> socket.socket
 
 
 def wait_until_listening(address: str, port: int, timeout_s: float) -> None:
-    """Return when somebody listens there, when the address cannot be reached in another way, or after ``timeout_s``."""
+    """Wait until a server listens, until a connection fails for another reason, or for ``timeout_s``."""
     deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
@@ -56,13 +54,13 @@ def wait_until_listening(address: str, port: int, timeout_s: float) -> None:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             continue
-        except OSError:  # the client that comes next says it better
+        except OSError:  # the client that connects next reports it better
             return
         return
 
 
 def machine_addresses() -> list[str]:
-    """IPv4 addresses of this machine beyond loopback."""
+    """Return the IPv4 addresses of this machine except loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = [_address_of(name, probe) for _, name in socket.if_nameindex()]
     addresses = [socket.inet_ntoa(each) for each in packed if each]
@@ -70,7 +68,7 @@ def machine_addresses() -> list[str]:
 
 
 def interface_towards(host: str) -> str:
-    """The name of the network interface by which packets to ``host`` leave; ``""`` if it cannot be told."""
+    """Return the name of the network interface for packets to ``host``; ``""`` if it is unknown."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
@@ -87,16 +85,15 @@ def _address_of(interface: str, probe: socket.socket) -> bytes:
 class HeldPort:
     """A TCP port that stays bound until a server of this process listens on it.
 
-    Only a server that sets ``SO_REUSEADDR``, as torch's store does, can bind it too, so it is still free when the
-    workers meet, many seconds after they have learned of it.
-    """
+    Only a server that sets ``SO_REUSEADDR``, as torch's store does, can also bind it, so it is still free when the
+    workers connect, many seconds after they have received its number."""
 
     def __init__(self) -> None:
         self.number = 0  # none
         self._socket: socket.socket | None = None
 
     def take(self, preferred: Sequence[int] = (), address: str = "") -> int:
-        """Reserve one of ``preferred`` where possible, else a port that the system picks; release the former one."""
+        """Release the former port, and reserve one of ``preferred`` if possible, else any free port."""
         self.give_back()
         for port in (*preferred, 0):
             bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fluent description of a job, with upstream DLRover's builder methods."""
+"""A fluent builder of jobs, with upstream DLRover's methods."""
 
 import re
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ B = TypeVar("B", bound="JobBuilder")
 
 
 class JobBuilder:
-    """Collects a job. A role call makes that role current: ``total``, ``per_node``, ``env``, ``resource``, ``standby``
-    and ``hang_after`` apply to it. Nothing is checked before :meth:`spec`."""
+    """Builds a job. A call that names a role makes it current: ``total``, ``per_node``, ``env``, ``resource``,
+    ``standby`` and ``hang_after`` apply to it. Nothing is checked before :meth:`spec`."""
 
     def __init__(self) -> None:
         sections = ("trainer", "workload", "env", "restart", "checkpoint", "liveness")
@@ -41,8 +41,7 @@ class JobBuilder:
         return self
 
     def job_dir(self: B, folder: str | Path, overwrite: bool = False) -> B:
-        """The output folder of the job; ``overwrite`` replaces the results of an earlier run there. By default each run
-        gets a folder of its own in ``runs/<name>``."""
+        """The output folder, by default one for each run in ``runs/<name>``; ``overwrite`` replaces results in it."""
         self._job |= {"job_dir": str(folder), "overwrite": overwrite}
         return self
 
@@ -72,17 +71,17 @@ class JobBuilder:
         return self
 
     def trainer_hang_after(self: B, seconds: float) -> B:
-        """Seconds without progress of its own code before the trainer is killed and recovered."""
+        """Seconds without progress of the trainer's own code before it is killed and recovered."""
         self._job["trainer"]["hang_after_s"] = seconds
         return self
 
     def trainer(self: B, module_name: str | type, class_name: str = "") -> B:
-        """Name the trainer by module and class, or give the class, which may be one of the main script."""
+        """Name the trainer by module and class, or pass the class, which may be one of the main script."""
         self._job["trainer"].update({"module": module_name, "class": class_name})
         return self
 
     def role(self: B, name: str, module_name: str | type, class_name: str = "") -> B:
-        """Describe a role of any name, by its class as in :meth:`trainer`, and make it current."""
+        """Add a role of any name, with its class as in :meth:`trainer`, and make it current."""
         self._current = self._job["workload"].setdefault(name.lower(), {})
         self._current.update({"module": module_name, "class": class_name})
         return self
@@ -112,7 +111,7 @@ class JobBuilder:
         return self
 
     def env(self: B, env: Mapping[str, str]) -> B:
-        """Environment of the current role; wins over the global one."""
+        """Environment of the current role; overrides the global one."""
         self._role("env").setdefault("env", {}).update(env)
         return self
 
@@ -122,7 +121,7 @@ class JobBuilder:
         return self
 
     def standby(self: B, num: int = 1) -> B:
-        """Processes kept ready to take the place of a worker of the current role."""
+        """Standby processes, which replace lost workers of the current role."""
         self._role("standby")["standby"] = num
         return self
 
@@ -132,7 +131,7 @@ class JobBuilder:
         return self
 
     def enable_ray_auto_visible_device(self: B) -> B:
-        """Let Ray choose the visible devices of the current role; by default it does not."""
+        """Let Ray choose the visible devices of the current role, which it does not by default."""
         return self.env({"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"})
 
     def with_collocation(self: B, *roles: str) -> B:
@@ -153,20 +152,14 @@ class JobBuilder:
         return self._current
 
     def spec(self, name: str, search_path: tuple[str, ...] = (), in_process: bool = False) -> JobSpec:
-        """The described job under ``name``; classes of the main script go to other processes unless it runs
-        ``in_process``. Raises InvalidJob with all errors."""
+        """Return the job under ``name``; unless it runs ``in_process``, classes of the main script are stored for other
+        processes. Raises InvalidJob with all errors."""
         inputs = None if in_process else RUNS / name / "inputs"
-        data = OmegaConf.create(
-            {
-                **self._job,
-                "name": name,
-                "trainer": _with_names(self._job["trainer"], inputs),
-                "workload": {role: _with_names(values, inputs) for role, values in self._job["workload"].items()},
-            }
-        )
-        data["config"] = (
-            _within_job(self._config) if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
-        )
+        roles = {role: _with_names(values, inputs) for role, values in self._job["workload"].items()}
+        trainer = _with_names(self._job["trainer"], inputs)
+        data = OmegaConf.create({**self._job, "name": name, "trainer": trainer, "workload": roles})
+        config = self._config
+        data["config"] = _within_job(config) if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
         return job_from_mapping(data, name, search_path)
 
 
@@ -174,7 +167,7 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{(?P<key>[A-Za-z_][\w.]*)\}")
 
 
 def _within_job(config: DictConfig) -> DictConfig:
-    """References to keys of ``config`` name them from the job's root; others are the job's."""
+    """Rewrite references to keys of ``config``, which it makes from its own root, as references from the job's root."""
     content = OmegaConf.to_container(config, resolve=False)
     plain, absent = from_plain(content), object()  # type: ignore[arg-type]
 
@@ -182,14 +175,13 @@ def _within_job(config: DictConfig) -> DictConfig:
         is_own = OmegaConf.select(plain, match["key"], default=absent) is not absent
         return f"${{config.{match['key']}}}" if is_own else match[0]
 
-    rewritten: DictConfig = OmegaConf.create(
+    return DictConfig(
         map_values(content, lambda _, value: _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value)
     )
-    return rewritten
 
 
 def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:
-    """The description of a process with the names of its class."""
+    """Return the settings of a role or the trainer with the names of its class."""
     kind = values.get("module")
     if not isinstance(kind, type):
         return dict(values)

@@ -18,8 +18,7 @@
     config: {...}                      # the user's own
     restart: {job_max_restart, ...}
     checkpoint: {every, keep, resume, commit_to, commit_every}
-    liveness: {beat_s, ...}
-"""
+    liveness: {beat_s, ...}"""
 
 import hashlib
 import re
@@ -37,8 +36,7 @@ from dlrover.python.rl.config.plain import (
     escape_references,
     from_plain,
     map_values,
-    reference_error,
-    to_plain,
+    salvage_plain,
     validate_resolvers,
     without,
 )
@@ -56,11 +54,9 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import lies_in, salvage
+from dlrover.python.rl.config.typed import lies_in, names_by_alias, salvage
 
-ROLES = ("workload", "roles")
-"""The names of the section with the roles."""
-
+ROLES = ("workload", "roles")  # the names of the section with the roles
 _PACKAGE = "dlrover.python.rl.recipe"
 _WORKLOADS = f"{_PACKAGE}.workloads"
 _CLASSES = ("module", "class")
@@ -68,22 +64,15 @@ _CLASSES = ("module", "class")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A trainer, and the roles that its jobs have."""
+    """A trainer and the roles of its jobs."""
 
-    trainer: str
-    """``module:Class``; names only, since describing a job imports no recipe."""
-
-    needs: tuple[str, ...] = ("actor",)
-    """Roles that have one worker in a job whose file leaves them out."""
-
-    options: tuple[str, ...] = ()
-    """Further roles."""
-
-    actor: str = "ActorWorkload"
-    """Class of the actor; other classes are named after their roles."""
+    trainer: str  #: ``module:Class``; names only, since describing a job imports no recipe
+    needs: tuple[str, ...] = ("actor",)  #: roles that have one worker in a job whose file leaves them out
+    options: tuple[str, ...] = ()  #: further roles
+    actor: str = "ActorWorkload"  #: class of the actor; other classes are named after their roles
 
     def workload(self, role: str, config: Any) -> str:
-        """The class of a role, which depends on some settings; empty for a role that the recipe does not have."""
+        """Return the class of a role, which depends on some settings; empty for a role that the recipe lacks."""
         if role in _teachers(config):
             return "ShardedTeacherWorkload" if _setting(config, "engine.shard_frozen") else "TeacherWorkload"
         if role not in (*self.needs, *self.options):
@@ -95,9 +84,9 @@ class Recipe:
         return self.actor if role == "actor" else f"{role.capitalize()}Workload"
 
     def needed(self, config: Any) -> list[str]:
-        """The roles of ``needs``, and the teachers; an environment scores samples without a reward."""
-        unused = {"reward"} if _setting(config, "rollout.env_path") else set()
-        return [role for role in (*self.needs, *_teachers(config)) if role not in unused]
+        """Return ``needs`` and the teachers; an environment scores samples without a reward."""
+        has_environment = _setting(config, "rollout.env_path")
+        return [role for role in (*self.needs, *_teachers(config)) if role != "reward" or not has_environment]
 
 
 _SAMPLING = ("actor", "rollout", "reward")
@@ -114,8 +103,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The values of a layout with numbers of workers as mappings, and the classes and missing roles of ``recipe``.
-    Whatever cannot be filled in has an empty name beside its error."""
+    """Fill in the classes and missing roles of ``recipe``, and numbers of workers as mappings; return also errors."""
     filled = dict(values)
     if isinstance(roles := values.get("workload"), Mapping):
         filled["workload"] = {
@@ -131,15 +119,12 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
     if recipe is None:
         names = f"{', '.join(RECIPES)}, or module:Class of your trainer"
         is_close = isinstance(name, str) and nearest(name, RECIPES)
-        message = f"unknown recipe '{name}'{hint(name, RECIPES)}" if is_close else f"has to be {names}, got {name!r}"
+        message = f"unknown recipe '{name}'{hint(name, RECIPES)}" if is_close else f"must be {names}, got {name!r}"
         errors.append(ConfigError("recipe", message))
     trainer = {} if filled.get("trainer") is None else filled["trainer"]
     if isinstance(trainer, Mapping):
-        errors += [
-            ConfigError(f"trainer.{key}", "recipe names the trainer: leave one of them out")
-            for key in _CLASSES
-            if key in trainer
-        ]
+        doubled = [key for key in _CLASSES if key in trainer]
+        errors += [ConfigError(f"trainer.{key}", "recipe names the trainer: leave one of them out") for key in doubled]
         classes = recipe.trainer.split(":", 1) if recipe is not None else ("", "")
         filled["trainer"] = {**dict(zip(_CLASSES, classes, strict=True)), **trainer}
     if isinstance(roles := filled.get("workload", {}), Mapping):
@@ -152,7 +137,7 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
 def _with_classes(
     roles: Mapping[Any, Any], recipe: Recipe | None, config: Any, errors: list[ConfigError]
 ) -> dict[str, Any]:
-    """``roles`` with the classes of a recipe, which are empty for an unknown one, and the needed roles; adds errors."""
+    """Return ``roles`` with the needed roles and the recipe's classes, which are empty for an unknown one."""
     lower = {str(role).lower() for role in roles}
     needed = recipe.needed(config) if recipe is not None else ["actor"]
     filled: dict[str, Any] = {**roles, **{role: {} for role in needed if role not in lower}}
@@ -171,7 +156,7 @@ def _with_classes(
 
 
 def _free_devices(values: Mapping[str, Any]) -> None:
-    """Give rewards that are functions no GPU, unless they share one or the file says otherwise."""
+    """Give rewards that are functions no GPU, unless they share one or the file gives them one."""
     groups = values.get("workload_group")
     mappings = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     grouped = {str(role).lower() for group in mappings for role in group}
@@ -184,7 +169,7 @@ def _free_devices(values: Mapping[str, Any]) -> None:
 
 
 def _setting(config: Any, key: str) -> Any:
-    """A value of the user's ``config``; None if there is none, or it cannot be read, which is reported elsewhere."""
+    """Return a value of the user's ``config``; None if it is missing, or unreadable, which is reported elsewhere."""
     try:
         return None if config is None else OmegaConf.select(config, key, throw_on_resolution_failure=False)
     except OmegaConfBaseException:
@@ -206,7 +191,7 @@ _MAX_RESTART = 3
 
 
 def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a layout with classes and limits for such roles, and their programs. Raises InvalidJob."""
+    """Fill in classes and limits of roles that are programs. Return the values and the programs; raises InvalidJob."""
     workload: Any = values.get("workload")
     specs = workload.items() if isinstance(workload, Mapping) else ()
     mappings = {role: spec for role, spec in specs if isinstance(spec, Mapping)}
@@ -216,10 +201,10 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     errors = [error for role, spec in programs.items() for error in _validate(role, spec)]
     if errors:
         raise InvalidJob(errors)
-    roles = {
-        role: {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
-        for role, spec in programs.items()
-    }
+    roles, scripts = dict(workload), dict[str, Any]()
+    for role, spec in programs.items():
+        roles[role] = {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
+        scripts[str(role).lower()] = {key: spec[key] for key in _PROGRAMS if spec.get(key)}
     trainer: Any = {} if values.get("trainer") is None else values["trainer"]
     if isinstance(trainer, Mapping) and len(programs) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
         trainer = {**trainer, **_TRAINER}
@@ -227,15 +212,8 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     limits: dict[str, Any] = dict(restart.get("workload_max_restart") or {})
     limited = {str(role).upper() for role in limits}
     limits |= {role: _MAX_RESTART for role in programs if str(role).upper() not in limited}
-    changed = {
-        "trainer": trainer,
-        "workload": {**workload, **roles},
-        "restart": {**restart, "workload_max_restart": limits},
-    }
-    scripts = {
-        str(role).lower(): {key: spec[key] for key in _PROGRAMS if spec.get(key)} for role, spec in programs.items()
-    }
-    return {**values, **changed}, scripts
+    restart["workload_max_restart"] = limits
+    return {**values, "trainer": trainer, "workload": roles, "restart": restart}, scripts
 
 
 def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
@@ -256,34 +234,11 @@ def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
     return [ConfigError(f"{where}.{programs[0]}", f"must be {kinds}, got {program!r}")]
 
 
-_ELSEWHERE: Mapping[str, str] = {
-    "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
-    "trainer.total_epochs": "epochs, or steps for recipes that learn from samples",
-    "trainer.total_training_steps": "steps",
-    "trainer.n_gpus_per_node": "trainer.device_per_node",
-    "trainer.nnodes": "trainer.node_number",
-    "trainer.test_freq": "eval_every",
-    "trainer.val_before_train": "eval_every: held-out prompts are evaluated before and after the training",
-    "trainer.critic_warmup": "critic.warmup_steps",
-    "trainer.save_freq": "checkpoint.every, and keep.save_every for models",
-    "trainer.save_dir": "job_dir",
-    "trainer.default_local_dir": "job_dir",
-    "trainer.load_ckpt_from": "checkpoint.resume",
-    "trainer.resume_mode": "checkpoint.resume",
-    "trainer.use_wandb": "log.wandb",
-    "trainer.logger": "log.trackers",
-    "trainer.project": "log.wandb.project",
-    "trainer.project_name": "log.wandb.project",
-    "trainer.experiment_name": "log.wandb.name",
-}
-"""What answers keys of RL2 and verl, which begin with a key of the layout."""
-
-
 @dataclass(frozen=True)
 class JobLayout:
     """The top level of a job file, before roles and groups are checked against each other."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = _ELSEWHERE
+    elsewhere: ClassVar[Mapping[str, str]] = names_by_alias("answered in the layout")
 
     trainer: TrainerSpec
     workload: Mapping[str, WorkloadSpec]
@@ -308,31 +263,33 @@ JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-    """Read the content of a job file. Raises InvalidJob with all errors that can be found without importing anything,
-    and what could be read."""
+    """Read the content of a job file. Raises InvalidJob with all errors, and with the job without its faulty values."""
     written = OmegaConf.to_container(data, resolve=False)
     if calls := validate_resolvers(written):
         data = OmegaConf.create(without({call.where for call in calls}, written) or {})  # a key may be empty
-    plain, unresolved = _layout_values(data)
-    unresolved = [*calls, *unresolved]
-    has_roles, doubled = "roles" in plain, list[ConfigError]()
-    if has_roles:
+    unresolved = list(calls)
+    plain = salvage_plain(data, unresolved, skip="config")  # references may lead into ``config``
+    doubled = list[ConfigError]()
+    section = "roles" if "roles" in plain else "workload"
+    if section == "roles":
         if "workload" in plain:
-            doubled.append(ConfigError("roles", "is another name of workload, which is given too"))
+            doubled.append(ConfigError("roles", "is another name of workload: leave one of them out"))
         plain["workload"] = plain.pop("roles")
     values, unnamed = with_recipe(plain, data.get("config"))
     values, scripts = with_scripts(values)
-    layout, errors = salvage(JobLayout, _with_class_field(values), "")
+    renamed = {key: _rename(value) if key == "trainer" else value for key, value in values.items()}
+    if isinstance(roles := values.get("workload"), dict):
+        renamed["workload"] = {role: _rename(spec) for role, spec in roles.items()}
+    layout, errors = salvage(JobLayout, renamed, "")
     errors += _validate_roles({"name": default_name, **values})
     errors += _validate_times(layout) if layout is not None else []
     places = [error.where for error in unnamed]
     errors = doubled + unnamed + [error for error in errors if not lies_in(error.where, places)]
-    section = "roles" if has_roles else "workload"
-    in_file_terms = [
+    errors = [  # in the file's own terms
         ConfigError(re.sub(r"^workload\b", section, _CLASS_FIELD.sub("class", where)), _CLASS_FIELD.sub("class", text))
         for where, text in ((error.where, error.what) for error in errors)
     ]
-    errors, places = in_file_terms, [error.where for error in unresolved]
+    places = [error.where for error in unresolved]
     errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
     config = data.get("config")
     if scripts:
@@ -344,7 +301,7 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
 
 
 def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[str, ...]) -> JobSpec:
-    """The job of a layout, without its invalid roles and groups."""
+    """Return the job of a layout, without its invalid roles and groups."""
     workloads = {RLRoleType(role): spec for role, spec in layout.workload.items() if is_role_name(role)}
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
@@ -359,48 +316,18 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
         job_dir=Path(layout.job_dir).absolute() if layout.job_dir and not is_url(layout.job_dir) else RUNS,
         archive=layout.job_dir.rstrip("/") if is_url(layout.job_dir) else "",
         search_path=search_path,
-        **{name: getattr(layout, name) for name in _SAME},
+        **{name: getattr(layout, name) for name in (*_SECTIONS, "trainer", "env", "overwrite", *_PLACEMENT)},
     )
 
 
-_SAME = (
-    *("trainer", "env", "overwrite", "restart", "checkpoint", "liveness", "master"),
-    *("placement_timeout_s", "scheduling_strategy"),
-)
-"""Fields that a job and its file have alike."""
+_SECTIONS = ("restart", "checkpoint", "liveness", "master")
+_PLACEMENT = ("placement_timeout_s", "scheduling_strategy")
 
 
-def _layout_values(data: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The file without the user's ``config``, as plain values, and the errors of what cannot be read; interpolations
-    may refer to ``config`` too."""
-    values: dict[str, Any] = {}
-    errors: list[ConfigError] = []
-    for key in data:
-        if key == "config":
-            continue
-        try:
-            values[str(key)] = to_plain(data[key])
-        except InvalidJob as error:
-            errors += error.errors
-            values[str(key)] = error.salvaged
-        except OmegaConfBaseException as error:
-            errors.append(reference_error(data, error))
-    return values, errors
-
-
-def _with_class_field(values: Any) -> Any:
-    """``class`` cannot be a field's name: rename it where the layout has it."""
-    renamed = dict(values)
-    if isinstance(renamed.get("trainer"), dict):
-        renamed["trainer"] = _rename(renamed["trainer"])
-    if isinstance(renamed.get("workload"), dict):
-        renamed["workload"] = {
-            role: _rename(spec) if isinstance(spec, dict) else spec for role, spec in renamed["workload"].items()
-        }
-    return renamed
-
-
-def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _rename(mapping: Any) -> Any:
+    """Rename ``class``, which no field can be called, and ``mem`` of the resources."""
+    if not isinstance(mapping, dict):
+        return mapping
     names = {"class": "class_", "class_": "'class_'"}
     renamed = {names.get(key, key): value for key, value in mapping.items()}
     resource = renamed.get("resource")
@@ -446,7 +373,7 @@ def _validate_roles(values: Any) -> list[ConfigError]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of workers as the layout reads it (4.0 is 4), None for anything else, which the layout reports."""
+    """Return a number of workers (4.0 is 4), None for any other value, which the layout reports."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     return int(value) if is_whole and value > 0 else None
 
@@ -469,7 +396,7 @@ def _validate_groups(groups: Any, nums: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def _validate_times(layout: JobLayout) -> list[ConfigError]:
-    """Limits shorter than the time between two heartbeats."""
+    """Report limits that are not longer than the time between two heartbeats."""
     beat_s = layout.liveness.beat_s
     limits = {
         "liveness.lease_s": layout.liveness.lease_s,
@@ -484,10 +411,7 @@ def _validate_times(layout: JobLayout) -> list[ConfigError]:
 
 
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
-    """Write the resolved job as a job file; reading it back gives the same job.
-
-    ``hide_secrets`` is for a file that others may read.
-    """
+    """Write the resolved job as a job file, from which the same job is read; ``hide_secrets`` if others may read it."""
     job = seal(job)[0] if hide_secrets else job
     trainer = {name.rstrip("_"): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
@@ -507,8 +431,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "env": map_values(job.env, lambda _, value: escape_references(value)),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
         **{name: {**vars(getattr(job, name))} for name in ("checkpoint", "liveness", "master")},
-        "placement_timeout_s": job.placement_timeout_s,
-        "scheduling_strategy": job.scheduling_strategy,
+        **{name: getattr(job, name) for name in _PLACEMENT},
     }
     data = OmegaConf.create(layout)
     data["config"] = job.config
@@ -516,9 +439,8 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
 
 
 def digest(job: JobSpec) -> str:
-    """A text that is equal for jobs with equal descriptions, wherever they write to."""
+    """Return a text that is equal for jobs with equal descriptions, wherever they write."""
     return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
 
 
 _CLASS_FIELD = re.compile(r"\bclass_(?!\w)")
-"""The field of ``class``, which no field can be called."""

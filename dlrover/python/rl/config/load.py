@@ -24,11 +24,8 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 
 _KEY = re.compile(r"([^\s:=]*)\s*(=?)")
-_HIDDEN_REFERENCE = "\ue000{"
-"""Stands for ``${`` in a text that is read without references."""
-
-_ALMOST = 0.8
-"""Similarity from which a key is taken to mean one of the layout."""
+_HIDDEN_REFERENCE = "\ue000{"  # stands for ``${`` in a text that is read without references
+_ALMOST = 0.8  # similarity from which a key is treated as a misspelt key of the layout
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -40,8 +37,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
             job, any other (``data.train=my.jsonl``) the job's ``config``. The key must exist; ``+key=value`` adds one.
 
     Raises:
-        InvalidJob: with all errors.
-    """
+        InvalidJob: with all errors."""
     file = Path(path)
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
@@ -53,24 +49,22 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 def load_job_text(
     text: str, name: str, overrides: Sequence[str] = (), search_path: tuple[str, ...] | None = None
 ) -> JobSpec:
-    """Like :func:`load_job` for YAML or JSON text, whose own ``name`` counts if none is given; by default classes are
-    looked for in the working directory."""
+    """Like :func:`load_job` for YAML or JSON text; an empty ``name`` leaves it to the text."""
     read = _read(text, "rl_config")
     return _read_job(read, overrides, name or "job", search_folders() if search_path is None else search_path, name)
 
 
 _Read: TypeAlias = tuple[DictConfig, list[ConfigError]]
-"""The values of a file, with None in place of what cannot be read, and the errors of that."""
+"""The values of a file, with None in place of unreadable ones, and the errors."""
 
 
 def _read_job(
     read: _Read, overrides: Sequence[str], default_name: str, search_path: tuple[str, ...], name: str = ""
 ) -> JobSpec:
-    """``name`` counts before that of an override."""
     data, unreadable = read
     errors, unlisted = _apply(data, overrides)
     errors, places = [*unreadable, *errors], [error.where for error in unreadable]
-    if name:
+    if name:  # precedes an override's
         data["name"] = name
     try:
         job = job_from_mapping(data, default_name, search_path)
@@ -85,7 +79,7 @@ def _read_job(
 
 
 def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tuple[str, ...]) -> JobSpec:
-    """Like :func:`load_job` with plain values by key instead of overrides: nested or dotted, and text is literal."""
+    """Like :func:`load_job` with plain values by key, nested or dotted, instead of overrides; text is literal."""
     data, errors = _read(_text(Path(path)), str(path))
     if errors:
         raise InvalidJob(errors)
@@ -104,8 +98,8 @@ def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tupl
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:
-    """List the folders that a job's classes may be in: the working directory, ``more``, and the entries of
-    ``PYTHONPATH`` here, since the processes of a running cluster do not inherit it."""
+    """List the folders to search for a job's classes: the working directory, ``more``, and the entries of
+    ``PYTHONPATH``, which the processes of a running cluster do not inherit."""
     inherited = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return tuple(dict.fromkeys([str(Path.cwd()), *map(str, more), *inherited]))
 
@@ -118,13 +112,13 @@ def _text(file: Path) -> str:
 
 
 def name_of_file(file: Path) -> str:
-    """The name of a job whose file has none."""
+    """Return the name of a job whose file has none."""
     name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in file.stem.lower())
     return name.strip("-")[:63].strip("-") or "job"
 
 
 def _read(text: str, where: str) -> _Read:
-    """Raises InvalidJob if the text is no mapping."""
+    """Read a mapping; raises InvalidJob for other text."""
     data: Any = None
     errors: list[ConfigError] = []
     check_text(text, where)
@@ -132,9 +126,10 @@ def _read(text: str, where: str) -> _Read:
         try:
             data = OmegaConf.create(text)
         except GrammarParseError:
-            # References that OmegaConf cannot parse: they are read as text, and left out.
+            # Values with references that OmegaConf cannot parse are read as text, reported and left out.
             hidden = OmegaConf.to_container(OmegaConf.create(text.replace("${", _HIDDEN_REFERENCE)))
-            errors = _find_malformed(hidden)
+            fault = "has a malformed reference: write ${key}, or \\${ for the text itself"
+            errors = [ConfigError(place, fault) for place, value in list_texts(hidden) if _is_malformed(value)]
             readable = OmegaConf.create(without({error.where for error in errors}, hidden))
             data = OmegaConf.create(OmegaConf.to_yaml(readable).replace(_HIDDEN_REFERENCE, "${"))
     except AssertionError:
@@ -161,26 +156,22 @@ def _yaml_error(text: str, where: str, error: Exception) -> ConfigError:
     if "\t" in line[: len(line) - len(line.lstrip())]:
         fault = "the line is indented with a tab; indent it with spaces"
     elif "${" in line and "{" in line.replace("${", ""):
-        fault += "; put a value with ${...} in quotes where it stands between braces"
+        fault += "; between braces a value with ${...} needs quotes"
     elif fault == "did not find expected key" or fault.startswith("mapping values are not allowed"):
-        fault += "; indent the keys of one mapping alike, and put text that has ': ' in quotes"
+        fault += "; indent the keys of one mapping alike, and quote text that has ': '"
     return ConfigError(f"{where}:{mark.line + 1}", f"not valid YAML: {fault}")
 
 
-def _find_malformed(hidden: Any) -> list[ConfigError]:
-    """Report each text with a reference that OmegaConf cannot parse."""
-    errors = []
-    for where, text in list_texts(hidden):
-        try:
-            OmegaConf.create([text.replace(_HIDDEN_REFERENCE, "${")])
-        except GrammarParseError:
-            fault = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
-            errors.append(ConfigError(where, fault))
-    return errors
+def _is_malformed(text: str) -> bool:
+    try:
+        OmegaConf.create([text.replace(_HIDDEN_REFERENCE, "${")])
+    except GrammarParseError:
+        return True
+    return False
 
 
 def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError], list[ConfigError]]:
-    """Merge the overrides; returns the errors, and what are errors unless the trainer's schema has the keys."""
+    """Merge the overrides. Return the errors, and the errors that count unless the trainer's schema has the keys."""
     errors: list[ConfigError] = []
     unlisted: list[ConfigError] = []
     if data.get("config") is None:
@@ -209,14 +200,14 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
             fault = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
             error = ConfigError(key, fault)
         except (TypeError, ValueError):
-            error = ConfigError(key, "leads into a list by a name")
+            error = ConfigError(key, "names a key of a list, whose items have numbers")
         if error is not None:
             errors.append(error)
     return errors, unlisted
 
 
 def _path(data: DictConfig, key: str) -> str:
-    """The place in the file of an override's key; roles are in the section that the file has for them."""
+    """Return the place in the file of an override's key; roles are in the section that the file has for them."""
     first, *names = key.split(".")
     if first in ROLES:
         section = next((name for name in ROLES if name in data), first)
@@ -225,8 +216,8 @@ def _path(data: DictConfig, key: str) -> str:
 
 
 def _count_members(data: DictConfig, path: str, value: str) -> str:
-    """``path``; for a number in place of a role's settings, the place of its number of workers. A role that is a number
-    becomes a mapping where ``path`` leads below it."""
+    """Return ``path``, or the place of the number of workers if a number stands for a role's settings. A role that is a
+    number becomes a mapping if ``path`` leads below it."""
     section, role, *below = [*path.split("."), "", ""][: max(path.count(".") + 1, 2)]
     roles = data.get(section) if section in ROLES else None
     spec = roles.get(role) if isinstance(roles, DictConfig) else None
@@ -236,8 +227,7 @@ def _count_members(data: DictConfig, path: str, value: str) -> str:
 
 
 def _may_add(data: DictConfig, path: str, key: str) -> bool:
-    """Return True for a missing key of ``config`` with nothing but mappings in its way, unless the layout almost has
-    it."""
+    """Return True for a missing key of ``config`` that only mappings lead to, unless the layout almost has it."""
     section, *parts = path.split(".")
     node: Any = data.get(section)
     for part in parts:
@@ -250,7 +240,7 @@ def _may_add(data: DictConfig, path: str, key: str) -> bool:
 
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
-    """The error of an override whose role or user key is not in the file; the layout checks its own keys."""
+    """Return the error of an override whose role or user key is not in the file; the layout checks its own keys."""
     first, *parts = path.split(".")
     if first in ROLES and "recipe" in data and isinstance(data.get(first), DictConfig | None):
         return None  # it has the roles
@@ -275,7 +265,7 @@ def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
 
 
 class OverridesCommand(click.Command):
-    """A command with ``key=value`` arguments: an option that it does not have is answered with the argument."""
+    """A command with ``key=value`` arguments, which it suggests in place of an unknown option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)
@@ -283,7 +273,7 @@ class OverridesCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name, pairs = error.option_name, [*typed, ""]
-            if not name.startswith("--"):  # of ``-steps=5`` click takes ``-s`` for it
+            if not name.startswith("--"):  # click names ``-s`` for ``-steps=5``
                 name = next((arg.partition("=")[0] for arg in typed if arg.startswith(name)), name)
             options = [*(option for item in self.params for option in item.opts), "help"]
             close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])

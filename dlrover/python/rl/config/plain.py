@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the text of a job file into plain values and back: its limits, OmegaConf's containers, unreadable values."""
+"""The text of a job file as plain values, and back: its limits, OmegaConf's containers, unreadable values."""
 
 import os
 import re
@@ -18,17 +18,15 @@ _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found")
 
 def to_plain(value: Any, where: str | None = None) -> Any:
     """Turn an OmegaConf container into plain dicts and lists. Raises InvalidJob with every interpolation that cannot be
-    resolved and every mandatory value (``???``) that is missing; what it salvages is without them.
-
-    ``where``: its place in errors; by default that which it has itself.
-    """
+    resolved and every mandatory value (``???``) that is missing, and salvages the other values. ``where`` is its place
+    in errors, by default its own."""
     if not isinstance(value, DictConfig | ListConfig):
         return value
     try:
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         errors: list[ConfigError] = []
-        salvaged = _salvage(value, errors)
+        salvaged = salvage_plain(value, errors)
         errors = errors or [reference_error(value, error)]
         if where is not None:
             own = value._get_full_key(None)
@@ -38,23 +36,24 @@ def to_plain(value: Any, where: str | None = None) -> Any:
         raise InvalidJob(errors, salvaged) from error
 
 
-def _salvage(value: Any, errors: list[ConfigError]) -> Any:
-    """The plain values of a container without those that cannot be read, which are added to ``errors``."""
+def salvage_plain(value: Any, errors: list[ConfigError], skip: str = "") -> Any:
+    """Return the plain values of a container but for the key ``skip``; unreadable ones are left out, with an error."""
     if not isinstance(value, DictConfig | ListConfig):
         return value
     if value._is_none():
         return None
     parts: dict[Any, Any] = {}
-    for key in list(value) if isinstance(value, DictConfig) else range(len(value)):
+    keys: Any = [key for key in value if key != skip] if isinstance(value, DictConfig) else range(len(value))
+    for key in keys:
         try:
-            parts[key] = _salvage(value[key], errors)
+            parts[key] = salvage_plain(value[key], errors)
         except OmegaConfBaseException as error:
             errors.append(reference_error(value, error))
     return parts if isinstance(value, DictConfig) else [*parts.values()]
 
 
 def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigError:
-    """The error of a value in ``container``. To a reference to a missing key it adds the key of the whole file that is
+    """Return the error of a value in ``container``. A reference to a missing key gets the key of the whole file that is
     most likely meant: one that ends in its name, a similar one, or one whose last part is similar."""
     where, fault = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
     missing = _NOT_FOUND.search(fault)
@@ -65,7 +64,7 @@ def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigErro
     root, name = OmegaConf.to_container(container._get_root(), resolve=False), missing[1].lstrip(".")
     keys = [key for key in _keys(root, "") if key != where]
     by_depth = sorted(keys, key=lambda key: -key.count("."))
-    by_end = {key.rpartition(".")[2]: key for key in by_depth}  # of several the one that is least deep
+    by_end = {key.rpartition(".")[2]: key for key in by_depth}  # the least deep of several
     ending = [key for key in by_depth if key.endswith(f".{name}")]
     end = nearest(name.rpartition(".")[2], by_end)
     near = ending[-1] if ending else nearest_path(name, keys) or (by_end[end] if end else None)
@@ -79,14 +78,13 @@ def _keys(values: Any, prefix: str) -> Iterator[str]:
 
 
 def from_plain(values: Mapping[str, Any]) -> DictConfig:
-    """The inverse of :func:`to_plain`: text is literal, whatever it looks like."""
+    """Invert :func:`to_plain`: text is literal, whatever it looks like."""
     escaped = map_values(values, lambda _, value: escape_references(value) if isinstance(value, str) else value)
-    config: DictConfig = OmegaConf.create(escaped)
-    return config
+    return DictConfig(escaped)
 
 
 def map_values(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
-    """A copy of plain values, each of which is changed by ``change(place, value)``."""
+    """Copy plain values, each changed by ``change(place, value)``."""
     if isinstance(value, Mapping):
         return {key: map_values(part, change, f"{where}.{key}" if where else str(key)) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -95,7 +93,7 @@ def map_values(value: Any, change: Callable[[str, Any], Any], where: str = "") -
 
 
 def escape_references(text: str) -> str:
-    """``text`` as OmegaConf reads it back: a literal ``${`` is escaped, and so are backslashes before it."""
+    """Escape each literal ``${``, and the backslashes before it, for OmegaConf."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
@@ -114,8 +112,7 @@ ALLOW_RESOLVERS = "DLROVER_RL_ALLOW_RESOLVERS"
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise InvalidJob if ``text`` is larger, deeper or more entangled than a job file is, or has tags that construct
-    objects. Errors of its syntax are left to the loader."""
+    """Raise InvalidJob for text that is too large, deep or entangled, or has tags that construct objects."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -125,7 +122,7 @@ def check_text(text: str, where: str) -> None:
     try:
         for line, fault in _faults(text):
             raise InvalidJob([ConfigError(f"{where}:{line}", fault)])
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError):  # the loader reports it
         return
 
 
@@ -146,29 +143,25 @@ def _faults(text: str) -> Iterator[tuple[int, str]]:
             yield line, f"is nested more than {MAX_DEPTH} levels deep"
         if aliases > MAX_ALIASES:
             yield line, f"has more than {MAX_ALIASES} aliases"
-        if tag and not tag.startswith(_STANDARD_TAG):
-            yield line, f"the tag {tag} is not allowed: a job file holds plain values"
-        elif tag and "python" in tag:
+        if tag and ("python" in tag or not tag.startswith(_STANDARD_TAG)):
             yield line, f"the tag {tag.removeprefix(_STANDARD_TAG)} is not allowed: a job file holds plain values"
 
 
 def validate_resolvers(values: Any) -> list[ConfigError]:
-    """Report the calls of OmegaConf's resolvers, such as ``oc.env``, in plain values that are not resolved yet;
-    references to other keys are no resolvers. A resolver puts what it reads, such as a secret of the environment, into
-    a job's files and logs."""
+    """Report calls of OmegaConf's resolvers, such as ``oc.env``, in plain values that are not resolved yet; references
+    to other keys are allowed. A resolver puts what it reads, such as a secret, into a job's files and logs."""
     if os.environ.get(ALLOW_RESOLVERS) == "1":
         return []
-    errors = []
-    for where, text in list_texts(values):
-        if match := _RESOLVER.search(text):
-            name = f"the resolver {match[1]!r}" if match[1] else "a resolver"
-            fault = f"calls {name}, which may read the environment: {ALLOW_RESOLVERS}=1 allows it"
-            errors.append(ConfigError(where, fault))
-    return errors
+    fault = "calls {}, which may read the environment: {}=1 allows it"
+    return [
+        ConfigError(where, fault.format(f"the resolver {match[1]!r}" if match[1] else "a resolver", ALLOW_RESOLVERS))
+        for where, text in list_texts(values)
+        if (match := _RESOLVER.search(text))
+    ]
 
 
 def without(places: Collection[str], value: Any, where: str = "") -> Any:
-    """A copy of plain values with None at these places, as :func:`list_texts` gives them."""
+    """Copy plain values with None at these places, which :func:`list_texts` names."""
     if where in places:
         return None
     if isinstance(value, dict):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a job are secrets, and a job without them: it is what is stored, and what Ray keeps of an actor.
+"""The secrets of a job, and the job without them, which is stored and passed to Ray.
 
-Environment variables are secrets by the words in their names, what is below a key of ``config`` by the key's last
-words, in any spelling: ``apiKey`` is ``api_key``, while ``max_tokens`` and ``key`` are everyday names. URLs with a user
-or a secret parameter, and private keys, are secrets anywhere. None, truth values and empty texts are none.
-"""
+Environment variables are secrets by the words in their names, values of ``config`` by the last words of a key above
+them, in any spelling: ``apiKey`` is ``api_key``, while ``max_tokens`` and ``key`` are everyday names. URLs with a user
+or a secret parameter, and private keys, are secrets anywhere. None, booleans and empty texts are not."""
 
 import copy
 import re
@@ -21,7 +20,7 @@ from dlrover.python.rl.config.plain import map_values
 from dlrover.python.rl.config.spec import JobSpec
 
 Secrets = Mapping[str, str]
-"""Where a secret is (``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``) to its value as text."""
+"""Values as text, by place: ``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``."""
 
 _PLACEHOLDERS: Mapping[type, str] = {
     str: HIDDEN,
@@ -65,8 +64,7 @@ _KEY = re.compile(
 
 
 def is_secret_at(where: str, value: object) -> bool:
-    """Tell a secret at a place of a job file: ``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``,
-    or below one. What is in the place of an environment variable, without a name, may be any of them."""
+    """Return True for a secret at, or below, a place of a job file: ``env.API_KEY``, ``config.judge.api_key``."""
     if type(value) not in _PLACEHOLDERS or value == "":
         return False
     text = _as_text(value)
@@ -84,12 +82,12 @@ def is_secret_at(where: str, value: object) -> bool:
 
 @lru_cache(maxsize=1000)
 def _normalized(name: str) -> str:
-    """``api_key`` for ``apiKey``, ``API-Key`` and ``api_key_2``; empty for the reference to a class or function."""
+    """Return ``api_key`` for ``apiKey``, ``API-Key`` and ``api_key_2``; empty for the name of a class or function."""
     return "" if ":" in name else "_".join(filter(None, _BOUNDARY.split(name))).lower().rstrip("_0123456789")
 
 
 def without_secrets(values: Any, where: str = "config") -> Any:
-    """Plain values at a place of a job file for people to read."""
+    """Return plain values at a place of a job file without secrets, for people to read."""
 
     def hide(place: str, value: Any) -> Any:
         if is_secret_at(place, value):
@@ -100,7 +98,7 @@ def without_secrets(values: Any, where: str = "config") -> Any:
 
 
 def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line for people to read: ``env.API_KEY=***``, ``--api-key ***``."""
+    """Return a command line without secrets, for people to read: ``env.API_KEY=***``, ``--api-key ***``."""
     shown, option = list[str](), ""
     for argument in arguments:
         name, sign, value = argument.partition("=")
@@ -111,7 +109,7 @@ def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:
-    """The job with a placeholder that begins with ``HIDDEN`` in the place of each secret, and the secrets."""
+    """Return the job with a placeholder, which begins with ``HIDDEN``, for each secret, and the secrets."""
     secrets: dict[str, str] = {}
 
     def hide(where: str, value: Any) -> str:
@@ -124,14 +122,14 @@ def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:
 
 
 def unseal(job: JobSpec, secrets: Secrets) -> JobSpec:
-    """Put secrets back where they were, with their types; one that is not given stays hidden."""
+    """Put ``secrets`` back in their places, with their types; others stay hidden."""
 
     def restore(where: str, placeholder: Any) -> Any:
         if where not in secrets:
             return placeholder
         try:
             value = _READERS[placeholder](secrets[where])
-        except ValueError:  # secrets may be exchanged for others
+        except ValueError:  # a secret may have been replaced by one of another type
             return secrets[where]
         return value if _as_text(value) == secrets[where] else secrets[where]
 
@@ -146,7 +144,7 @@ def hidden_in(job: JobSpec) -> list[str]:
 
 
 def variables_of(secrets: Secrets, role: str = "") -> dict[str, str]:
-    """The environment variables among them, of the trainer or of the workers of ``role``."""
+    """Return the environment variables among ``secrets`` for the trainer, or for the workers of ``role``."""
     both = ("env.", f"workload.{role.lower()}.env.")
     return {at.removeprefix(start): value for start in both for at, value in secrets.items() if at.startswith(start)}
 
@@ -159,27 +157,24 @@ _Change = Callable[[str, Any], Any]
 _Test = Callable[[str, Any], bool]
 
 
-def _is_hidden(where: str, value: object) -> bool:
+def _is_hidden(_: str, value: object) -> bool:
     return isinstance(value, str) and value in _READERS
 
 
 def _mapped(job: JobSpec, change: _Change, is_wanted: _Test) -> JobSpec:
-    def variables(where: str, env: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: change(f"{where}.{name}", value) if is_wanted(f"{where}.{name}", value) else value
-            for name, value in env.items()
-        }
+    def change_wanted(where: str, value: Any) -> Any:
+        return change(where, value) if is_wanted(where, value) else value
 
     workloads = {
-        role: replace(spec, env=variables(f"workload.{role.lower()}.env", spec.env))
+        role: replace(spec, env=map_values(spec.env, change_wanted, f"workload.{role.lower()}.env"))
         for role, spec in job.workloads.items()
     }
     config = _mapped_config(job.config, change, is_wanted)
-    return replace(job, env=variables("env", job.env), workloads=workloads, config=config)
+    return replace(job, env=map_values(job.env, change_wanted, "env"), workloads=workloads, config=config)
 
 
 def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:
-    """``config`` has the whole job file as its root, to which its references may lead, and which goes where it goes."""
+    """Change ``config`` together with its root, the whole job file, which its references may lead to."""
     if not isinstance(config, DictConfig | ListConfig):
         return config
     root = config._get_root()
@@ -195,12 +190,12 @@ def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:
         node: Any = changed
         for key in folders:
             node = node[key]
-        node._content[last] = AnyNode(value, key=last, parent=node)  # of any type, and in a read-only config too
+        node._content[last] = AnyNode(value, key=last, parent=node)  # of any type, even in a read-only config
     return changed if root is config else changed[config._key()]
 
 
 def _scalars(node: Any, where: str, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """Every value in ``config``: where it is, its path, and itself."""
+    """Yield the place, the path and the value of every scalar in ``config``."""
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     content: Any = node._content

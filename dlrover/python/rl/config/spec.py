@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``JobSpec``: a whole job, as it is described before it starts."""
+"""``JobSpec``: the description of a whole job."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,13 +41,13 @@ class TrainerSpec:
     """Devices on each node."""
 
     torch_master_port: tuple[Annotated[int, Gt(1000)], ...] = ()
-    """Preferred rendezvous ports, one per role in the order of the file; a free port replaces a busy one."""
+    """Preferred rendezvous ports, one per role in the order of the file; a busy port is replaced by a free one."""
 
     type: Literal["USER_DEFINED"] = "USER_DEFINED"
     """The trainer type of upstream DLRover; unused, since the class determines it."""
 
     hang_after_s: Seconds = 3600.0
-    """Seconds without progress in the trainer, waiting for calls excluded, after which it is killed and recovered."""
+    """Seconds without progress in the trainer, not counting waits for calls, after which it is killed and recovered."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class WorkloadSpec:
     """Number of workers."""
 
     per_node: Positive | None = None
-    """Workers per node, standbys excluded; None: decided by the placement."""
+    """Workers per node, not counting standbys; None: the placement decides."""
 
     resource: Mapping[str, Amount] = field(default_factory=dict)
-    """Resources of a worker: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. The device type of the job
-    defaults to 1 (in a group: an equal share of what the others leave): in a GPU job set ``gpu: 0`` for a role without
-    a device."""
+    """Resources of a worker: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. A worker gets one device of the
+    job by default, and in a group an equal share of what the other roles leave; in a GPU job, set ``gpu: 0`` for a role
+    without a device."""
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the workers; they override those of the job."""
+    """Environment variables of the workers; they override the job's."""
 
     standby: NonNegative = 0
     """Number of standby processes, which replace lost workers; each reserves the resources of a worker."""
@@ -81,13 +81,13 @@ class WorkloadSpec:
     """Seconds without progress in a worker after which it is killed and recovered."""
 
     min: NonNegative = 0
-    """With how few workers of a stateless role the job goes on while the others cannot be placed; it grows again when
-    they can. 0: with all."""
+    """Fewest workers of a stateless role with which the job continues while the other workers cannot be placed; they
+    join again once they can. 0: all workers are needed."""
 
 
 @dataclass(frozen=True)
 class RestartSpec:
-    """Limits and back-off of restarts."""
+    """Limits and delays of restarts."""
 
     job_max_restart: NonNegative = 10
     """Maximum restarts of the job within the window."""
@@ -96,72 +96,72 @@ class RestartSpec:
     """Maximum restarts of the trainer within the window."""
 
     workload_max_restart: Mapping[str, NonNegative] = field(default_factory=dict)
-    """Maximum recoveries of a role within the window; the default is the limit of the job."""
+    """Maximum recoveries of each role within the window; the default is the limit of the job."""
 
     backoff_s: Annotated[float, Ge(0.0), Lt(float("inf"))] = 1.0
-    """Delay before the second restart of the same process without progress in between; doubled at each further restart,
+    """Delay before the second restart of a process without progress in between; it doubles with each further restart,
     up to a minute."""
 
     window_s: Seconds = 3600.0
     """Restarts older than this are not counted."""
 
     node_max_failures: Positive = 3
-    """Processes of the job that a node may lose within the window before it is excluded; four times as many within 24
-    windows, if it stands out."""
+    """Processes of the job that a node may lose within the window before it is excluded. A node that stands out is also
+    excluded after four times as many within 24 windows."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Commits to keep, and their location."""
+    """Commits and checkpoints: how often, how many and where."""
 
     every: Positive = 10
-    """Steps between permanent copies in ``job_dir``. The last two commits are always kept, see ``commit_to``."""
+    """Steps between checkpoints in ``job_dir``. The last two commits are always kept, see ``commit_to``."""
 
     keep: Positive = 2
-    """Number of newest copies to keep."""
+    """Number of newest checkpoints to keep."""
 
     resume: Literal["never", "latest"] = "never"
     """``never``: start a new run. ``latest``: continue from the newest valid commit of any earlier run in ``job_dir``;
-    without a ``job_dir``, of the last run of this name, unless that has finished."""
+    without a ``job_dir``, of the last run of this name unless it has finished."""
 
     commit_to: Literal["auto", "memory", "job_dir"] = "auto"
-    """Location of the commits, until the job ends. ``memory``: the memory of each node and of the next
-    one, which is fast; losing one node loses no committed step. If two neighbours are lost, or the only node, the job
-    goes back to the last copy in ``job_dir``, or to step 1. ``job_dir``: a folder that all nodes share. ``auto``:
-    ``job_dir`` with ``scheduling_strategy: SIMPLE``, which may use one node of several, else ``memory``."""
+    """Location of the commits until the job ends. ``memory``: the memory of each node and of the next one, which is
+    fast; the loss of one node loses no committed step. If two neighbours are lost, or the only node, the job returns to
+    the last checkpoint in ``job_dir``, or to step 1. ``job_dir``: a folder that all nodes share. ``auto``: ``job_dir``
+    with ``scheduling_strategy: SIMPLE``, which may use only one of several nodes, else ``memory``."""
 
     keep_runs: NonNegative = 5
-    """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,
-    metrics and logs of the others stay."""
+    """Number of the newest ended runs of this name that keep their checkpoints, without a ``job_dir``; models, metrics
+    and logs of older runs stay."""
 
     commit_every: Positive | Literal["auto"] = "auto"
-    """Steps from one commit to the next. With more than 1, the loss of a process that has state takes all roles back to
-    the last commit, and they repeat the steps after it. ``auto``: 1 unless every workload says that repeated steps give
-    the same bits; then the fewest steps whose commits take at most 1 % of the time, at most 8 steps and 10 seconds."""
+    """Steps from one commit to the next. With more than 1, the loss of a process that has state returns all roles to
+    the last commit, and they repeat the steps after it. ``auto``: 1 unless every workload declares that repeated steps
+    give the same bits; then the fewest steps whose commits take at most 1 % of the time, at most 8 steps and 10
+    seconds."""
 
 
 @dataclass(frozen=True)
 class LivenessSpec:
-    """Heartbeats and their limits."""
+    """Heartbeats, hangs and slow workers."""
 
     beat_s: Seconds = 0.5
-    """Interval of heartbeats; must be below every limit."""
+    """Interval of heartbeats; every limit must be longer."""
 
     lease_s: Seconds = 60.0
-    """A process that cannot reach its master for this time ends itself."""
+    """Seconds after which a process that cannot reach its master ends itself."""
 
     start_timeout_s: Seconds = 300.0
-    """Timeout of the start of a process."""
+    """Seconds for the start of a process."""
 
     slow_factor: Annotated[float, Gt(1.0)] = 2.0
-    """A worker is reported once it has been slower than the median of its peers by this factor for a while."""
+    """A worker is reported after it has been slower than the median of its peers by this factor for a while."""
 
     replace_slow: bool = False
-    """Replace a worker that is reported as slow; its node is blamed."""
+    """Replace workers that are reported as slow, and count them as failures of their nodes."""
 
     notice_file: str = ""
-    """A file whose appearance on a node says that the node will go, as SIGTERM to a process of the job does: the job
-    leaves the node if there is another one."""
+    """A file whose appearance on a node announces its end, like SIGTERM to a process: the job moves to other nodes."""
 
 
 @dataclass(frozen=True)
@@ -175,112 +175,84 @@ class MasterSpec:
     """Memory reserved for the master, in MB."""
 
     max_restart: Annotated[int, Ge(-1)] = -1
-    """Maximum restarts of the master, -1: unlimited; workers continue meanwhile."""
+    """Maximum restarts of the master, during which workers continue; -1: unlimited."""
 
     metrics_port: Annotated[int, Ge(-1), Lt(65536)] = -1
-    """Port on which the master serves Prometheus metrics, 0: any free one, -1: none. The address is in the run's
+    """Port on which the master serves Prometheus metrics; 0: any free port, -1: no metrics. The address is in the run's
     ``metrics.json``."""
 
     metrics_host: str = "127.0.0.1"
-    """Address that they are served at. Beyond loopback it needs the three settings below."""
+    """Address on which the metrics are served. Beyond loopback it needs the three settings below."""
 
     metrics_token_file: str = ""
-    """File with a token, readable by its owner only, that scrapers send as ``Authorization: Bearer``."""
+    """File with the token that scrapers send as ``Authorization: Bearer``; only its owner may be able to read it."""
 
     metrics_tls_cert: str = ""
-    """File with the certificate with which they are served over HTTPS."""
+    """File with the certificate for HTTPS."""
 
     metrics_tls_key: str = ""
-    """File with its key."""
+    """File with the key of the certificate."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job whose fields have their types and ranges and whose groups name existing roles.
+    """A job that fits its types, ranges and roles; later the plan checks the nodes, and the inspection the classes."""
 
-    The plan checks that it fits the machines, the inspection that its classes can be imported.
-    """
-
-    name: str
-    """Name of the job, a DNS label."""
-
+    name: str  #: name of the job, a DNS label
     trainer: TrainerSpec
-    workloads: Mapping[RLRoleType, WorkloadSpec]
-    """Workload of each role, in the order of the file."""
-
+    workloads: Mapping[RLRoleType, WorkloadSpec]  #: workload of each role, in the order of the file
+    #: collocated roles: each group maps roles to their workers in one instance of the group
     groups: tuple[Mapping[RLRoleType, int], ...] = ()
-    """Collocated roles: each group maps roles to their workers in one instance of the group."""
-
+    #: environment variables of the trainer and all workers
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the trainer and all workers."""
-
+    #: configuration of the user, a ``DictConfig``, passed through unchanged
     config: Any = field(default=None, repr=False)
-    """Configuration of the user, a ``DictConfig``, passed through unchanged."""
-
+    #: overrides of keys that ``config`` lacked: errors, unless the trainer's schema has them
     unlisted: tuple[ConfigError, ...] = ()
-    """Overrides of keys that ``config`` had not: errors, unless the trainer's schema has them."""
-
+    #: output folder of the job, an absolute path; ``RUNS``: each run has a separate folder in ``run_folders``
     job_dir: Path = RUNS
-    """Output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``."""
-
+    #: URL of the job's directory in an object store, for checkpoints and results; ``job_dir`` is then local to a node
     archive: str = ""
-    """URL of the job's directory in an object store, which gets the copies of commits and the results; ``job_dir`` is a
-    folder of each node then."""
-
-    run: str = ""
-    """Id of the run; empty before it begins."""
-
-    given: str = ""
-    """Digest of the description without defaults, by which a repeated command is told from another; empty: unknown."""
-
+    run: str = ""  #: id of the run; empty before it begins
+    #: digest of the description without defaults, which identifies a repeated command; empty: unknown
+    description_digest: str = ""
+    #: the command that began the run, its working directory, and the commit there
     origin: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The command that began the run, its working directory, and the commit there."""
-
-    overwrite: bool = False
-    """Replace the results of an earlier run in ``job_dir``."""
-
+    overwrite: bool = False  #: replace the results of an earlier run in ``job_dir``
+    #: folder of relative paths in ``config``, and working directory of every process on nodes that have it
     work_dir: str = ""
-    """Folder of relative paths in ``config``, and working directory of every process on nodes that have it."""
-
-    search_path: tuple[str, ...] = ()
-    """Folders to import the classes of the job from, besides installed packages."""
-
+    search_path: tuple[str, ...] = ()  #: folders to import the classes of the job from, besides installed packages
     restart: RestartSpec = RestartSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     liveness: LivenessSpec = LivenessSpec()
     master: MasterSpec = MasterSpec()
-    placement_timeout_s: Seconds = 120.0
-    """Timeout of the reservation of resources."""
-
+    placement_timeout_s: Seconds = 120.0  #: timeout of the reservation of resources
+    #: AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
+    #: its resources are free
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
-    its resources are free."""
 
     def __repr__(self) -> str:
         return f"JobSpec({self.name!r})"
 
     @property
     def run_folders(self) -> Path | None:
-        """The parent of the folders that runs get, None with a ``job_dir``."""
+        """The parent of the runs' folders; None with a ``job_dir``."""
         return (RUNS / self.name).absolute() if self.job_dir == RUNS else None
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
-        """Every worker as role and rank, in the order of the file."""
+        """Iterate over all workers as role and rank, in the order of the file."""
         return ((role, rank) for role, spec in self.workloads.items() for rank in range(spec.num))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> "JobSpec":
-        """The job with other numbers of workers for some roles."""
+        """Return the job with other numbers of workers for some roles."""
         workloads = {role: replace(spec, num=sizes.get(role, spec.num)) for role, spec in self.workloads.items()}
         return replace(self, workloads=workloads)
 
     def preferred_ports(self, role: RLRoleType) -> tuple[int, ...]:
-        """The rendezvous port to try first for ``role``, if ``torch_master_port`` has one for it."""
+        """Return the port of ``torch_master_port`` for ``role``, if there is one."""
         index = list(self.workloads).index(role)
         return self.trainer.torch_master_port[index : index + 1]
 
     def collocation_of(self, role: RLRoleType) -> tuple[RLRoleType, ...]:
-        """The roles that share devices with ``role``, itself included; empty when it shares none."""
-        for group in self.groups:
-            if role in group and len(group) > 1:
-                return tuple(group)
-        return ()
+        """Return the roles that share devices with ``role``, itself included; empty if it shares none."""
+        return next((tuple(group) for group in self.groups if role in group and len(group) > 1), ())

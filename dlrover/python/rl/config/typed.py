@@ -2,18 +2,19 @@
 # Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
 """Reads plain mappings as frozen dataclasses, with defaults filled in and all errors reported at once.
 
-The reader walks through dataclasses, mappings and lists, and hands every other value to pydantic alone: a wrong part is
-left out and has its error, and its neighbours are read like any other. Booleans, numbers and texts are kept apart:
-``true`` is not 1, and neither is ``"1"``.
-"""
+The reader walks through dataclasses, mappings and lists, and gives pydantic each other value alone: a wrong part is
+left out with an error, and its neighbours are read. Booleans, numbers and texts differ: neither ``true`` nor ``"1"``
+is 1."""
 
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from importlib.resources import files
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticKnownError, SchemaValidator
 
@@ -25,34 +26,31 @@ from dlrover.python.rl.config.secrets import without_secrets
 
 T = TypeVar("T")
 
-_ALMOST = 0.8
-"""Similarity from which an unknown key is taken to mean one of another place."""
-
+_ALMOST = 0.8  # similarity from which an unknown key is taken to mean one of another place
 OTHER_NAMES = "other_names"
-"""The class variable of a schema that maps dotted keys of other libraries to those of its own fields: names, or
+"""The class variable of a schema that maps dotted keys of other libraries to the schema's own, or to a
 :class:`Translation` where the values differ too."""
+
+KEY_NAMES: Mapping[str, Any] = yaml.safe_load((files(__package__) / "other_names.yaml").read_text(encoding="utf-8"))
+
+
+def names_by_alias(section: str) -> dict[str, str]:
+    """Return the names here, or the answers, by the names in a section of ``other_names.yaml``."""
+    return {alias: name for name, aliases in KEY_NAMES[section].items() for alias in aliases}
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
     """A key of another library whose values have other names here."""
 
-    name: str
-    """The key here."""
-
-    values: Mapping[Any, Any]
-    """The value here of each value there."""
+    name: str  #: the key here
+    values: Mapping[Any, Any]  #: the value here of each value there
 
 
-ELSEWHERE = "elsewhere"
-"""The class variable of a schema that maps dotted keys of other libraries to what answers them."""
-
-NAMED = "named"
-"""The class variable of a schema with the keys of its open mappings that have a ``name``."""
-
+ELSEWHERE = "elsewhere"  # the class variable of a schema that maps dotted keys of other libraries to what answers them
+NAMED = "named"  # the class variable of a schema with the keys of its open mappings that have a ``name``
 _MISSING = object()
-_WRONG = object()
-"""Stands for a value that has an error."""
+_WRONG = object()  # stands for a value that has an error
 
 
 def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
@@ -60,27 +58,23 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Config
 
     Args:
         schema: its annotations are the types, ``annotated_types`` bounds the ranges; its class variable
-            ``other_names`` maps further keys to its own, each accepted with a warning. A field whose default is a
-            dataclass may be given in part: the rest is as in that default.
+            ``other_names`` maps further keys to its own. A field whose default is a dataclass may be given in part: the
+            other values are the default's.
         data: a mapping or ``DictConfig``.
-        where: the prefix of the errors' places.
-    """
+        where: the prefix of the errors' places."""
     value, errors = salvage(schema, data, where)
     return (None if errors else value), errors
 
 
 def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
-    """Like :func:`parse`, but with an instance beside the errors, for finding further errors and never to be run.
-
-    It lacks wrong and unknown values, and has empty ones in place of missing ones; None where even that is not an
-    instance.
-    """
+    """Like :func:`parse`, but with an instance beside the errors, for finding further errors and never to be run. It
+    lacks wrong and unknown values, and has empty ones in place of missing ones; None if even that is impossible."""
     errors: list[ConfigError] = []
     try:
         plain = to_plain(data, where)
     except InvalidJob as error:
         plain, errors = error.salvaged, list(error.errors)
-    unresolved = [error.where for error in errors]  # errors of their places, or around them, say nothing more
+    unresolved = [error.where for error in errors]  # further errors in these places, or around them, are no news
     try:
         plain = rename_keys(schema, plain, where)[0]
     except InvalidJob as error:
@@ -107,8 +101,7 @@ def require(schema: type[T], data: Any, where: str) -> T:
 
 
 def check_fields(instance: Any) -> None:
-    """Raise ValueError that names every field of a dataclass instance whose value its annotation forbids, if that is of
-    numbers, texts and truth values."""
+    """Raise ValueError for numbers, texts and booleans in a dataclass instance that their annotations forbid."""
     reader = _Reader(type(instance), "")
     for field in dataclasses.fields(instance):
         annotation = _hints(type(instance))[field.name]
@@ -127,7 +120,7 @@ class _Reader:
         self.errors: list[ConfigError] = []
 
     def read(self, annotation: Any, value: Any, path: tuple[Any, ...], default: Any = None) -> Any:
-        """Return the value of an annotated place, or ``_WRONG``."""
+        """Return the value of a place with this annotation, or ``_WRONG``."""
         branches = _branches(annotation)
         default = default if dataclasses.is_dataclass(default) else None
         kind = next(filter(_is_dataclass, branches), None) if default is None else type(default)
@@ -146,7 +139,7 @@ class _Reader:
         return self._read_leaf(annotation, kind, value, path)
 
     def _read_leaf(self, annotation: Any, kind: type[Any] | None, value: Any, path: tuple[Any, ...]) -> Any:
-        """Return a value by pydantic; ``kind`` is a dataclass that the annotation has too, and the value is none."""
+        """Return what pydantic reads; ``kind`` is a dataclass that the annotation also allows."""
         plain_kinds = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
         items: list[tuple[tuple[Any, ...], Any]] = []
         try:
@@ -158,18 +151,20 @@ class _Reader:
         if kind is not None:
             ends = ["null" if item["type"] == "none_required" else _lower(item["msg"]) for _, item in items]
             ends = [end.removeprefix("input should be ") for end in ends]
-            message = ", or ".join([f"has to be a mapping with {', '.join(_names(kind))}", *ends])
-            self._report(message, path, value, "name" in _names(kind))
+            names = [field.name for field in dataclasses.fields(kind)]
+            self._report(
+                ", or ".join([f"must be a mapping with {', '.join(names)}", *ends]), path, value, "name" in names
+            )
             return _WRONG
         places = dict.fromkeys(place for place, _ in items)
         for place in places:
-            # A branch that finds a fault inside the value has read the rest.
+            # A branch that finds a fault inside the value has read everything else.
             if not any(other[: len(place)] == place and other != place for other in places):
                 self._refuse([item for at, item in items if at == place], (*path, *place))
         return _WRONG
 
     def _read_dataclass(self, kind: type[Any], values: Mapping[str, Any], path: tuple[Any, ...], default: Any) -> Any:
-        """Return an instance with the right values, and defaults for wrong ones."""
+        """Return an instance with the valid values, and defaults for the others."""
         arguments, before = dict[str, Any](), len(self.errors)
         fields = [field for field in dataclasses.fields(kind) if field.init]
         for field in fields:
@@ -187,12 +182,12 @@ class _Reader:
         try:
             return kind(**arguments)
         except (ValueError, AssertionError) as error:
-            if not has_wrong:  # where something stands for a wrong part, the error of the whole says nothing
+            if not has_wrong:  # an instance with stand-ins for wrong parts may be invalid because of them
                 self._report(_lower(str(error)), path, dict(values))
             return _WRONG
 
     def _read_mapping(self, key_type: Any, value_type: Any, values: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-        """Return the right items of a mapping."""
+        """Return the valid items of a mapping."""
         read: dict[Any, Any] = {}
         for key, value in values.items():
             name = self.read(key_type, key, (*path, key))
@@ -204,7 +199,7 @@ class _Reader:
         return read
 
     def _refuse(self, items: Sequence[Mapping[str, Any]], path: tuple[Any, ...]) -> None:
-        """Report the errors that pydantic has for the branches of one place, as one."""
+        """Report pydantic's errors for the branches of one place as one."""
         texts = [_TEXTS.get(item["type"], _lower(item["msg"])) for item in items]
         texts = [texts[0], *(text.removeprefix("input should be ") for text in texts[1:])]
         is_open = any(_TEXTS.get(item["type"]) == _NO_MAPPING for item in items)
@@ -212,7 +207,7 @@ class _Reader:
         self._report(", or ".join(texts), path, items[-1]["input"], has_name)
 
     def _report(self, message: str, path: tuple[Any, ...], value: Any = _MISSING, has_name: bool = False) -> None:
-        """Add an error; a text in place of a mapping with a ``name`` is a usual short form elsewhere."""
+        """Add an error; other libraries allow a text in place of a mapping with a ``name``."""
         place = self._place_of(path)
         shown = value if value is _MISSING else without_secrets(value, place)
         if shown is not _MISSING and shown != HIDDEN:
@@ -225,7 +220,7 @@ class _Reader:
         return ".".join([*([self._where] if self._where else []), *map(str, path)])
 
     def _refuse_key(self, names: Sequence[str], value: Any, path: tuple[Any, ...]) -> None:
-        """Report an unknown key; one that begins keys of other libraries, by an error for each key below it."""
+        """Report an unknown key; if keys of other libraries begin with it, report each key below it."""
         key = ".".join(map(str, path))
         foreign = [*getattr(self._schema, ELSEWHERE, {}), *getattr(self._schema, OTHER_NAMES, {})]
         if not any(f"{other}.".startswith(f"{key}.") for other in foreign):
@@ -233,12 +228,11 @@ class _Reader:
             return
         for below in _leaves(value):
             near = nearest_path(".".join([key, *below]), foreign)
-            fault = f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
+            fault = f"unknown key{f'; did you mean {near!r}?' if near else ''}"
             self.errors.append(answer(self._schema, ConfigError(self._place_of([*path, *below]), fault)))
 
     def _hint_of(self, names: Sequence[str], path: Sequence[str]) -> str:
-        """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write
-        it."""
+        """Return the hint for an unknown key: the nearest key beside it, or one elsewhere with (almost) its name."""
         *parents, name = path
         places = dict[str, list[str]]()
         for key, _ in list_keys(self._schema):
@@ -253,7 +247,7 @@ class _Reader:
         return f"; did you mean '{f'{self._where}.{closest}'.removeprefix('config.').removeprefix('.')}'?"
 
 
-_NO_MAPPING = "has to be a mapping"
+_NO_MAPPING = "must be a mapping"
 _TEXTS: Mapping[str, str] = {
     **dict.fromkeys(("dict_type", "mapping_type"), _NO_MAPPING),
     **dict.fromkeys(("list_type", "tuple_type"), "input should be a list, [...]"),
@@ -276,12 +270,8 @@ def _is_mapping(origin: Any) -> bool:
 _hints: Callable[[Any], dict[str, Any]] = cache(partial(get_type_hints, include_extras=True))
 
 
-def _names(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
 def _stand_in(annotation: Any) -> Any:
-    """A value of a required field that is missing or wrong: empty."""
+    """Return an empty value for a required field that is missing or wrong."""
     for branch in _branches(annotation):
         if _is_dataclass(branch):
             return _Reader(branch, "").read(branch, {}, ())
@@ -297,7 +287,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _place(loc: Sequence[Any], value: Any) -> tuple[Any, ...]:
-    """The place of an error in ``value``, without pydantic's names of the branches of a union."""
+    """Return the place of an error in ``value``, without pydantic's names of the branches of a union."""
     place: list[Any] = []
     for part in loc:
         is_index = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
@@ -313,7 +303,7 @@ def _leaves(value: Any) -> list[list[str]]:
 
 
 def answer(schema: Any, error: ConfigError) -> ConfigError:
-    """``error``; if it is of a key, or of one below it, that ``schema.elsewhere`` has, what that says."""
+    """Return the answer of ``schema.elsewhere`` to an unknown key, or to one below it; ``error`` if it has none."""
     for key, place in getattr(schema, ELSEWHERE, {}).items():
         if f"{error.where.removeprefix('config.')}.".startswith(f"{key}.") and error.what.startswith("unknown key"):
             return ConfigError(error.where, f"unknown key; here it is {place}")
@@ -326,7 +316,7 @@ def _lower(text: str) -> str:
 
 
 def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every dotted key of a schema, and its default as a job file would have it; ``required``."""
+    """Yield each dotted key of a schema, and its default as in a job file, or ``required``."""
     for field in dataclasses.fields(schema):
         default = _default_of(field)
         has_default = default is not None and default is not _MISSING
@@ -346,8 +336,8 @@ def _dataclasses_in(annotation: Any) -> list[Any]:
 
 
 def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str] = ()) -> tuple[Any, list[str]]:
-    """``values`` with the schema's own names of its keys, and a line about each that had another one. Of a value with
-    two names the one in ``later`` counts. Raises InvalidJob if none of them is; what it salvages has the own names."""
+    """Return ``values`` with the schema's own names of its keys, and a line about each renamed one. Of a value with two
+    names the one in ``later`` counts; if neither is, InvalidJob is raised, which salvages the values with own names."""
     lines, errors = [], []
     for alias, target in getattr(schema, OTHER_NAMES, {}).items():
         value = _pick(values, alias.split("."))
@@ -357,17 +347,17 @@ def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str]
         name = target.name if isinstance(target, Translation) else target
         values, is_double = _without(values, alias.split(".")), _pick(values, name.split(".")) is not _MISSING
         if is_double and alias not in later:
-            errors.append(ConfigError(place, f"is another name of {name}, which is given too"))
+            errors.append(ConfigError(place, f"is another name of {name}: leave one of them out"))
             continue
+        shown = name
         if isinstance(target, Translation) and value is not None:
             if not isinstance(value, Hashable) or value not in target.values:
                 allowed = ", ".join(json.dumps(item) for item in target.values)
-                errors.append(ConfigError(place, f"has to be one of {allowed}, got {value!r}; here it is {name}"))
+                errors.append(ConfigError(place, f"must be one of {allowed}, got {value!r}; here it is {name}"))
                 continue
             value = target.values[value]
-            lines.append(f"{place} is read as {name}={value}, its name here")
-        else:
-            lines.append(f"{place} is read as {name}, its name here")
+            shown = f"{name}={value}"
+        lines.append(f"{place} is read as {shown}, its name here")
         if value is not None:
             values = _with(values, name.split("."), value)
     if errors:
@@ -384,15 +374,15 @@ def _pick(values: Any, path: Sequence[str]) -> Any:
 
 
 def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """A copy without a key, and without mappings that become empty."""
+    """Copy ``values`` without a key, and without mappings that become empty."""
     first, *below = path
     inner = _without(values[first], below) if below else {}
-    rest_of_values = {key: value for key, value in values.items() if key != first}
-    return {**rest_of_values, first: inner} if inner else rest_of_values
+    remaining = {key: value for key, value in values.items() if key != first}
+    return {**remaining, first: inner} if inner else remaining
 
 
 def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy with a key; unchanged where something else than a mapping is in its way, which is an error itself."""
+    """Copy ``values`` with a key; without it if something other than a mapping, an error itself, is in its way."""
     first, *below = path
     inner = values.get(first)
     if below and not isinstance(inner, Mapping | None):
@@ -400,19 +390,18 @@ def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
     return {**values, first: _with(inner or {}, below, value) if below else value}
 
 
-_VALUES = ("default", "expected", "metadata", "serialization")
-"""Keys of a core schema with something else than schemas."""
+_VALUES = ("default", "expected", "metadata", "serialization")  # keys of a core schema that hold no schemas
 
 
 @cache
 def _validator(annotation: Any) -> SchemaValidator:
-    """Pydantic's validator of an annotation without dataclasses; to make one takes longer than to use it."""
+    """Return pydantic's validator of an annotation without dataclasses; making one takes longer than using it."""
     adapter: Any = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     return SchemaValidator(_kept_apart(adapter.core_schema))
 
 
 def _kept_apart(schema: Any) -> Any:
-    """A core schema whose numbers and booleans look at the type of a value before they convert it."""
+    """Return a core schema whose numbers and booleans check the type of a value before they convert it."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_kept_apart, schema))
     if not isinstance(schema, dict):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A columnar batch with ragged rows: the data that workloads exchange.
-
-Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: readers see read-only
-views."""
+"""Columnar batches with ragged rows, which workloads exchange: contiguous numpy, which Ray's store does not copy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +60,7 @@ class Ragged:
         return Ragged(np.concatenate([self.values[:0], *rows]), offsets)
 
     def like(self, values: Array) -> "Ragged":
-        """Keep the row lengths, over other ``values`` ``[total, ...]``."""
+        """Replace the values by ``[total, ...]``, with the same row lengths."""
         if len(values) != len(self.values):
             raise DataError(f"{len(values)} values for rows that hold {len(self.values)}")
         return Ragged(values, self.offsets)
@@ -79,8 +76,7 @@ Column: TypeAlias = Array | Ragged | list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """An immutable set of equally long columns, by name: dense arrays ``[rows, ...]``, :class:`Ragged`, or lists of
-    objects. Its length is the number of rows. Other columns raise DataError."""
+    """Immutable columns of equal length by name: dense ``[rows, ...]``, :class:`Ragged`, or lists; else DataError."""
 
     columns: Mapping[str, Column]
 
@@ -123,8 +119,6 @@ class Batch:
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self.columns.items()}
-
-    # -- derived batches -----------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Any) -> "Batch":
         return Batch({**self.columns, **columns})
@@ -177,7 +171,7 @@ class Batch:
 
     def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
         """Cut into contiguous batches: by ``"rows"`` sizes differ by at most one, larger ones first; by ``"tokens"``
-        the summed lengths of the ragged ``column`` are greedily evened, and neighbours with the same number in a dense
+        the summed lengths of the ragged ``column`` are about equal, and neighbours with the same number in a dense
         column ``unit`` stay together."""
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
@@ -199,12 +193,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """Declares a column of generated sequences, which it follows from the engine that generates it to the loss."""
+    """Declares a column of generated sequences, from the engine that generates it to the loss."""
 
     dtype: str = "float32"  #: of numpy
     fill: float = 0  #: at tokens that the engine has not generated; per sample, until it gives a value
-    per: Literal["token", "sample"] = "token"  #: a column per sample has the last value that the engine gave
-    shape: tuple[int, ...] = ()  #: of a value, as ``(layers, experts)``
+    per: Literal["token", "sample"] = "token"  #: a column per sample has the engine's last value
+    shape: tuple[int, ...] = ()  #: of a value, such as ``(layers, experts)``
 
     @cached_property
     def filling(self) -> Any:
@@ -219,10 +213,10 @@ SEQUENCE: Mapping[str, ColumnSpec] = {"tokens": ColumnSpec("int64"), "action_mas
 
 @dataclass(eq=False)
 class SequenceColumns:
-    """The columns of one sequence, which grows by tokens: a list per token column, and a value per sample column.
+    """The columns of one sequence, to which tokens are added: a list per token column, and a value per sample column.
 
-    In an environment's trajectory ``opening`` is the text at the start, which the policy received, and ``text`` all
-    later actions and observations."""
+    In an environment's trajectory ``opening`` is the policy's first input, and ``text`` all later actions and
+    observations."""
 
     specs: Mapping[str, ColumnSpec]
     values: dict[str, Any] = field(default_factory=dict)
@@ -244,7 +238,7 @@ class SequenceColumns:
         self.extend(count, filled | values)
 
     def extend(self, count: int, values: Mapping[str, Any]) -> None:
-        """Add ``count`` tokens with the values of all token columns; DataError names one that does not fit."""
+        """Add ``count`` tokens with the values of all token columns; raises DataError for one that does not fit."""
         self._check_declared(values)
         for name, spec in self.specs.items():
             if spec.per == "token" and len(values.get(name, ())) != count:
@@ -256,7 +250,7 @@ class SequenceColumns:
                 self.values[name] += added.tolist() if np.ndim(added) == 1 and hasattr(added, "tolist") else list(added)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Add a token's values, of all token columns."""
+        """Add one token with the values of all token columns."""
         self._check_declared(values)
         for name, value in values.items():
             if self.specs[name].per == "token":
@@ -270,7 +264,7 @@ class SequenceColumns:
             raise DataError(f"the engine does not declare the column '{name}'{hint(name, self.specs)}")
 
     def arrays(self) -> dict[str, Array]:
-        """Token columns ``[seq, ...]`` and sample columns ``[...]``."""
+        """Return token columns ``[seq, ...]`` and sample columns ``[...]``."""
         return {
             name: np.asarray(self.values[name], spec.dtype).reshape(((-1,) if spec.per == "token" else ()) + spec.shape)
             for name, spec in self.specs.items()
@@ -278,7 +272,7 @@ class SequenceColumns:
 
     @staticmethod
     def stack(rows: Sequence["SequenceColumns"], specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-        """The columns of a batch of sequences: ragged per token, dense per sample."""
+        """Return the columns of a batch of sequences: ragged per token, dense per sample."""
         arrays, columns = [row.arrays() for row in rows], dict[str, Column]()
         for name, spec in specs.items():
             empty, parts = np.empty((0, *spec.shape), spec.dtype), [row[name] for row in arrays]
@@ -291,18 +285,15 @@ class SequenceColumns:
 
 
 def even_cuts(rows: int, parts: int) -> list[int]:
-    """``parts + 1`` boundaries of parts that differ by at most one row, larger ones first."""
+    """Return ``parts + 1`` boundaries of parts that differ by at most one row, larger ones first."""
     small, larger = divmod(rows, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 
 
 def token_cuts(lengths: npt.NDArray[np.int64], parts: int) -> list[int]:
-    """``parts + 1`` boundaries at which the running total of ``lengths`` is nearest to an even share."""
-    totals = np.concatenate([[0], np.cumsum(lengths)])
-    rows = len(lengths)
-    cuts = [0]
+    """Return ``parts + 1`` boundaries at which the running total of ``lengths`` is nearest to an even share."""
+    totals, cuts = np.concatenate([[0], np.cumsum(lengths)]), [0]
     for part in range(1, parts):
-        target = totals[-1] * part / parts
-        nearest_cut = int(np.abs(totals - target).argmin())
-        cuts.append(min(max(nearest_cut, cuts[-1] + 1), rows - (parts - part)))
-    return [*cuts, rows]
+        nearest_cut = int(np.abs(totals - totals[-1] * part / parts).argmin())
+        cuts.append(min(max(nearest_cut, cuts[-1] + 1), len(lengths) - (parts - part)))
+    return [*cuts, len(lengths)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: prompts, conversations and rows of examples are encoded by the same few functions.
-"""Texts and conversations as tokens, with a mask over the trained ones; supervised examples from source to batch."""
+# Over 400 lines: prompts, conversations and examples are encoded by the same functions.
+"""Texts and conversations as tokens, with a mask of the trained ones; supervised examples from source to batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,30 +29,22 @@ from dlrover.python.rl.data.jsonl import (
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
 
-Tokenizer: TypeAlias = Any
-"""A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
-
-Turns: TypeAlias = Literal["all", "last"]
-"""Which assistant turns are trained."""
-
+Tokenizer: TypeAlias = Any  # a Hugging Face tokenizer. Conversations need a fast one with a chat template.
+Turns: TypeAlias = Literal["all", "last"]  # which assistant turns are trained
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 Render: TypeAlias = Callable[..., str]
-"""``render(messages, generation=False)`` by a chat template, if ``generation`` with the generation prompt."""
+"""``render(messages, generation=False)`` by a chat template; ``generation`` adds the generation prompt."""
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
-_MARK = "0f6e9a3c"
-"""Takes the place of a text where only what a template puts around it matters."""
-
-Span: TypeAlias = tuple[int, int]
-"""First character, and the one after the last."""
+_MARK = "0f6e9a3c"  # replaces a text to find what a template puts around it
+Span: TypeAlias = tuple[int, int]  # first character, and the one after the last
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence: token ids and a mask, both ``[seq]``; the mask is False on the first token, which nothing
-    predicts."""
+    """One sequence: token ids and a mask, both ``[seq]``; the first token is never trained."""
 
     tokens: list[int]
     action_mask: list[bool]
@@ -61,9 +53,6 @@ class Encoded:
     def trained(self) -> int:
         return sum(self.action_mask)
 
-    def cut(self, max_length: int) -> "Encoded":
-        return Encoded(self.tokens[:max_length], self.action_mask[:max_length])
-
     def with_mask(self, mask: Sequence[bool]) -> "Encoded":
         return Encoded(self.tokens, [False, *mask[1:]])
 
@@ -71,10 +60,10 @@ class Encoded:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> list[int]:
-    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended.
+    """Encode a prompt as in inference: raw text, or messages with the generation prompt.
 
-    The tokens that a tokenizer puts before a text (a beginning-of-sequence token) come first, once: not again where the
-    text begins with them. Those that it puts behind one (an end-of-sequence token) are left out."""
+    Tokens that the tokenizer adds before a text (beginning of sequence) come first, unless the text begins with them;
+    tokens that it adds after a text (end of sequence) are left out."""
     tokens = _tokenize(tokenizer, prompt_text(tokenizer, prompt, template_kwargs))
     opening = _find_opening(tokenizer, prompt, tokens) if isinstance(prompt, str) else []
     return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
@@ -87,7 +76,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: M
 
 
 def find_think_prefix(prompt: str) -> str:
-    r"""The end of a rendered prompt that opens thoughts (``<think>\n``), or ""."""
+    r"""Return the end of a rendered prompt that opens thoughts (``<think>\n``), or ""."""
     end = len(prompt.rstrip())
     return next((prompt[end - len(tag) :] for tag in THOUGHT_TAGS if prompt.endswith(tag, 0, end)), "")
 
@@ -100,11 +89,10 @@ def continue_chat(  # noqa: PLR0913
     answers: Messages,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
-    """Render a conversation, of which ``text`` is the prompt, with the policy's ``action``, the ``answers`` to it and
-    the generation prompt.
+    """Render a conversation: the prompt ``text``, the policy's ``action``, the ``answers`` and the generation prompt.
 
-    The result begins with ``text + action`` unless the template rewrites what was there, as one that drops old thoughts
-    does. White space that the template removes from the action remains."""
+    The result begins with ``text + action`` unless the template rewrites history, for example drops old thoughts. White
+    space that the template removes from the action remains."""
 
     def render(content: str) -> str:
         chat = [*messages, {"role": "assistant", "content": content}, *answers]
@@ -125,17 +113,17 @@ def encode_example(
     eos_ids: Sequence[int] = (),
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[Encoded]:
-    """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``; else DataError.
+    """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``; raises DataError.
 
     ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer. ``tools`` and ``chat_template_kwargs``
-    are arguments of the chat template, which precede ``template_kwargs``. Other keys are ignored. Raw text
-    trains the response and the end-of-sequence token; prompt and response are tokenised separately, as in inference. A
-    conversation trains each assistant turn from its first character after the header to its end marker. If the template
-    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it.
+    are arguments of the chat template, which override ``template_kwargs``. Other keys are ignored. Raw text trains the
+    response and the end-of-sequence token; prompt and response are tokenised separately, as in inference. A
+    conversation trains each assistant turn from the end of its header to its end marker. If the template rewrites
+    history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it.
 
-    If the template ends the last trained turn of a sequence neither with the tokenizer's end-of-sequence token nor with
-    one of ``eos_ids``, those of the model's generation config, the former is appended to the turn and trained, and what
-    follows is cut (TRL appends it since pull request 3091): else the model would never learn to end an answer."""
+    If the last trained turn of a sequence ends neither with the tokenizer's end-of-sequence token nor with one of the
+    generation config's ``eos_ids``, the former is appended and trained, and the following text is cut (as in TRL since
+    pull request 3091): otherwise the model would never learn to end an answer."""
     row = normalize_sft(row)
     render = make_renderer(tokenizer, row, template_kwargs)
     if "messages" not in row:
@@ -149,7 +137,7 @@ def encode_example(
 
 
 def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a supervised example as ``prompt`` and ``response``, or ``messages`` with the answer; or DataError.
+    """Return a supervised example as ``prompt`` and ``response``, or as ``messages``; raises DataError.
 
     TRL's other forms are accepted: ``text``, which is trained whole, and ``completion``, text or messages."""
     row = normalize_row(row)
@@ -185,7 +173,7 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
             faults = ["no assistant turn to train"]
         elif roles and roles[0] == "assistant":
             faults = ["begins with the assistant: there is no prompt for its turn"]
-        return [*faults, *(["ends with an answer, and has a 'response' besides"] if "response" in row else [])]
+        return [*faults, *(["ends with an answer, and also has a 'response'"] if "response" in row else [])]
     if "prompt" not in row or "response" not in row:
         absent = [key for key in ("prompt", "response") if key not in row]
         columns = describe_columns(row, *absent)
@@ -198,12 +186,12 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
 
 
 def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
-    """Encode a text and its continuation, closed by the end-of-sequence token, which the continuation may have."""
+    """Encode a text and its continuation, which ends with the end-of-sequence token, added if absent."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token to close a response with")
     context, answer = encode_prompt(tokenizer, prompt), _tokenize(tokenizer, response)
     if not prompt and answer[: len(context)] == context:
-        context = []  # a whole text, which begins as the tokenizer would
+        context = []  # a whole text, which already begins with the tokenizer's first tokens
     if answer[-1:] != [tokenizer.eos_token_id]:
         answer.append(tokenizer.eos_token_id)
     return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
@@ -223,8 +211,7 @@ def _encode_messages(
 
 
 def _encode_closed(tokenizer: Tokenizer, text: str, spans: Sequence[Span], eos_ids: Sequence[int]) -> Encoded:
-    """Mask ``spans``, of which the last ends with an end-of-sequence token: the template's, or else one in place of
-    what follows it."""
+    """Mask ``spans``; if the last one does not end a sequence, the end-of-sequence token replaces the text after it."""
     start, stop = spans[-1]
     own = tokenizer.eos_token_id
     if own is None or text[start:stop].endswith(tuple(tokenizer.decode([token]) for token in (own, *eos_ids))):
@@ -240,7 +227,7 @@ def answer_span(render: Render, messages: list[dict[str, str]], turn: int) -> tu
     content = messages[turn]["content"]
     start = len(commonprefix([opened, text]))
     if start < len(opened):
-        # This template opens a turn differently when generating (with "<think>"): the shared part is the content's.
+        # The template opens a turn differently when generating (with "<think>"): the shared part is the content's.
         position = text.rfind(content)
         start = min(start, position) if position >= 0 else start
     # White space after the end marker is the template's; at the end of the content it is the assistant's.
@@ -249,11 +236,11 @@ def answer_span(render: Render, messages: list[dict[str, str]], turn: int) -> tu
 
 
 def _encode_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Encoded:
-    """The mask is True on the tokens of ``spans`` (rising, disjoint)."""
+    """Encode ``text``, masked on the tokens of ``spans`` (rising, disjoint)."""
     if not tokenizer.is_fast:
         raise DataError("masking a conversation needs a fast tokenizer: a slow one has no character offsets")
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # Only the ends of offsets count: byte-level tokenizers may trim leading spaces off their starts.
+    # Only the ends of offsets count: byte-level tokenizers may exclude leading spaces from the starts.
     ends = [end for _, end in coded["offset_mapping"]]
     borders = [border for span in spans for border in span]
     if any(last < border < end for last, end in zip([0, *ends], ends, strict=False) for border in borders):
@@ -279,21 +266,21 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _find_opening(tokenizer: Tokenizer, text: str, tokens: list[int]) -> list[int]:
-    """The tokens that the tokenizer puts before ``text``, which alone is ``tokens``."""
+    """Return the tokens that the tokenizer adds before ``text``, which alone is ``tokens``."""
     whole = list(tokenizer(text)["input_ids"])
-    if whole and not tokens:  # what is before an empty text looks like what is behind it
+    if whole and not tokens:  # around an empty text, tokens before and after look alike
         return _find_opening(tokenizer, _MARK, _tokenize(tokenizer, _MARK))
     starts = (at for at in range(len(whole) - len(tokens) + 1) if whole[at : at + len(tokens)] == tokens)
     return whole[: next(starts, 0)]
 
 
 def make_renderer(tokenizer: Tokenizer, row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> Render:
-    """The chat template with the row's own arguments, which precede ``template_kwargs``."""
+    """Return the chat template with the row's arguments, which override ``template_kwargs``."""
     return partial(_render, tokenizer, template_kwargs={**template_kwargs, **template_kwargs_of(row)})
 
 
 def arguments_of_template(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the chat template that a prompt's row has, from its ``extra_info``."""
+    """Return the arguments of the chat template in the ``extra_info`` of a prompt."""
     arguments = extra_info.get("chat_template_kwargs")
     return arguments if isinstance(arguments, dict) else {}
 
@@ -304,33 +291,24 @@ def _render(
     options = {**template_kwargs, "tokenize": False, "add_generation_prompt": generation}
     try:
         return str(tokenizer.apply_chat_template(list(messages), **options))
-    except Exception as error:  # Templates raise any error; the row must be named.
+    except Exception as error:  # templates raise any error; the row must be named
         raise DataError(f"the chat template refused the conversation: {error}") from error
 
 
 OverLong: TypeAlias = Literal["cut", "drop", "refuse"]
-"""Sequences of more than ``max_length`` tokens: cut the tail, leave them out, or refuse the data."""
+"""Treatment of sequences of more than ``max_length`` tokens: cut their ends, leave them out, or refuse the data."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    max_length: int | None = None
-    """Maximum tokens of a sequence."""
-
+    max_length: int | None = None  #: maximum tokens of a sequence
     over_long: OverLong = "cut"
-    """Treatment of longer ones."""
-
-    assistant: Turns = "all"
-    """Which assistant turns are trained."""
-
-    mask_prompt: bool = True
-    """False trains every token but the first, prompts included."""
-
+    assistant: Turns = "all"  #: which assistant turns are trained
+    mask_prompt: bool = True  #: False trains every token but the first, prompts included
+    #: tokens that end a sequence besides the tokenizer's, from the model's generation config
     eos_ids: Sequence[int] = ()
-    """Tokens that end a sequence besides the tokenizer's, from the model's generation config."""
-
+    #: arguments of the chat template, where a row has no others
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, where a row has no others."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (("over_long", self.over_long, OverLong), ("assistant", self.assistant, Turns)):
@@ -342,8 +320,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Counts:
-    """The rows of a source: all, ``cut`` (lost tokens or a sequence to ``max_length``), ``dropped`` (nothing left to
-    train)."""
+    """Numbers of rows: all, ``cut`` (tokens or a sequence lost to ``max_length``), ``dropped`` (nothing to train)."""
 
     rows: int
     cut: int
@@ -351,8 +328,7 @@ class Counts:
 
 
 def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
-    """Take examples from memory: dicts, or objects with ``prompt`` and ``answer``; raise DataError naming wrong
-    ones."""
+    """Take examples from memory: dicts, or objects with ``prompt`` and ``answer``; raises DataError for wrong ones."""
     items = [samples[index] for index in range(len(samples))]
     raw = [dict(item if isinstance(item, Mapping) else vars(item)) for item in items]
     rows, errors = normalize_rows(SourceRows(name, list(enumerate(raw, start=1))), normalize_sft)
@@ -361,7 +337,7 @@ def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
-    """Return what copies share: a raw prompt, or the messages before the first answer; of a text without, all of it."""
+    """Return what copies share: a raw prompt, the messages before the first answer, or a whole text."""
     return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"] or row["response"]
 
 
@@ -370,8 +346,8 @@ def messages_before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
-    """Encode examples by :func:`encode_example`; DataError for unusable rows (the first 20 are named), or if none is
-    left.
+    """Encode examples by :func:`encode_example`; raises DataError for unusable rows (the first 20 are named), or if
+    none is left.
 
     Returns ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``, and ``row`` (int64), the
     index of each sequence's row."""
@@ -391,8 +367,7 @@ def encode_rows(
     fit: Callable[[list[Encoded]], list[Encoded]],
     nothing_left: Callable[[], str],
 ) -> tuple[Batch, Counts]:
-    """Encode each row, and ``fit`` its sequences into the maximum length; returns and raises as :func:`encode_sft`.
-    ``nothing_left`` says why, if no row has a sequence."""
+    """Encode each row and ``fit`` its sequences, as :func:`encode_sft`; ``nothing_left`` explains why none is left."""
     encoded: list[Encoded] = []
     from_row: list[int] = []
     errors: list[ConfigError] = []
@@ -430,7 +405,8 @@ def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: Over
         raise DataError(f"{max(long)} tokens, {max_length} at most")
     if over_long == "drop":
         items = [item for item in items if len(item.tokens) <= max_length]
-    return [short for item in items if (short := item.cut(max_length)).trained]
+    cut = [Encoded(item.tokens[:max_length], item.action_mask[:max_length]) for item in items]
+    return [item for item in cut if item.trained]
 
 
 SFT_ROWS = RowReader(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations in data files, and their faults; JSON and JSON Lines files, with an error for each malformed line. JSON
-may have halves of surrogate pairs alone ("\\ud83d"), which no tokenizer takes."""
+may have lone halves of surrogate pairs ("\\ud83d"), which no tokenizer accepts."""
 
 import json
 import re
@@ -20,13 +20,11 @@ _CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
 _LONE = re.compile("[\ud800-\udfff]")
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
-TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
-"""The keys of a row that are for the chat template."""
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # the keys of a row that are for the chat template
 
 
 def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without nulls (in tables they mean an absent column), and with messages moved from ``prompt`` to
-    ``messages``."""
+    """Remove nulls (in tables, absent columns) from a row, and move messages from ``prompt`` to ``messages``."""
     plain = {key: value for key, value in row.items() if value is not None}
     if isinstance(plain.get("prompt"), list) and "messages" not in plain:
         plain["messages"] = plain.pop("prompt")
@@ -37,7 +35,7 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalize_message(message: Any) -> Any:
-    """Return a message without nulls, and with text beside its ``tool_calls``, if empty."""
+    """Remove nulls from a message, and add an empty text to ``tool_calls`` without one."""
     if not isinstance(message, dict):
         return message
     plain = {key: value for key, value in message.items() if value is not None}
@@ -45,33 +43,30 @@ def normalize_message(message: Any) -> Any:
 
 
 def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table, whose columns have the arguments of all tool calls, null in those without them."""
+    """Remove the nulls from tool calls in a row of a table, whose columns have the arguments of all calls."""
 
     def drop(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: drop(item) for key, item in value.items() if item is not None}
         return [drop(item) for item in value] if isinstance(value, list) else value
 
+    def drop_in(message: Any) -> Any:
+        has_calls = isinstance(message, dict) and "tool_calls" in message
+        return {**message, "tool_calls": drop(message["tool_calls"])} if has_calls else message
+
     changed = {key: drop(row[key]) for key in TEMPLATE_KEYS if key in row}
-    for key in (key for key in _CONVERSATIONS if isinstance(row.get(key), list)):
-        changed[key] = [
-            {**message, "tool_calls": drop(message["tool_calls"])}
-            if isinstance(message, dict) and "tool_calls" in message
-            else message
-            for message in row[key]
-        ]
-    return {**row, **changed}
+    conversations = [key for key in _CONVERSATIONS if isinstance(row.get(key), list)]
+    return {**row, **changed, **{key: [drop_in(message) for message in row[key]] for key in conversations}}
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template that a row has: ``chat_template_kwargs``, with its ``tools`` among
-    them. Either may be JSON text, as tables have it where the tools of rows differ."""
+    """Return a row's arguments of the chat template, with its ``tools``; in tables they may be JSON text."""
     tools, kwargs = (decode_json(row.get(key)) for key in TEMPLATE_KEYS)
     return {**(kwargs or {}), **({"tools": tools} if tools else {})}
 
 
 def find_template_faults(row: Mapping[str, Any]) -> list[str]:
-    """Everything wrong with the arguments of the chat template that a row has, which has to have messages for them."""
+    """List the faults of a row's arguments of the chat template, which need messages."""
     tools, kwargs = (decode_json(row.get(key)) for key in TEMPLATE_KEYS)
     faults = [fault for key in TEMPLATE_KEYS for fault in surrogate_faults(key, row.get(key))]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -79,15 +74,15 @@ def find_template_faults(row: Mapping[str, Any]) -> list[str]:
     if kwargs and not isinstance(kwargs, dict):
         faults.append("'chat_template_kwargs' must be an object, or its JSON text")
     elif reserved := {"messages", "tokenize", "add_generation_prompt"} & {*(kwargs or ())}:
-        faults.append(f"'chat_template_kwargs' cannot set {', '.join(sorted(reserved))}, which the recipe does")
+        faults.append(f"'chat_template_kwargs' cannot set {', '.join(sorted(reserved))}, which the recipe sets")
     if (tools or kwargs) and not any(isinstance(row.get(key), list) for key in _CONVERSATIONS):
         name = "tools" if tools else "chat_template_kwargs"
-        faults.append(f"'{name}' is for the chat template, which texts do not pass: give 'messages'")
+        faults.append(f"'{name}' is for the chat template, which texts do not use: give 'messages'")
     return faults
 
 
 def decode_json(value: Any) -> Any:
-    """The value of JSON text, as tables have it; anything else as it is."""
+    """Return the value of JSON text, as tables have it, and any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
@@ -95,8 +90,7 @@ def decode_json(value: Any) -> Any:
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:
-    """Everything wrong with the list ``name`` of ``{"role": ..., "content": text}``, with ``tool_calls`` as in OpenAI's
-    API; it must not be empty."""
+    """List the faults of ``name``, which must be a list of messages, not empty, with ``tool_calls`` as in OpenAI's."""
     if not isinstance(messages, list) or not messages:
         return [f"'{name}' must be a list of messages with at least one"]
     return [f"{name}[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)]
@@ -117,18 +111,15 @@ def _faults_of_one(message: Any) -> list[str]:
     calls = message.get("tool_calls", [])
     for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function: Any = call.get("function") if isinstance(call, dict) else None
-        values = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else [None, None]
-        if not isinstance(values[0], str) or not isinstance(values[1], dict | str):
+        has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not has_name or not isinstance(function.get("arguments"), dict | str):
             faults.append(f"tool_calls[{index}]: {_CALL_FORM}")
     return faults
 
 
-NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
-"""A row and its line, from 1."""
-
+NumberedRow: TypeAlias = tuple[int, dict[str, Any]]  # a row and its line, from 1
 _SHOWN = 20
-_ALIKE = 3
-"""Equal errors of rows of a file up to which each is named."""
+_ALIKE = 3  # more equal errors of a file's rows are shown as one
 
 _OTHER_NAMES = {
     "prompt": ("question", "instruction", "problem", "query", "input", "text"),
@@ -136,19 +127,19 @@ _OTHER_NAMES = {
     "response": ("output", "answer", "solution", "target"),
     "answer": ("solution", "ground_truth", "target", "label", "output", "response"),
 }
-"""Columns of other formats by the keys that can read them; Alpaca has ``instruction`` and ``output``."""
+"""Columns of other formats by the keys that can read them, such as Alpaca's ``instruction`` and ``output``."""
 _MARK = b"\xef\xbb\xbf"
 
 
 def scan_jsonl(path: str | Path, may_be_array: bool = False) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line. A file that
-    ``may_be_array`` is, if it begins with ``[``, an array of objects, which are numbered from 1."""
+    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line. If it
+    ``may_be_array`` and begins with ``[``, it is an array of objects, which are numbered from 1."""
     path = Path(path)
     try:
         content = path.read_bytes().removeprefix(_MARK)
     except OSError as error:
         return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    items: list[Any] = content.split(b"\n")  # Not splitlines(): JSON strings may hold U+2028 and others unescaped.
+    items: list[Any] = content.split(b"\n")  # not splitlines(): JSON strings may hold an unescaped U+2028
     is_array = may_be_array and content.lstrip().startswith(b"[")
     rows: list[NumberedRow] = []
     errors: list[ConfigError] = []
@@ -176,8 +167,7 @@ def raise_errors(errors: Sequence[ConfigError]) -> None:
 
 
 def first_errors(errors: Sequence[ConfigError]) -> list[ConfigError]:
-    """The first 20 ``errors``, and the number of the others as one more. One that many rows have is one with a
-    count."""
+    """Return the first 20 ``errors``, and one with the number of the others; equal errors of many rows are one."""
     kinds = [(error.where.rpartition(":")[0], error.what) for error in errors]
     alike, single = Counter(kinds), dict[tuple[str, ...], ConfigError]()
     for error, kind in zip(errors, kinds, strict=True):
@@ -195,14 +185,14 @@ def first_errors(errors: Sequence[ConfigError]) -> list[ConfigError]:
 
 
 def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
-    """The columns that a row has in place of ``absent`` ones, and the settings or the change that make it readable."""
+    """Name the columns of a row that lacks ``absent`` ones, and the settings or changes that make it readable."""
     for name in _OTHER_NAMES["messages"]:
         turns = row.get(name)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
             if "role" in turns[0]:
                 return f"; it has {', '.join(row)}: write data.keys.messages={name}"
-            advice = "are ShareGPT's, which no key reads: write 'messages' with 'role' and 'content' into the file for"
-            return f"; its '{name}' {advice} 'from' (human: user, gpt: assistant) and 'value'"
+            advice = "'role' and 'content' instead of 'from' (human: user, gpt: assistant) and 'value'"
+            return f"; its '{name}' are ShareGPT's, which no key reads: write 'messages' with {advice}"
     names = {key: next((name for name in _OTHER_NAMES.get(key, ()) if name in row), None) for key in absent}
     settings = " ".join(f"data.keys.{key}={name}" for key, name in names.items() if name)
     advice = f": write {settings}" if settings else ""
@@ -215,7 +205,7 @@ def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
 
 
 def sort_by_line(errors: Sequence[ConfigError]) -> list[ConfigError]:
-    """Sort by the line number that ends ``where``; errors of the whole file first."""
+    """Sort by the line number at the end of ``where``; errors of the whole file come first."""
     numbers = {error.where: error.where.rpartition(":")[2] for error in errors}
     return sorted(errors, key=lambda error: int(numbers[error.where]) if numbers[error.where].isdecimal() else 0)
 
@@ -248,15 +238,14 @@ def describe_unreadable(path: Path, error: OSError) -> str:
 
 
 def surrogate_faults(name: str, value: Any) -> list[str]:
-    """A fault for each text in ``value``, plain data, with a lone surrogate; characters are counted from 1."""
+    """Return a fault for each text with a lone surrogate in ``value``, plain data; characters are counted from 1."""
     where = f"'{name}' has" if isinstance(value, str) else f"a text in '{name}' has"
     matches = (_LONE.search(text) for text in _texts(value))
     return [f"{where} a lone surrogate at character {match.start() + 1}" for match in matches if match]
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Return plain data with U+FFFD in the place of each lone surrogate, and tuples as lists; other objects in it stay
-    as they are."""
+    """Replace each lone surrogate in plain data by U+FFFD, and tuples by lists; other objects remain."""
     if isinstance(value, str):
         return _LONE.sub("\ufffd", value)
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts, tool calls and the answer in what a model wrote; the text is hostile, and time is linear in its length."""
+"""Thoughts, tool calls and the answer in a model's text, which is hostile; time is linear in its length."""
 
 import re
 from collections.abc import Callable
@@ -24,9 +24,8 @@ def split_thoughts(text: str, think_prefix: str = "") -> tuple[str, str | None]:
     """Separate the thoughts from the answer in ``think_prefix + text``; the answer is None if the thoughts do not end.
 
     The answer follows the last closing tag; a text without tags is all answer. An opening tag counts at the beginning
-    of a line, and of what follows a closing tag. A closing tag counts anywhere, except alone between quotation marks or
-    backticks, as in ``split("</think>")``, and in the JSON of a tool call. Elsewhere tags are words.
-    """
+    of a line and directly after a closing tag; a closing tag anywhere, except alone between quotation marks or
+    backticks, as in ``split("</think>")``, and in the JSON of a tool call. Other tags are words."""
     text, at, end = think_prefix + text, 0, 0
     while mark := _MARK.search(text, at):
         at = _end_of_json(text, mark.end()) if mark["call"] else mark.end()
@@ -35,11 +34,10 @@ def split_thoughts(text: str, think_prefix: str = "") -> tuple[str, str | None]:
 
 
 def split_calls(answer: str) -> tuple[str, list[str]]:
-    """Separate the text around tool calls, and what each has between ``<tool_call>`` and ``</tool_call>``.
+    """Separate the text around tool calls from the texts between ``<tool_call>`` and ``</tool_call>``.
 
-    The closing tag is looked for behind the call's JSON; the last one may lack it. ``<tool_call>`` is a word where
-    neither an object follows nor the closing tag is the next one, but not at the beginning of a line.
-    """
+    The closing tag is searched after the call's JSON; the last call may lack it. Within a line ``<tool_call>`` is a
+    word unless an object follows or the closing tag is the next tag."""
     around, calls, at = list[str](), list[str](), 0
     while opening := _CALL.search(answer, at):
         start = opening.end()
@@ -51,8 +49,8 @@ def split_calls(answer: str) -> tuple[str, list[str]]:
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """The position behind the JSON value at ``start``; ``start`` if it has no end."""
-    at, depth = start, 0  # Each error of json's decoder would count the lines of all the text before it.
+    """Return the position after the JSON value at ``start``; ``start`` if it has no end."""
+    at, depth = start, 0  # json's decoder would count the lines of all text before each error
     while token := _TOKEN.match(text, at):
         at, depth = token.end(), depth + bool(token["open"]) - bool(token["close"])
         if depth <= 0:
@@ -61,8 +59,8 @@ def _end_of_json(text: str, start: int) -> int:
 
 
 def ignore_thoughts(function: Callable[..., Any]) -> Any:
-    """Decorate a reward function of one completion to get the answer only, and to give unfinished thoughts 0. The
-    function itself is its attribute ``score_whole``, for ``reward.thoughts: scored``."""
+    """Decorate a reward function so that it gets the answer only, and unfinished thoughts score 0. Its attribute
+    ``score_whole`` is the function itself, for ``reward.thoughts: scored``."""
 
     @wraps(function)
     def score_answer(completion: str, *arguments: Any, **columns: Any) -> Any:

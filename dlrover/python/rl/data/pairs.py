@@ -32,7 +32,7 @@ from dlrover.python.rl.data.source import RowReader, SourceRows
 _CONTEXT, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 
 Masked: TypeAlias = Literal["answer", "last"]
-"""Masked tokens of each sequence: the answer (DPO), or only the last one, where a reward model gives its score."""
+"""Masked tokens of each sequence: the answer (DPO), or only the last token, at which a reward model scores."""
 
 
 def encode_pairs(
@@ -43,14 +43,14 @@ def encode_pairs(
     masked: Masked = "answer",
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[Batch, Counts]:
-    """Encode pairs; DataError for unusable rows (the first 20 are named), or if no pair is left.
+    """Encode pairs; raises DataError for unusable rows (the first 20 are named), or if no pair is left.
 
-    Both sequences begin with the same tokens, the prompt as in inference, followed by the answer with its end marker:
-    in conversations every assistant turn that the two do not share. A pair of equal sequences, also after a cut, is
-    dropped, and so is one whose answer a cut leaves without a token.
+    Both sequences begin with the prompt's tokens, as in inference; the answer with its end marker follows: in
+    conversations every assistant turn that the two do not share. Pairs of equal sequences, also after a cut, are
+    dropped, and pairs with an answer that a cut leaves without a token.
 
     Returns sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) of pair ``i``: ragged ``tokens`` (int64) and
-    ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row."""
+    ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each sequence's row."""
     equal = 0
 
     def fit(pair: list[Encoded]) -> list[Encoded]:
@@ -73,8 +73,7 @@ def encode_pairs(
 def encode_pair(
     tokenizer: Tokenizer, row: Mapping[str, Any], template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> list[Encoded]:
-    """Encode the chosen and the rejected sequence of a row, masked on the answers. The row's arguments of the chat
-    template precede ``template_kwargs``."""
+    """Encode the chosen and the rejected sequence of a row, masked on the answers."""
     row = normalize_pair(row)
     if "prompt" in row:
         return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]
@@ -84,19 +83,19 @@ def encode_pair(
         spans = [answer_span(render, messages, turn) for turn in turns]
         text = spans[-1][0]
         if not all(text.startswith(earlier) for earlier, _ in spans):
-            raise DataError("the chat template changes an answer when the conversation continues: give each pair"
-                            " one answer")  # fmt: skip
-        # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
+            fault = "the chat template changes an answer when the conversation continues"
+            raise DataError(f"{fault}: give each pair one answer")
+        # In pieces, so that the text before the answer has the same tokens on both sides, and as in inference.
         encoded.append(encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans]))
     return encoded
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected`` with
-    ``tools`` and ``chat_template_kwargs``; or DataError.
+    ``tools`` and ``chat_template_kwargs``; raises DataError.
 
-    Also accepted: shared ``messages`` (or a list under ``prompt``), which each side continues by a text or messages, or
-    repeats. Redundant keys must agree: ``messages`` equal to one side, or ``prompt`` equal to the text of a user turn
+    Shared ``messages`` (or a list as ``prompt``) are accepted, which each side continues by a text or messages, or
+    repeats. Redundant keys must agree: ``messages`` with one side, ``prompt`` with the text of a user turn
     (UltraFeedback has both)."""
     row = normalize_row(row)
     if faults := _faults(row):
@@ -113,13 +112,13 @@ def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
             raise DataError("'prompt' and 'messages' are different conversations: leave one of them out")
     questions = [message["content"].strip() for message in shared if message["role"] == "user"]
     if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in questions:
-        raise DataError("'prompt' is not a user's text in the shared part of the conversations: leave it out, or give"
-                        " 'chosen' and 'rejected' as texts without 'messages'")  # fmt: skip
+        fault = "'prompt' is not a user's text in the shared part of the conversations"
+        raise DataError(f"{fault}: leave it out, or give 'chosen' and 'rejected' as texts without 'messages'")
     return pair | {key: row[key] for key in TEMPLATE_KEYS if key in row}
 
 
 def pair_prompt(pair: Mapping[str, Any]) -> Any:
-    """The prompt of a normalised pair, to identify copies: raw, or the messages before the first answer."""
+    """Return the prompt of a pair, which identifies copies: text, or the messages before the first answer."""
     if "prompt" in pair:
         return pair["prompt"]
     shared = _shared(pair)
@@ -138,7 +137,7 @@ def _complete(side: str, answer: Any, context: list[Any]) -> list[Any]:
 
 
 def _shared(pair: Mapping[str, Any]) -> list[Any]:
-    """The messages with which both conversations begin."""
+    """Return the messages with which both conversations begin."""
     chosen, rejected = pair["chosen"], pair["rejected"]
     shared = 0
     # The last message of either is its answer, even if the other continues it.

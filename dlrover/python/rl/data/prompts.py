@@ -25,10 +25,7 @@ _KEYS = (*_PROMPTS, "answer", "extra_info")
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt (text, or messages), its reference answer as text, and user data that reach rewards and environments
-    unchanged.
-
-    ``line`` is its line in the file, from 1; 0 without a file."""
+    """A prompt, its reference answer, user data, and the line in its file, from 1 (0 without a file)."""
 
     prompt: str | list[dict[str, str]]
     answer: str | None = None
@@ -37,10 +34,10 @@ class PromptRow:
 
 
 def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
-    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``; the answer
-    may also be ``extra_info["answer"]``, and of any other JSON type is nothing else. Further keys are added to
-    ``extra_info``, whose ``chat_template_kwargs`` gets the ``tools`` of a row with messages. Arguments and errors are
-    the same as in :class:`RowReader`."""
+    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``, as
+    :class:`RowReader`. The answer may also be ``extra_info["answer"]``; an answer that is neither text nor a number
+    moves there. Further keys are added to ``extra_info``, whose ``chat_template_kwargs`` gets the ``tools`` of a row
+    with messages."""
     return to_prompts(PROMPT_ROWS.read(where, keys))
 
 
@@ -51,9 +48,8 @@ def to_prompts(rows: SourceRows) -> list[PromptRow]:
 def find_prompt_faults(
     tokenizer: Any, prompts: Iterable[tuple[str, Any, Any]], limit: int | None, check: Callable[[list[int]], None]
 ) -> tuple[list[ConfigError], list[ConfigError]]:
-    """Return an error of each prompt that the model cannot complete, as ``check`` says by an EngineError, and of each
-    with more than ``limit`` tokens. A prompt comes with its place before it, and the arguments of the chat template
-    after it."""
+    """Return an error for each prompt that the model cannot complete (``check`` raises EngineError), and for each one
+    with more than ``limit`` tokens. ``prompts`` are places, prompts and arguments of the chat template."""
     wrong: list[ConfigError] = []
     too_long: list[ConfigError] = []
     for place, prompt, arguments in prompts:
@@ -68,12 +64,12 @@ def find_prompt_faults(
         try:
             check(tokens)
         except EngineError as error:
-            wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
+            wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no space for new ones: {error}"))
     return wrong, too_long
 
 
 def empty_prompts(count: int) -> list[PromptRow]:
-    """Rows for an environment that makes its prompts from the row number, ``extra_info["seed"]``."""
+    """Return rows for an environment that makes its prompts from the row number, ``extra_info["seed"]``."""
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
     return [PromptRow("", extra_info={"seed": number}) for number in range(count)]
@@ -119,7 +115,7 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _is_answer(value: Any) -> bool:
-    """Return True for text or a number, which a reward function is given as text."""
+    """Return True for text or a number, which reward functions get as text."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 

@@ -15,10 +15,10 @@ from dlrover.python.rl.data.batch import Batch
 class PromptCursor:
     """Samples row indices without replacement, each epoch shuffled by (seed, epoch).
 
-    The state is three integers. A batch that reaches the end of an epoch continues in the next: no row is dropped. With
-    ``total``, the number of indices in all, the last batch is shorter, and later ones are empty. ``batch_size`` and
-    ``total`` may differ between runs that share a state. Raises ValueError if ``rows`` or ``batch_size`` is not
-    positive, or ``seed`` or ``total`` negative."""
+    A batch that reaches the end of an epoch continues in the next: no row is dropped. ``total`` limits the number of
+    indices: the last batch is shorter, and later ones are empty. ``batch_size`` and ``total`` may differ between runs
+    that share a state. Raises ValueError if ``rows`` or ``batch_size`` is not positive, or ``seed`` or ``total``
+    negative."""
 
     def __init__(self, rows: int, batch_size: int, seed: int = 0, total: int | None = None) -> None:
         if rows < 1 or batch_size < 1 or seed < 0:
@@ -32,11 +32,11 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next index, from 0; equally, the number of finished epochs."""
+        """The number of finished epochs."""
         return self._position // self._rows
 
     def next(self, count: int | None = None) -> list[int]:
-        """The next ``count`` (``batch_size``) row indices; fewer, or none, at the end of ``total``."""
+        """Return the next ``count`` (default: ``batch_size``) row indices; fewer, or none, at the end of ``total``."""
         batch: list[int] = []
         size = self._batch_size if count is None else count
         if self._total is not None:
@@ -54,20 +54,19 @@ class PromptCursor:
         return {"rows": self._rows, "seed": self._seed, "drawn": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; raise DataError, with an error of each of ``rows``, ``seed`` and ``drawn`` that does not fit."""
+        """Resume; raise DataError with an error for each of ``rows``, ``seed`` and ``drawn`` that does not fit."""
         own, position = {"rows": self._rows, "seed": self._seed}, state.get("drawn")
         errors = [
             ConfigError(name, f"is {value}, and {state.get(name)} in the state, which does not fit")
             for name, value in own.items()
             if state.get(name) != value
         ]
+        if isinstance(position, int) and position >= 0 and not errors:
+            self._position = position
+            return
         if not isinstance(position, int) or position < 0:
-            errors.append(
-                ConfigError("drawn", f"is {position} in the state, which does not fit: it is a number of rows")
-            )
-        if errors or not isinstance(position, int):
-            raise DataError(errors)
-        self._position = position
+            errors.append(ConfigError("drawn", f"is {position} in the state, which does not fit"))
+        raise DataError(errors)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState's stream is frozen by numpy's policy; Generator's may change, and with it a resumed run's order.
@@ -76,8 +75,7 @@ class PromptCursor:
 
 
 def gather_parts(groups: Sequence[Sequence[int]], parts: Sequence[Batch]) -> Batch:
-    """Concatenate a part per group of :func:`partition`, in the order of the divided rows; DataError for parts of other
-    sizes."""
+    """Concatenate the parts of :func:`partition` in the original order; raises DataError for parts of other sizes."""
     sizes, expected = [len(part) for part in parts], [len(group) for group in groups]
     if sizes != expected:
         raise DataError(f"parts of {expected} rows came back with {sizes}")
@@ -89,11 +87,10 @@ def gather_parts(groups: Sequence[Sequence[int]], parts: Sequence[Batch]) -> Bat
 def partition(lengths: Sequence[int], groups: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Divide rows into ``groups`` of nearly equal token counts; ``together`` neighbours (2 for pairs) stay in one.
 
-    Returns the indices of each group, rising; every row is in one, and a group may be empty.
-
-    By the largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), or
-    longest first to the lightest group if that gives a smaller maximum. Raises DataError if the number of rows is not a
-    multiple of ``together``, ValueError if ``groups`` or ``together`` is not positive."""
+    Returns the rising indices of each group, which may be empty. The method is the largest differencing method
+    (Karmarkar and Karp, "The differencing method of set partitioning", 1982), or longest first to the lightest group if
+    that has a smaller maximum. Raises DataError if the number of rows is not a multiple of ``together``, ValueError if
+    ``groups`` or ``together`` is not positive."""
     if groups < 1 or together < 1:
         raise ValueError(f"groups and together must be positive, not {groups} and {together}")
     if len(lengths) % together:
@@ -106,9 +103,9 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> tuple[t
 
 
 def largest_differencing(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Indices of ``count`` groups. Each item starts as a division with one filled group; the two most uneven divisions
-    are joined, the heaviest group of one with the lightest of the other, until one is left."""
-    # A division: how uneven it is, negative; its first item, which no other has; and its groups, heaviest first.
+    """Return the indices of ``count`` groups. Each item starts as a division with one filled group; the two most uneven
+    divisions are joined, the heaviest group of one with the lightest of the other, until one is left."""
+    # A division: its negative imbalance; its first item, which is unique; and its groups, heaviest first.
     divisions: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
         (-length if count > 1 else 0, item, [(length, [item]), *((0, list[int]()) for _ in range(count - 1))])
         for item, length in enumerate(lengths)
@@ -127,7 +124,7 @@ def largest_differencing(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def lightest_first(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Give each item, in ``order``, to the currently lightest group: indices of the items of each group."""
+    """Add each item, in ``order``, to the currently lightest group; return the indices of each group."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, group) for group in range(count)]
     for item in order:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
-evaluation."""
+"""Rows of JSON, JSON Lines, CSV, Parquet or Arrow files, folders, or the hub, and rows held out for evaluation."""
 
 import csv
 import json
@@ -21,7 +20,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
-from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_path
+from dlrover.python.rl.common.hub import current_lookup, how_to_cache, hub_fault, is_path
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
     NumberedRow,
@@ -47,8 +46,7 @@ class SourceRows:
 
     where: str
     numbered: Sequence[NumberedRow]
-    unused: Sequence[str] = ()
-    """Keys of rows that have no meaning, each with the key that may be meant."""
+    unused: Sequence[str] = ()  #: keys of rows that have no meaning, each with the key that may be meant
 
     def __len__(self) -> int:
         return len(self.numbered)
@@ -69,7 +67,7 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class _Address:
-    """``split[start:stop]@place`` taken apart."""
+    """The parts of ``split[start:stop]@place``."""
 
     place: str
     split: str = DEFAULT_SPLIT
@@ -78,7 +76,7 @@ class _Address:
 
     @classmethod
     def parse(cls, where: str) -> "_Address":
-        """Read no split where a file or folder has this whole name."""
+        """Take ``where`` apart; the whole of it is the place if a file or folder has this name."""
         if Path(where).expanduser().exists():
             return cls(where)
         before, at, place = where.partition("@")
@@ -86,7 +84,7 @@ class _Address:
         return cls(place, *match.groups()) if at and match else cls(where)
 
     def slice(self, rows: int) -> slice:
-        """The part of ``rows`` that is meant."""
+        """Return the selected part of ``rows``."""
         bounds: list[int | None] = []
         for text in (self.start, self.stop):
             number = None if text is None else int(text.removesuffix("%"))
@@ -99,12 +97,10 @@ def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple
     """Return the good rows of a source, normalised (:func:`normalize_row`), and an error for each bad one.
 
     Args:
-        where: a file (``.json``, ``.jsonl``, ``.csv``; the extra ``data`` adds ``.parquet``, ``.arrow`` and the
-            others), a folder of files or saved by ``datasets``, or a hub name (``org/name``,
-            ``org/name:configuration``). A prefix ``split@`` selects a split (``train``), ``split[:100]@`` or
-            ``split[10%:]@`` a part. A file is ``train``.
-        keys: the source's column names: ``{"prompt": "question"}``. Several keys may have one column.
-    """
+        where: a file (``.json``, ``.jsonl``, ``.csv``; with the extra ``data`` also ``.parquet`` and ``.arrow``), a
+            folder of files or saved by ``datasets``, or a hub name (``org/name``, ``org/name:configuration``). A prefix
+            ``split@`` selects a split (``train``), ``split[:100]@`` or ``split[10%:]@`` a part. A file is ``train``.
+        keys: the source's column names: ``{"prompt": "question"}``. Several keys may share a column."""
     address = _Address.parse(str(where))
     numbered, errors, is_table = _read(address)
     numbered = numbered[address.slice(len(numbered))]
@@ -116,18 +112,12 @@ def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple
     ]
     if not rows and not errors:
         errors = [ConfigError(str(where), "holds no rows")]
-    named = str(where)
-    errors = [
-        ConfigError(item.where.replace(address.place, named, 1), item.what)
-        if item.where.startswith(address.place)
-        else item
-        for item in errors
-    ]
-    return SourceRows(str(where), rows), errors
+    places = [re.sub(f"^{re.escape(address.place)}", lambda _: str(where), error.where) for error in errors]
+    return SourceRows(str(where), rows), [ConfigError(at, error.what) for at, error in zip(places, errors, strict=True)]
 
 
 Normalize: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Returns a row in the form of its kind; raises DataError for rows of another form."""
+"""A function that returns a row in the form of its kind; raises DataError for other rows."""
 
 
 @dataclass(frozen=True)
@@ -135,35 +125,33 @@ class RowReader:
     """Reads the rows of one kind; ``where`` and ``keys`` as in :func:`scan_rows`."""
 
     normalize: Normalize
+    #: returns the prompt of a row, text or messages; rows of one prompt are held out together
     prompt_of: Callable[[Mapping[str, Any]], Any] = itemgetter("prompt")
-    """The prompt of a row, text or messages; rows of one prompt are held out together."""
+    #: returns why rows of the right form are useless together, or ""
     fault_of_all: Callable[[SourceRows], str] = lambda rows: ""
-    """Why rows of the right form are of no use together; empty if they are of use."""
-    names: Collection[str] = ()
-    """The keys of a row that have a meaning."""
-    uses_others: bool = False
-    """Other keys are for reward functions and environments."""
+    names: Collection[str] = ()  #: the keys of a row that have a meaning
+    uses_others: bool = False  #: other keys are for reward functions and environments
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
-        """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
+        """Read the rows; raises DataError if there are none, or wrong ones (the first 20 are named)."""
         rows, errors = self.scan(where, keys)
         raise_errors(errors)
         return rows
 
     def scan(self, where: str | Path, keys: Mapping[str, str] | None = None) -> tuple[SourceRows, list[ConfigError]]:
-        """The good rows, and the errors of the others."""
+        """Return the good rows, and the errors of the others."""
         rows, errors = scan_rows(where, keys)
         keys = keys or {}
         misspelt = [name for name in keys if name not in self.names and nearest(name, self.names)]
-        of_keys = [f"a row has no '{name}'{hint(name, self.names)}" for name in misspelt]
-        # Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one.
+        key_faults = [f"a row has no '{name}'{hint(name, self.names)}" for name in misspelt]
+        # Two keys with a meaning cannot share a column: an answer would be its own prompt.
         for first, second in combinations([name for name in keys if name in self.names], 2):
             if keys[first] == keys[second]:
-                of_keys.append(f"'{first}' and '{second}' are both its column '{keys[first]}'")
-        errors += [ConfigError(str(where), f"data.keys: {fault}") for fault in of_keys]
+                key_faults.append(f"'{first}' and '{second}' are both its column '{keys[first]}'")
+        errors += [ConfigError(str(where), f"data.keys: {fault}") for fault in key_faults]
         checked, faults = normalize_rows(rows, self.normalize)
         if any(error.where == str(where) for error in errors):
-            faults = []  # the rows lack what the file, or data.keys, has under another name
+            faults = []  # the rows lack keys that the file, or data.keys, has by another name
         elif not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
         present = set() if self.uses_others else {name for row in rows for name in row}
@@ -185,9 +173,9 @@ def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, 
 
 
 def is_left_unread(where: str | Path) -> bool:
-    """Return True for a data set on the hub while none is looked up."""
+    """Return True for a data set on the hub if none is looked up."""
     place = _Address.parse(str(where)).place
-    return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and not is_path(place, "dataset")
+    return current_lookup() == "none" and not Path(place).expanduser().exists() and not is_path(place, "dataset")
 
 
 def _rename_columns(
@@ -207,7 +195,7 @@ def _rename_columns(
 
 
 def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool]:
-    """Return rows, errors, and True for a table, whose rows all have the same columns."""
+    """Return rows, errors, and True for a table, whose rows have equal columns."""
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
@@ -237,7 +225,7 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         fault = (why := hub_fault("dataset", name)) and f"is no file or folder, and {why}"
     is_offline = datasets.config.HF_HUB_OFFLINE
     try:
-        datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # reads what was loaded before, and does not retry
+        datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # reads the cache only, without retries
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits: Any = datasets.load_from_disk(place)
         elif folder.is_dir() and not any(
@@ -264,19 +252,18 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
 _STRUCTURED = ("messages", "extra_info")
 _CONVERSATION_CELLS = ("prompt", "chosen", "rejected")
 _NO_JSON = object()
-_BEYOND = "\0beyond the header"
-"""The key of cells that a row has beyond the header."""
+_BEYOND = "\0beyond the header"  # the key of cells that a row has beyond the header
 
 
 def scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
+    """Read texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
     rows: list[NumberedRow] = []
     errors: list[ConfigError] = []
     limit = csv.field_size_limit(sys.maxsize)
     try:
         content = path.read_bytes().decode("utf-8-sig")
         for line, cells in _records(StringIO(content, newline="")):
-            row = {name: _cell(name, text or "") for name, text in cells.items() if name}  # an index has no name
+            row = {name: _cell(name, text or "") for name, text in cells.items() if name}  # an index column has no name
             faults = [f"'{name}' is not JSON" for name, value in row.items() if value is _NO_JSON]
             if _BEYOND in cells or None in cells.values():
                 faults = [f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header"]
@@ -317,8 +304,7 @@ def _cell(name: str, text: str) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a cell with its dates and times (ISO 8601), decimals and UUIDs as text, which JSON and other processes
-    have."""
+    """Return a cell with dates and times (ISO 8601), decimals and UUIDs as text, as in JSON."""
     if isinstance(value, dict):
         return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -329,7 +315,7 @@ def as_plain(value: Any) -> Any:
 
 
 def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
+    """Read with pyarrow instead of ``datasets``, whose cache would keep a copy."""
     if not path.is_file():
         return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
     try:
@@ -358,20 +344,19 @@ _READERS: Mapping[str, Callable[[Path], tuple[list[NumberedRow], list[ConfigErro
     ".parquet": scan_arrow,
     ".arrow": scan_arrow,
 }
-"""Readers of files by their kind."""
+"""Readers of files by suffix."""
 
 
 # -- held-out rows ----------------------------------------------------------------------------------------------------
 
-HELD_OUT_SHARE = 0.03
-"""Default share of rows held out."""
+HELD_OUT_SHARE = 0.03  # default share of rows held out
 
 
 def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:
-    """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always fall on the same side.
+    """Choose rows for evaluation by a hash of seed and prompt: equal prompts are always on the same side.
 
     ``size`` is a count (int) or a fraction (float below 1; at least one row); only copies of the last chosen prompt can
-    exceed it. Returns the indices to train on and those held out, both rising. Raises ValueError if ``size`` leaves a
+    exceed it. Returns the indices for training and for evaluation, both rising. Raises ValueError if ``size`` leaves a
     side without a row, DataError if all rows are copies of the chosen prompts."""
     if isinstance(size, float):
         if not 0 < size < 1:

@@ -3,8 +3,8 @@
 
 A tree is made of dict and OrderedDict (keys: str, int, bool, None and tuples of these), list, tuple, str, int, float,
 bool, None, bytes, numpy arrays and scalars, and torch tensors. Numbers and texts go into the skeleton; arrays, tensors
-and bytes into buffers. Not kept: strides (arrays come back C-contiguous), aliasing, a tensor's device and
-``requires_grad`` (tensors come back on the CPU), and attributes of an OrderedDict."""
+and bytes into buffers. Lost are strides (arrays return C-contiguous), aliasing, a tensor's device and ``requires_grad``
+(tensors return on the CPU), and attributes of an OrderedDict."""
 
 import json
 import math
@@ -19,9 +19,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 
-MAX_DEPTH = 100
-"""Levels of nesting. A tree that contains itself has more."""
-
+MAX_DEPTH = 100  # levels of nesting. A tree that contains itself has more.
 _PLAIN_KINDS = "biufcSUmM"
 _JSON_INT = 2**63
 _MAX_ERRORS = 20
@@ -31,21 +29,21 @@ if TYPE_CHECKING:  # it needs torch
     from dlrover.python.rl.data.device_bytes import DeviceBytes
 
 Buffer: TypeAlias = "memoryview | DeviceBytes"
-"""Bytes in the host's memory, or on a device, from where they come piece by piece."""
+"""Bytes in the host's memory, or on a device, from where they are copied piece by piece."""
 
 B = TypeVar("B")
 
 
 class StateTree(NamedTuple, Generic[B]):
-    """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in its
-    order. They may be views of the tree's own memory: do not change it while they are in use."""
+    """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in order.
+    They may be views of the tree's memory: do not change it while they are in use."""
 
     skeleton: bytes
     buffers: list[B]
 
 
 def dump(tree: Any) -> StateTree[memoryview]:
-    """Raise DataError if the tree holds anything not listed above, with each location (``state['optimizer'][3]``)."""
+    """Dump a tree; raises DataError with the location (``state['optimizer'][3]``) of each value not listed above."""
     skeleton, buffers = dump_in_place(tree, lambda tensor: _host_bytes(tensor.cpu()))
     return StateTree(skeleton, cast(list[memoryview], buffers))
 
@@ -61,21 +59,19 @@ def dump_in_place(tree: Any, of_device: Callable[[Any], Buffer] | None = None) -
     if dumper.errors:
         raise DataError(dumper.errors)
     text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    buffers, dumper.buffers = dumper.buffers, []  # it refers to itself, and must not keep the tree alive until then
+    buffers, dumper.buffers = dumper.buffers, []  # it refers to itself, and would keep the tree alive
     return StateTree(text.encode("utf-8", "surrogatepass"), buffers)
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
-    """Rebuild a tree; arrays and tensors are views of writable buffers and copies of others. DataError: the skeleton is
-    invalid or does not fit the buffers."""
+    """Rebuild a tree from views of writable buffers, and copies of others; raises DataError if it is invalid."""
     try:
         return _value(json.loads(skeleton.decode("utf-8", "surrogatepass")), buffers)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DataError(f"not a saved state: {error}") from error
 
 
-_At: TypeAlias = "tuple[_At, Any] | str"
-"""The location of a node: that of its container, and its key there."""
+_At: TypeAlias = "tuple[_At, Any] | str"  # the location of a node: its container's location, and its key there
 
 
 def _place(at: _At) -> str:
@@ -83,7 +79,7 @@ def _place(at: _At) -> str:
 
 
 class _Dumper:
-    """Turns values into JSON nodes: scalars and lists as they are, all else as ``{tag: content}``."""
+    """Turns values into JSON nodes: scalars and lists unchanged, all others as ``{tag: content}``."""
 
     def __init__(self, of_device: Callable[[Any], Buffer] | None) -> None:
         self._of_device = of_device
@@ -163,7 +159,7 @@ class _Dumper:
 
 
 def _host_bytes(flat: Any) -> memoryview:
-    # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
+    # By DLPack, since a tensor whose numpy() was called can never be moved by its storage.
     content: Any = np.from_dlpack(flat) if flat.numel() else b""
     return memoryview(content).cast("B")
 
@@ -178,7 +174,7 @@ def _is_key(key: Any, depth: int) -> bool:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    # 'long long' has the same name by size as 'long', and its scalars are of another type.
+    # 'long long' has the same name by size as 'long', but scalars of another type.
     return dtype.str if np.dtype(dtype.str).char == dtype.char else dtype.newbyteorder("=").char
 
 
@@ -232,4 +228,4 @@ _READERS: Mapping[str, Callable[[Any, Sequence[memoryview]], Any]] = {
     "scalar": lambda content, buffers: _array([content[0], (), content[1]], buffers)[()],
     "tensor": _tensor,
 }
-"""Functions that read the content of a node, by its tag."""
+"""Readers of the content of a node, by its tag."""

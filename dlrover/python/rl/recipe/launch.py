@@ -241,7 +241,7 @@ def check_job(
         trainer = replace(job.trainer, node_number=launch.nodes)
         job = replace(job, workloads=workloads, trainer=trainer, groups=())
         job = replace(job, work_dir=str(Path.cwd()), search_path=search_folders())
-        job = replace(job, given=digest(job))
+        job = replace(job, description_digest=digest(job))
         job = repeated(job) if may_repeat else continued(job)
         places = {error.where for error in errors}
         inspection = inspect_job(job, earlier_description(job), here=True)

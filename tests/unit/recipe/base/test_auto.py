@@ -151,15 +151,15 @@ def test_rl2_values_are_translated(settings, algorithm):
     [
         (
             {"norm_var": "yes"},
-            "config.adv.norm_var: has to be one of true, false, got 'yes'; here it is algorithm.norma",
+            "config.adv.norm_var: must be one of true, false, got 'yes'; here it is algorithm.norma",
         ),
         (
             {"norm_var": [1]},
-            "config.adv.norm_var: has to be one of true, false, got [1]; here it is algorithm.normalize",
+            "config.adv.norm_var: must be one of true, false, got [1]; here it is algorithm.normalize",
         ),
         (
             {"estimator": "gea"},
-            """config.adv.estimator: has to be one of "gae", "reinforce", got 'gea'; here it is al""",
+            """config.adv.estimator: must be one of "gae", "reinforce", got 'gea'; here it is al""",
         ),
     ],
 )

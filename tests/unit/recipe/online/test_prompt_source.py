@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.recipe.base.config import PromptData
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource, digest_of_rows, validate_data
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
 
 def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with looking_up(Lookup.NONE):
+    with looking_up("none"):
         assert validate_data(GRPOConfig("m", PromptData("other/train", eval="other/test"))) == []
 
 

@@ -150,7 +150,7 @@ def test_names_settings_and_steps_from_one(modules, tmp_path):
 
 @pytest.mark.feature(136)
 def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrover.python.rl.common.log._known", ())
+    monkeypatch.setattr("dlrover.python.rl.common.log._secrets", ())
     hide_values(["hunter22"])
     settings = {
         "reward": {"options": {"api_key": 12345678, "url": "https://canary@host"}},

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a loss: of a micro-batch, weights per token with the global normaliser, samples and their
-advantages."""
+"""The columns of a loss: of a micro-batch, weights per token with the global normaliser, samples, advantages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,20 +20,19 @@ TokenColumns: TypeAlias = Mapping[str, torch.Tensor]
 Metrics: TypeAlias = dict[str, Any]
 """0-d tensors without gradient that add up, over micro-batches and ranks, to the weighted mean over the update."""
 
-TokenLosses: TypeAlias = tuple[torch.Tensor, Metrics]
-"""Unweighted losses ``[tokens]``, and weighted metrics."""
+TokenLosses: TypeAlias = tuple[torch.Tensor, Metrics]  # unweighted losses ``[tokens]``, and weighted metrics
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Columns that an algorithm requires besides ``tokens`` and those that :meth:`Algorithm.annotate` adds.
+    """Columns that an algorithm requires besides ``tokens`` and the columns that :meth:`Algorithm.annotate` adds.
 
-    ``annotate``: ragged ``[rows, seq]``, of annotated rows; may include ``action_mask``. ``loss``: among the columns of
-    the loss; the train engine computes ``entropy``, and ``candidate_logprobs`` if the batch has ``candidates``.
+    ``annotate``: ragged ``[rows, seq]``, of the rows to annotate; may include ``action_mask``. ``loss``: columns of the
+    loss; the train engine computes ``entropy``, and ``candidate_logprobs`` if the batch has ``candidates``.
 
-    ``old_logprobs`` are of the policy before the update, from the train engine or, without a correction, from the
-    rollout engine; ``rollout_logprobs`` of the rollout engine, ``ref_logprobs`` of a frozen reference,
-    ``teacher_logprobs`` of a teacher; ``values`` (before each action) of a critic. A column that the rollout engine
+    ``old_logprobs`` are the policy's before the update, from the train engine or, without a correction, from the
+    rollout engine; ``rollout_logprobs`` are the rollout engine's, ``ref_logprobs`` a frozen reference's,
+    ``teacher_logprobs`` a teacher's, ``values`` (before each action) a critic's. A column that the rollout engine
     declares (``EngineInfo.columns``) has its own name; one per sample is dense, and repeated over the tokens of a loss.
     """
 
@@ -58,14 +56,14 @@ def weighted_sum(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 Averaging: TypeAlias = Literal["token", "sequence", "sum", "constant"]
-"""``token``: the mean over all action tokens. ``sequence``: the mean over sequences of each one's token mean. ``sum``:
-the mean over sequences of each one's token sum. ``constant``: the same divided by a fixed length."""
+"""``token``: mean over all action tokens. ``sequence``, ``sum``: mean over sequences of their token means, or of their
+token sums. ``constant``: ``sum`` divided by a fixed length."""
 
 
 def token_weights(
     action_tokens: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_], mode: Averaging, max_tokens: int | None = None
 ) -> npt.NDArray[np.float32]:
-    """The weight of each action token of every row (or sample): ``[rows]``.
+    """Return the weight of each action token of every row (or sample): ``[rows]``.
 
     With n_i the action tokens of row i, and N_a and N_s the action tokens and the sequences that count in the whole
     update: ``token`` 1/N_a (DAPO, arXiv:2503.14476, eq. 8), ``sequence`` 1/(n_i N_s) (GRPO, arXiv:2402.03300, eq. 3),
@@ -90,18 +88,18 @@ def token_weights(
 
 
 def find_masked(rows: Batch) -> npt.NDArray[np.bool_]:
-    """``[rows]``: those that the trainer leaves out of the loss."""
+    """Return ``[rows]``: True for rows that the trainer leaves out of the loss."""
     return rows.dense("masked") if "masked" in rows else np.zeros(len(rows), dtype=np.bool_)
 
 
 def add_token_weights(rows: Batch, mode: Averaging) -> Batch:
-    """Add the ``weight`` of each row as of a sample that has a single row and no reward."""
+    """Add ``weight``, with each row as one sample without a reward."""
     return rows.with_columns(weight=token_weights(rows.dense("action_tokens"), ~find_masked(rows), mode))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenUnits:
-    """Tokens that a loss sums together, a sequence or a pair. ``index``: ``[tokens]``, from 0."""
+    """Groups of tokens that a loss sums, sequences or pairs. ``index``: ``[tokens]``, from 0."""
 
     index: torch.Tensor
     count: int
@@ -121,15 +119,11 @@ class TokenUnits:
         return values[self.index]
 
 
-_ROUNDING = 1e-9
-"""Relative difference of sums of the same numbers in another order."""
-
+_ROUNDING = 1e-9  # relative difference of sums of the same numbers in another order
 Normalize: TypeAlias = Literal["none", "std", "std_unbiased"]
-"""``std`` divides a group's centred rewards by their standard deviation, of divisor n; ``std_unbiased`` by that of
-divisor n - 1, as RL2, TRL and verl do; ``none`` does not divide."""
+"""Division of a group's centred rewards by their standard deviation with divisor n, or n - 1 (RL2, TRL and verl)."""
 
-STD_EPS = 1e-6
-"""Added to the standard deviation of a group's rewards before dividing, as in verl and RL2."""
+STD_EPS = 1e-6  # added to the standard deviation of a group's rewards before dividing, as in verl and RL2
 
 
 def group_advantages(
@@ -142,11 +136,9 @@ def group_advantages(
     """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``; ValueError for an infinite reward.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2): ``(r - mean(r)) / std(r)``. The paper leaves the deviation
-    open: ``std`` is the population's (divisor n, plus ``std_eps``), with which rewards 1 and 0 give +1 and -1;
-    ``std_unbiased``, as in verl, TRL and RL2, gives +0.71 and -0.71. Dr. GRPO (arXiv:2503.20783) does not divide.
-
-    Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal
-    rewards."""
+    open: with ``std`` (divisor n, plus ``std_eps``) rewards 1 and 0 give +1 and -1, with ``std_unbiased`` +0.71 and
+    -0.71. Dr. GRPO (arXiv:2503.20783) does not divide. Rows that are not ``valid`` or have reward NaN are left out and
+    get 0; so do groups of one row or of equal rewards."""
     if normalize not in get_args(Normalize):
         raise ValueError(f"unknown normalize '{normalize}'{hint(normalize, get_args(Normalize))}")
     if np.isinf(reward).any():
@@ -155,11 +147,8 @@ def group_advantages(
     advantage = np.zeros(len(reward), dtype=np.float32)
     _, group = np.unique(prompt_id[counted], return_inverse=True)
     count, rewards = np.bincount(group), reward[counted].astype(np.float64)
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, group, rewards)
-    np.maximum.at(high, group, rewards)
-    # Sums of the same numbers in another order may differ by a rounding error, which a division by eps would blow up.
-    varies = _exceeds_rounding(low, high)[group]
+    # Sums of the same numbers in another order may differ by rounding, which a division by eps would blow up.
+    varies = _find_varied(group, rewards, len(count))[group]
     centred = np.where(varies, rewards - (np.bincount(group, weights=rewards) / count)[group], 0.0)
     if normalize != "none":
         divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
@@ -174,7 +163,7 @@ def leave_one_out(
 ) -> npt.NDArray[np.float32]:
     """Center each reward on the mean of its prompt's *other* rows (RLOO, arXiv:2402.14740, section 3.2): ``[rows]``.
 
-    That is ``n / (n - 1)`` times the deviation from the mean of all n; 0 for rows left out or alone."""
+    This is ``n / (n - 1)`` times the deviation from the mean of all n; 0 for rows left out or alone."""
     centred = group_advantages(prompt_id, reward, "none", valid).astype(np.float64)
     _, group = np.unique(prompt_id, return_inverse=True)
     count = np.bincount(group, weights=valid)[group]
@@ -184,26 +173,24 @@ def leave_one_out(
 def find_varied_groups(
     prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """``[samples]``: True where the valid rewards of the sample's prompt differ by more than rounding; DAPO replaces
-    the other prompts (arXiv:2503.14476, eq. 11)."""
+    """Return ``[samples]``: True if the prompt's valid rewards differ; DAPO replaces others (arXiv:2503.14476)."""
     _, group = np.unique(prompt_id, return_inverse=True)
-    low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
-    np.minimum.at(low, group[valid], reward[valid])
-    np.maximum.at(high, group[valid], reward[valid])
-    return _exceeds_rounding(low, high)[group]
+    return _find_varied(group[valid], reward[valid], len(reward))[group]
 
 
-def _exceeds_rounding(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def _find_varied(group: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.bool_]:
+    """Return ``[count]``: True for groups whose rewards differ by more than rounding."""
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(low, group, reward)
+    np.maximum.at(high, group, reward)
     varied: npt.NDArray[np.bool_] = high - low > _ROUNDING * np.maximum(1.0, np.abs(high))
     return varied
 
 
 def whiten(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-    """``(values - mean) / sqrt(var + 1e-8)`` with the unbiased variance (divisor n - 1); equal values give 0.
-
-    Over an update's action tokens, as in the code of PPO and REINFORCE++ (TRL, verl, RL2). ``counts`` are the values'
-    multiplicities, by default 1; a value of multiplicity 0 is excluded and becomes 0.
-    """
+    """Return ``(values - mean) / sqrt(var + 1e-8)`` with the unbiased variance; equal values give 0. The values are an
+    update's action tokens, as in PPO and REINFORCE++ (TRL, verl, RL2). ``counts`` are their multiplicities, by default
+    1; a value with multiplicity 0 is excluded and becomes 0."""
     counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
     counted = values[counts > 0]
     if not len(counted) or counted.min() == counted.max():
@@ -231,7 +218,7 @@ class SampleView:
 
     @classmethod
     def of(cls, rows: Batch, by: str = "trajectory") -> "SampleView":
-        """Rows with the same number in the column ``by`` are one sample; without that column each row is one."""
+        """Group rows with the same number in the column ``by``; without that column each row is a sample."""
         numbers = rows.dense(by) if by in rows else np.arange(len(rows))
         _, of_row = np.unique(numbers, return_inverse=True)
         of_row = of_row.astype(np.int64)
@@ -258,19 +245,17 @@ class SampleView:
         return self.spread(token_weights(self.action_tokens, self.counted & ~masked, mode, max_tokens))
 
     def spread(self, values: Array) -> npt.NDArray[np.float32]:
-        """Each sample's value on its rows that have action tokens, 0 on others: ``[samples]`` to float32 ``[rows]``."""
+        """Repeat each sample's value on its rows, 0 without action tokens: ``[samples]`` to float32 ``[rows]``."""
         return np.where(self.rows.dense("action_tokens") > 0, values[self.of_row], 0).astype(np.float32)
-
-    # -- action tokens, sample by sample, each in the order they were chosen; observations are left out ---------------
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The action tokens of each sample, 0 for samples that do not count: ``[samples]``."""
+        """The number of action tokens of each sample, 0 for samples that do not count: ``[samples]``."""
         return np.where(self.counted, self.action_tokens, 0)
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
-        """The positions of the action tokens among all tokens of the rows: ``[actions]``."""
+        """The positions of the action tokens among all tokens, sample by sample: ``[actions]``."""
         mask = self.rows.ragged("action_mask")
         flat = np.flatnonzero(mask.values)
         row = np.searchsorted(mask.offsets, flat, side="right") - 1
@@ -281,22 +266,22 @@ class SampleView:
         return flat[counted][np.argsort(sample[counted], kind="stable")]
 
     def of_tokens(self, name: str) -> Floats:
-        """The ragged column ``name`` at the action tokens, ``[actions]``."""
+        """Return the ragged column ``name`` at the action tokens, ``[actions]``."""
         column = self.rows.ragged(name)
         if not np.array_equal(column.offsets, self.rows.ragged("action_mask").offsets):
             raise DataError(f"'{name}' and 'action_mask' have rows of different lengths")
         return column.values[self.positions].astype(np.float64)
 
     def ragged(self, values: Floats) -> Ragged:
-        """``[actions]`` as a float32 column ``[rows, seq]``, 0 elsewhere."""
+        """Return ``[actions]`` as a float32 column ``[rows, seq]``, 0 at other tokens."""
         mask = self.rows.ragged("action_mask")
         column = np.zeros(len(mask.values), dtype=np.float32)
         column[self.positions] = values
         return mask.like(column)
 
     def token_rewards(self) -> Floats:
-        """``[actions]``: ``token_rewards``, or each row's ``reward`` on its last action; the reward of a row without
-        actions goes to the action before it."""
+        """Return ``[actions]``: ``token_rewards``, or each row's ``reward`` on its last action; the reward of a row
+        without actions is added to the action before it."""
         if "token_rewards" in self.rows:
             return self.of_tokens("token_rewards")
         rows = np.flatnonzero(self.counted[self.of_row])
@@ -332,8 +317,8 @@ def add_pair_columns(rows: Batch, token_means: bool = False) -> Batch:
 def pair_margins(
     values: torch.Tensor, columns: TokenColumns, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-    """Sum ``values`` ``[tokens]`` over each sequence, times the size of ``sign``. Returns the chosen one's sum less the
-    rejected one's and the weight, both ``[pairs]``, and metrics of the sums times ``scale``."""
+    """Sum ``values`` ``[tokens]`` over each sequence, times the size of ``sign``. Return the chosen sum less the
+    rejected sum and the weight, both ``[pairs]``, and metrics of the sums times ``scale``."""
     units, sign = TokenUnits.of(columns), column(columns, "sign")
     sides, weight = (sign.clamp(min=0), (-sign).clamp(min=0)), units.sums(column(columns, "weight"))
     complete = (units.sums(sides[0]) > 0) & (units.sums(sides[1]) > 0)

@@ -4,13 +4,12 @@
 Terms of a policy's loss on a token: clipped surrogate (PPO, arXiv:1707.06347, eq. 7), correction, KL penalty.
 
 Correction (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025): tokens come
-from pi_rollout, while the surrogate assumes pi_old, so losses are weighted with ``pi_old / pi_rollout``, both of them
-the policy *before* the update.
+from pi_rollout, while the surrogate assumes pi_old, so losses are multiplied by ``pi_old / pi_rollout``, both *before*
+the update.
 
 KL(policy || reference) of sampled tokens (Schulman, "Approximating KL Divergence", 2020): with x = log pi(a) - log
 ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative. The exponential
-of k3 is bounded by :data:`MAX_KL_LOG_RATIO`.
-"""
+of k3 is bounded by :data:`MAX_KL_LOG_RATIO`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -39,9 +38,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch, Column
 
-MAX_LOG_RATIO = 20.0
-"""Upper bound of log-ratios, whose exponentials would overflow."""
-
+MAX_LOG_RATIO = 20.0  # upper bound of log-ratios, whose exponentials would overflow
 MAX_KL_LOG_RATIO = 10.0
 """Upper bound of log ref(a) - log pi(a) in k3. Beyond it the value stays at 22,015 and the gradient is 0, as beyond the
 bound of the surrogate's ratio. k2, a square, has no bound. OpenRLHF (pull request 1335) and verl (``kl_penalty``) bound
@@ -57,8 +54,7 @@ def clipped_surrogate(
     DAPO's "clip-higher". For A < 0 the loss is constant above the ratio ``dual_clip`` (Ye et al., arXiv:1912.09729,
     eq. 5).
 
-    Metrics are those of :func:`ratio_metrics`; tokens are clipped where their gradient stopped.
-    """
+    The metrics are from :func:`ratio_metrics`; a token is clipped if its gradient stopped."""
     advantage, weight = column(columns, "advantage"), column(columns, "weight")
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -83,11 +79,10 @@ def ratio_metrics(weight: torch.Tensor, log_ratio: torch.Tensor, clipped: torch.
 
 
 Correction: TypeAlias = Literal["none", "truncate", "mask"]
-"""``truncate``: weights above a bound become the bound (TIS). ``mask``: weights outside of two bounds become 0 (MIS,
-IcePop)."""
+"""``truncate``: limits weights to a bound (TIS). ``mask``: makes weights outside two bounds 0 (MIS, IcePop)."""
 
 CorrectionLevel: TypeAlias = Literal["token", "sequence"]
-"""Weights of single tokens, or of whole sequences: the product of their tokens'."""
+"""Weights of single tokens, or of whole sequences: the products of their tokens' weights."""
 
 
 IGNORED_OPTIONS: Mapping[Correction, tuple[str, ...]] = {
@@ -105,12 +100,11 @@ def correction_bounds(low: float | None, high: float | None) -> tuple[float, flo
 def correction_weights(
     columns: TokenColumns, kind: Correction, level: CorrectionLevel, low: float, high: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Factors of token losses ``[tokens]``, without gradient.
+    """Return the factors of token losses ``[tokens]``, without gradient, and metrics.
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
-    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and of a correction ``mismatch_bounded`` (tokens whose factor
-    was bounded).
-    """
+    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and with a correction ``mismatch_bounded`` (tokens with a
+    bounded factor)."""
     weight = column(columns, "weight")
     log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
     kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
@@ -127,15 +121,14 @@ def correction_weights(
     return factor, metrics
 
 
-KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""Estimators of a value: for metrics and for rewards."""
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]  # estimators of a value: for metrics and for rewards
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """The estimator's value of each token, ``[tokens]``, differentiated through ``logprobs``.
+    """Return the estimator's value of each token, ``[tokens]``, differentiable in ``logprobs``.
 
-    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the one of KL(ref || pi); it has
-    none beyond :data:`MAX_KL_LOG_RATIO`."""
+    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the gradient of KL(ref || pi),
+    but 0 beyond :data:`MAX_KL_LOG_RATIO`."""
     x = logprobs - ref_logprobs
     if kind == "k1":
         return x
@@ -153,7 +146,7 @@ def changed_fields(config: Any, *names: str) -> list[str]:
 
 
 KLTerm: TypeAlias = Literal["loss", "reward", "advantage"]
-"""A differentiated term of the loss, or subtracted from rewards or from each token's advantage."""
+"""A differentiable term of the loss, or subtracted from rewards or from each token's advantage."""
 
 
 @dataclass(frozen=True)
@@ -162,71 +155,47 @@ class PolicyGradient:
 
     A subclass is a frozen dataclass with :meth:`advantages`; it may change defaults and override :meth:`surrogate`."""
 
+    #: a sample's baseline comes from the other samples of its prompt, so a group of one teaches nothing
     compares_samples: ClassVar[bool] = True
-    """The baseline of a sample is made of the others of its prompt, so groups of one teach nothing."""
-
+    #: each token has a separate advantage: ``advantages`` returns a ragged column
     has_token_advantages: ClassVar[bool] = False
-    """Each token has a separate advantage: ``advantages`` returns a ragged column."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "judges_tokens" in vars(cls):
             raise TypeError(f"{cls.__name__}.judges_tokens is now called has_token_advantages")
 
+    #: how far the ratio to the policy before the update may fall below 1
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 0.2
-    """How far the ratio to the policy before the update may fall below 1."""
-
-    clip_high: Annotated[float, Ge(0.0)] = 0.2
-    """How far it may rise above 1."""
-
+    clip_high: Annotated[float, Ge(0.0)] = 0.2  #: how far it may rise above 1
+    #: bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual
     dual_clip: Annotated[float, Gt(1.0)] | None = None
-    """Bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual."""
-
+    #: mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)
     averaging: Literal["token", "sequence", "sum"] = "token"
-    """Mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)."""
-
-    kl_coef: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the KL penalty; above 0 the reference's log-probs are needed."""
-
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL penalty; ``k1`` cannot be a loss."""
-
-    kl_in: KLTerm = "loss"
-    """The term that holds the KL penalty."""
-
-    entropy_coef: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the entropy bonus; above 0 raises the policy's entropy."""
-
+    kl_coef: Annotated[float, Ge(0.0)] = 0.0  #: weight of the KL penalty; above 0 the reference's log-probs are needed
+    kl_estimator: KLEstimator = "k3"  #: estimator of the KL penalty; ``k1`` cannot be a loss
+    kl_in: KLTerm = "loss"  #: the term that holds the KL penalty
+    entropy_coef: Annotated[float, Ge(0.0)] = 0.0  #: weight of the entropy bonus; above 0 raises the policy's entropy
+    #: importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
+    #: before the update
     correction: Correction = "none"
-    """Importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
-    before the update."""
-
-    correction_level: CorrectionLevel = "token"
-    """Correct single tokens or whole sequences."""
-
+    correction_level: CorrectionLevel = "token"  #: correct single tokens or whole sequences
+    #: lower bound of the correction's weight, for ``mask``; None: 0
     correction_low: Annotated[float, Ge(0.0)] | None = None
-    """Lower bound of the correction's weight, for ``mask``; None: 0."""
-
-    correction_high: Annotated[float, Gt(0.0)] | None = None
-    """Upper bound of the correction's weight; None: 2."""
+    correction_high: Annotated[float, Gt(0.0)] | None = None  #: upper bound of the correction's weight; None: 2
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
-                "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds"
-                " noise and no pull to the reference; use 'k2' or 'k3'"
-            )
+            reason = "its expected gradient is zero, so it adds noise and no pull to the reference"
+            raise ValueError(f"k1 cannot be a loss: {reason}; use 'k2' or 'k3'")
         if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
             raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
         if self.correction == "mask":
             low, high = correction_bounds(self.correction_low, self.correction_high)
-            if low >= high:
-                message = f"correction_low {low} is not below correction_high {high}: every weight would become 0"
-                raise ValueError(message)
-            if not low <= 1 <= high:
+            if low >= high or not low <= 1 <= high:
                 bounds = f"correction_low {low} and correction_high {high}"
-                raise ValueError(f"equal policies have weight 1, which {bounds} mask")
+                raise ValueError(f"{bounds} are not around 1, the weight of equal policies")
 
     @property
     def needs(self) -> Needs:
@@ -245,12 +214,8 @@ class PolicyGradient:
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         if self.compares_samples and samples_per_prompt < 2:
-            raise ValueError(
-                f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a"
-                " single sample always has advantage 0 and nothing is learned; use at least 2"
-            )
-
-    # -- the global batch ---------------------------------------------------------------------------------------------
+            reason = "a single sample equals its baseline, the mean of the prompt's samples, and nothing is learned"
+            raise ValueError(f"samples_per_prompt is {samples_per_prompt}: {reason}; use at least 2")
 
     def annotate(self, rows: Batch) -> Batch:
         """Add ``advantage`` and ``weight``."""
@@ -258,7 +223,7 @@ class PolicyGradient:
         return rows.with_columns(advantage=self.advantages(samples), weight=self.weights(samples))
 
     def advantages(self, samples: SampleView) -> Column:
-        """The advantage of each row, float32 ``[rows]``, or of each token, ragged ``[rows, seq]``."""
+        """Return the advantage of each row, float32 ``[rows]``, or of each token, ragged ``[rows, seq]``."""
         raise NotImplementedError
 
     def weights(self, samples: SampleView) -> npt.NDArray[np.float32]:
@@ -279,8 +244,6 @@ class PolicyGradient:
         old, reference = (torch.from_numpy(samples.of_tokens(f"{model}_logprobs")) for model in ("old", "ref"))
         penalties: Floats = self.kl_coef * kl_estimate(old, reference, self.kl_estimator).numpy()
         return penalties
-
-    # -- the loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Adds metrics of the active terms: ``kl`` (k3), ``entropy``, ``mismatch_kl`` and ``mismatch_bounded``."""
@@ -314,12 +277,10 @@ class PolicyGradient:
 class GroupRelative(PolicyGradient):
     """Rewards less their group's mean, in standard deviations of the group."""
 
+    #: divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` has the
+    #: divisor n - 1, as in RL2, TRL and verl.
     normalize: Normalize = "std"
-    """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` is the
-    deviation of divisor n - 1, which RL2, TRL and verl use."""
-
-    std_eps: Annotated[float, Ge(0.0)] = STD_EPS
-    """Added to that deviation; 1e-4 in TRL."""
+    std_eps: Annotated[float, Ge(0.0)] = STD_EPS  #: added to that deviation; 1e-4 in TRL
 
     def advantages(self, samples: SampleView) -> Column:
         reward = self.rewards(samples)

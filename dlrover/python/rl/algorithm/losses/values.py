@@ -2,8 +2,7 @@
 """The critic: generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16), value loss, positions.
 
 A model with a score head scores the text up to and including each token. So the value *before* an action is the score
-of the token before it, and a critic's batch has its action mask and columns one token to the left.
-"""
+of the previous token, and a critic's batch has its action mask and columns one token to the left."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -25,8 +24,7 @@ def gae(
 
     An action's successor is the sample's next *action*; observations in between are not steps. ``lengths``
     ``[samples]`` divides ``reward`` and ``value`` (before the action), ``[actions]``. Returns advantages and returns
-    ``A + V``.
-    """
+    ``A + V``."""
     starts = np.cumsum(lengths) - lengths
     advantage = np.zeros(len(reward))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
@@ -40,7 +38,7 @@ def gae(
 
 
 def rewards_to_go(reward: Floats, lengths: npt.NDArray[np.int64], gamma: float = 1.0) -> Floats:
-    """``sum over s >= t of gamma^(s - t) r_s`` within each sample, ``[actions]``."""
+    """Return ``sum over s >= t of gamma^(s - t) r_s`` within each sample, ``[actions]``."""
     return gae(reward, np.zeros(len(reward)), lengths, gamma, 1.0)[0]
 
 
@@ -48,11 +46,10 @@ def rewards_to_go(reward: Floats, lengths: npt.NDArray[np.int64], gamma: float =
 class ValueLoss:
     """``max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2`` of each token; a loss for train engines.
 
-    The clip is that of PPO's published code (openai/baselines, ``ppo2``); the paper has none.
-    """
+    The clip comes from PPO's published code (openai/baselines, ``ppo2``); the paper has none."""
 
+    #: how far a value may move from ``values`` (before the update) before its gradient stops; None: no bound
     clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far a value may move from ``values`` (before the update) before its gradient stops; None: no bound."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,7 +83,7 @@ def shift_to_actions(scores: Ragged) -> Ragged:
 
 
 def _shift(column: Ragged, left: bool) -> np.ndarray:
-    """The flat values, each row's moved by one; what becomes free is 0."""
+    """Return the flat values, moved by one in each row; free places are 0."""
     values = np.zeros_like(column.values)
     filled = np.flatnonzero(column.lengths > 0)
     if left:

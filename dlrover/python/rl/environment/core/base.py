@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment port: it answers the policy's actions."""
+"""The interface of environments, which answer the policy's actions."""
 
 import math
 from collections.abc import Mapping
@@ -11,40 +11,28 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message, replace_surrogates
 from dlrover.python.rl.environment.core.messages import Message, State
 
-MAX_STATE_LENGTH = 4_000_000
-"""Characters; a longer state is an error of the environment."""
+MAX_STATE_LENGTH = 4_000_000  # characters; a longer state is an error of the environment
 
 
 @dataclass(frozen=True)
 class StepResult:
+    #: the policy's next input, in a conversation the messages after the policy's; None if ``done``
     next_state: State | None
-    """The policy's next input; None when ``done``. In a conversation, the messages after the policy's."""
-
-    reward: float
-    """The training signal, on the last token of the action; summed over turns."""
-
-    score: float
-    """For metrics only (solved or not); summed over turns."""
-
-    done: bool
-    """The episode has ended."""
-
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    """The user's data for the next step."""
+    reward: float  #: the training signal, on the last token of the action; summed over turns
+    score: float  #: for metrics only (solved or not); summed over turns
+    done: bool  #: the episode has ended
+    extra_info: dict[str, Any] = field(default_factory=dict)  #: the user's data for the next step
 
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """Traits that an environment declares by attributes of these names."""
+    """Traits that an environment declares by attributes with these names."""
 
-    episodes: int | None = None
-    """The number that it serves at a time; None: any number."""
-
+    episodes: int | None = None  #: maximum episodes at a time; None: any number
+    #: it gets prompts of messages as messages; False: as text of the chat template
     uses_messages: bool = False
-    """Prompts of messages reach it as messages. False: as the text that the chat template makes of them."""
-
+    #: arguments of the model's chat template, such as ``tools``
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model's chat template, such as ``tools``."""
 
     @classmethod
     def of(cls, target: Any) -> "EnvironmentTraits":
@@ -61,34 +49,27 @@ class Environment(Protocol):
     returns None for a prompt of messages and the environment ``uses_messages``."""
 
     async def reset(self, extra_info: dict[str, Any]) -> State | None:
-        """Start an episode: the first state, or None to use the row's prompt. ``extra_info`` may be changed for later
-        steps."""
-        ...
+        """Start an episode: return the first state, or None for the row's prompt. ``extra_info`` may be changed."""
 
     async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
-        """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's. In a
-        conversation both are messages."""
-        ...
+        """Answer ``action``, the policy's for ``state``; ``extra_info`` comes from the row or from the last step."""
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """End an episode: finished, at the limit of turns, or failed. Called once for each."""
-        ...
 
     async def shutdown(self) -> None:
         """Release all resources; called once, even if episodes are open."""
-        ...
 
 
 _FIELDS = tuple(item.name for item in fields(StepResult))
 
 
 def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool = True) -> StepResult:
-    """Return a step's result, a :class:`StepResult` or a dict of its fields, as a checked :class:`StepResult`.
+    """Check a step's result, a :class:`StepResult` or a dict of its fields.
 
     ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
-    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``. The key ``next_state`` with None ends the episode,
-    as in RL2. With ``needs_state`` a step that is not done has a ``next_state``.
-    """
+    scalars are accepted. A key ``next_state`` with None ends the episode, as in RL2; with ``needs_state`` a step that
+    is not done must have one."""
     if isinstance(returned, StepResult):
         values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
     elif isinstance(returned, Mapping):
@@ -115,7 +96,7 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 
 
 def validate_state(name: str, value: Any) -> State:
-    """Return text, or messages in normal form, with U+FFFD in the place of what is no character."""
+    """Return text, or normalised messages, with U+FFFD for each lone surrogate."""
     if isinstance(value, list):
         plain: Any = [normalize_message(message) for message in replace_surrogates(value)]
         if faults := find_message_faults(plain, name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions and environments by name: registered names, entry points, modules, scripts."""
+"""Reward functions and environments by name: built-in names, entry points, modules, scripts."""
 
 import asyncio
 import ctypes
@@ -56,11 +56,7 @@ ENVIRONMENTS = ExtensionPoint(
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Load a name of ``REWARDS`` or ``"package.module:function"``.
-
-    Raises:
-        VerifierError: no such name, module or function (with the nearest name), or not a function.
-    """
+    """Load a name of ``REWARDS`` or ``"package.module:function"``; raises VerifierError with the nearest name."""
     try:
         function = REWARDS.load(name)
     except ClassNotFound as error:
@@ -71,7 +67,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 _CALLS = {"reset": ("extra_info",), "step": ("state", "action", "extra_info"), "close": ("extra_info",), "shutdown": ()}
-"""Functions of an environment, and what they are called with, by position."""
+"""The functions of an environment, and their positional arguments."""
 
 
 def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "UserEnvironment":
@@ -81,23 +77,22 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         where: a name of ``ENVIRONMENTS``; or ``path/to/script.py`` or ``package.module`` with functions
             ``step(state, action, extra_info)`` and optionally ``reset(extra_info)``, ``close(extra_info)``,
             ``shutdown()``, sync or async; with ``:Name``, a class with these methods (or an object).
-        options: keyword arguments of that class.
+        options: keyword arguments of the class.
 
     Raises:
-        EnvironmentFailed: no such name, no ``step``, or a function of other arguments.
-    """
+        EnvironmentFailed: there is no such name, no ``step``, or a function has other arguments."""
     target = find_environment(where, options)
     if _is_made(target):
         try:
             target = target(**dict(options or {}))
         except Exception as error:
-            fault = f"could not be made: {type(error).__name__}: {error}"
+            fault = f"could not be created: {type(error).__name__}: {error}"
             raise EnvironmentFailed(f"{readable_name(where)} {fault}", user_traceback(error)) from error
     return UserEnvironment(target, readable_name(where))
 
 
 def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
+    """Return the module, object, class or factory of a name without calling it; raises EnvironmentFailed."""
     registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
     address = registered.get(where, where)
     place, colon, name = address.rpartition(":") if ":" in address else (address, "", "")
@@ -114,7 +109,7 @@ def find_environment(where: str, options: Mapping[str, Any] | None = None) -> An
         if fault := find_argument_fault(target, options or {}):
             raise EnvironmentFailed(f"{where} does not take its options: {fault}")
     elif options:
-        reason = "is an object, which takes" if colon else "is made of functions, which take"
+        reason = "is an object, which takes" if colon else "consists of functions, which take"
         raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
     if isinstance(target, type) or not _is_made(target):
         _check_step(target, where)
@@ -139,10 +134,10 @@ def _check_step(target: Any, name: str) -> None:
 
 
 def find_argument_fault(function: Callable[..., Any], named: Mapping[str, Any], *positions: str) -> str:
-    """Say why ``function`` does not take these arguments, with the nearest name; "" if it does."""
+    """Return why ``function`` does not take these arguments, with the nearest name; "" if it does."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some C functions have no signature.
+    except (TypeError, ValueError):  # some C functions have no signature
         return ""
     try:
         signature.bind(*positions, **named)
@@ -176,7 +171,7 @@ def _script(path: Path) -> ModuleType:
 
 
 class UserEnvironment:
-    """An environment of the user's functions: async or sync calls, results as dicts; checked."""
+    """The user's environment with async calls and checked results; its functions may be sync or absent."""
 
     def __init__(self, target: Any, name: str) -> None:
         self.name = name
@@ -199,12 +194,11 @@ class UserEnvironment:
         await self._call("shutdown")
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a function that the target may lack."""
         return await call_async(self._calls[name], *arguments) if name in self._calls else None
 
 
 async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an async function here and others in a separate thread: one that hangs must not block another."""
+    """Call an async function here and others in a separate thread, so that a function that hangs blocks no other."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments)
     returned = await run_in_thread(function, *arguments)
@@ -212,10 +206,9 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. It is
-    interrupted by SystemExit at its next line of Python, so that it stops computing."""
+    """Run in a daemon thread; SystemExit interrupts an abandoned call at its next line of Python."""
     outcome: Future[Any] = Future()
-    outcome.set_running_or_notify_cancel()  # A cancelled call cannot take it back, and is interrupted.
+    outcome.set_running_or_notify_cancel()  # a cancelled call is interrupted instead
     lock, has_returned = threading.Lock(), False
 
     def run() -> None:
@@ -224,10 +217,9 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
         error: BaseException | None = None
         try:
             value = function(*arguments)
-        except StopIteration as stop:  # A future refuses StopIteration.
-            error = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as raised:  # noqa: BLE001 - passed on to the caller, whose loop would end with some
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+        except BaseException as raised:  # noqa: BLE001 - passed to the caller; others end its loop, or a future refuses
+            is_usual = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if is_usual else RuntimeError(f"{type(raised).__name__}: {raised}")
         with lock:
             has_returned = True
         outcome.set_exception(error) if error is not None else outcome.set_result(value)
@@ -238,7 +230,7 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return await future  # waits: for the user's function, until the guard's deadline
     except asyncio.CancelledError:
-        with lock:  # later its number may be that of another thread
+        with lock:  # later another thread may have its number
             if not has_returned:
                 thread.name, number = _ABANDONED, ctypes.c_ulong(thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
@@ -246,5 +238,5 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def count_abandoned() -> int:
-    """The abandoned calls of this process that have not returned."""
+    """Count the abandoned calls of this process that have not returned."""
     return sum(thread.name == _ABANDONED for thread in threading.enumerate())

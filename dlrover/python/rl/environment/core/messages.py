@@ -15,12 +15,11 @@ State: TypeAlias = str | list[Message]
 
 
 def make_assistant_message(text: str, turn: int = 0) -> Message:
-    """The policy's action as a message.
+    """Make a message of the policy's action.
 
-    Calls in the format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` become ``tool_calls``, with
-    arguments as an object, and the text around them ``content``. If one of them cannot be parsed, all remain in
-    ``content``, too. Thoughts are part of ``content``; calls in them are drafts, which remain there.
-    """
+    Calls in the format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` become ``tool_calls``, and the text
+    around them ``content``. If a call cannot be parsed, all of them also remain in ``content``. Thoughts are part of
+    ``content``, with the calls in them, which are drafts."""
     thoughts, answer = split_thoughts(text)
     around, calls = split_calls(answer or "")
     functions = [parse_call(call) for call in calls]
@@ -34,16 +33,14 @@ def make_assistant_message(text: str, turn: int = 0) -> Message:
     return {"role": "assistant", "content": text, **({"tool_calls": parsed} if parsed else {})}
 
 
-_CALL_KEYS = {"name", "arguments", "id", "type"}
-
-
 def parse_call(text: str) -> dict[str, Any] | str:
-    """The name and the arguments of a call; or why it is malformed."""
+    """Return the name and the arguments of a call, or its fault."""
     try:
         call = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return f"the call is no JSON: {error}"
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call.keys() - _CALL_KEYS:
+        return f"the call is not JSON: {error}"
+    keys = {"name", "arguments", "id", "type"}
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call.keys() - keys:
         return 'a call is {"name": ..., "arguments": {...}}'
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(arguments, dict):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Final answers in text that a model wrote, and the reader of numbers that all verifiers share.
+r"""Final answers in a model's text, and the reader of numbers for all verifiers.
 
-A number is read whole or not at all. Its digits may be in groups of three, or grouped the Indian way (``8,00,000``), by
+A number is read whole or not at all. Its digits may be in groups of three, or in Indian groups (``8,00,000``), by
 ``,``, ``'``, ``_``, a space, a typographic space, or the LaTeX of these (``{,}``, ``\,``, ``\;``, ``\:``, ``\ ``,
-``~``). Digits that are joined in another way are no number, and the last of them are none: ``12,34``, ``0,500``,
+``~``). Digits that are joined in another way are not a number, nor are the last of them: ``12,34``, ``0,500``,
 ``1,000 500``, ``1.2.3``, ``6:30``, ``10^3``, ``132_4``, ``3\u00bd``.
 
 A plain space, a comma with a space, and a hyphen are ambiguous. A space joins two or three digits to a run that begins
-with at most three (``7 250``, and ``12 34``, which is no number), and a fraction to its whole number (``3 1/2``);
-elsewhere it separates numbers (``in 2024 100 people``), as the other two always do (``12, 500``; ``5-3``).
+with at most three (``7 250``, and ``12 34``, which is not a number), and a fraction to its whole number (``3 1/2``);
+otherwise it separates numbers (``in 2024 100 people``), as the other two always do (``12, 500``; ``5-3``).
 
 The text is hostile: nothing is evaluated, and time is linear in its length."""
 
@@ -30,7 +30,7 @@ _PLAIN = dict(
     zip("\u00b4\u02bc\u2018\u2019\u2010\u2011\u2013\u2212", "''''----", strict=True), **{r"\!": "", "{,}": ","}
 )
 
-# Digits of other scripts, and signs as U+00BD, are part of what may be a number; only 0 to 9 are read.
+# Digits of other scripts, and signs such as U+00BD, may be part of a number; only 0 to 9 are read.
 _DIGITS = r"[\d\u00bc-\u00be\u2150-\u215e]+"
 _JOIN = r"[.,'_:`\u00a0\u00b7\u00d7\u00f7\u066b\u066c\uff0c\uff0e\uff1a]|\*\*?| ?/ ?[-+]?|\^\{?[-+]?|[eE][-+]?"
 _JOINED = rf"(?:{_JOIN}){_DIGITS}|[\u00b2\u00b3\u00b9\u2070-\u2079]"
@@ -45,7 +45,7 @@ _PART = r"[-+]?[\d.,'_\u00a0 ]{1,40}"
 _FRACTION = re.compile(rf"([-+]?)\s?(?:([\d,'_\u00a0]{{1,40}}) )?({_PART})/\s?({_PART})")
 _FRAC = re.compile(rf"\\[dt]?frac\s?(?:\{{\s?({_PART})\s?\}}|(\d))\s?(?:\{{\s?({_PART})\s?\}}|(\d))")
 _BEFORE_FRAC = re.compile(r"(?<=\d) {0,3}(?=\\[dt]?frac)")
-# A comma or a plain space may also separate the workers of a set or a pair: only Indian groups are sure to be a number.
+# A comma or a plain space may also separate the elements of a set or a pair: only Indian groups are surely a number.
 GROUPED = re.compile(
     r"(?<![\w^\\.'])(?:\d+(?:[\u00a0'_]\d+)+|(?<!,)\d\d?(?:,\d\d)+,\d{3}(?!,\d))(?:\.\d+)?(?![\u00a0'_.]?\d|_\{)"
 )
@@ -54,9 +54,9 @@ _NO_WORDS = re.compile(r"(?:[^\w\\]|_|\\(?:times|cdot|div|pm|ast|q?quad)(?![A-Za
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the last ``\boxed{...}`` with a closing brace, nested braces included; None without one."""
+    r"""Return the content of the last ``\boxed{...}`` with a closing brace, with nested braces; None without one."""
     last = (-1, -1)
-    starts: list[int] = []  # of the contents of the braces that are open; -1 for those of no box
+    starts: list[int] = []  # where the contents of open boxes start; -1 for other open braces
     for match in _BRACES.finditer(text, max(text.find(r"\boxed"), 0)):
         token = match.group()
         if token == "}":
@@ -70,7 +70,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The answer that a worked solution marks: its last ``\boxed{}``, or else the line after its last ``####``."""
+    r"""Return the answer that a worked solution marks: its last ``\boxed{}``, or the line after its last ``####``."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
@@ -90,8 +90,8 @@ def plain_text(text: str) -> str:
 
 
 def last_number(text: str, is_single: bool = False) -> str | None:
-    """The last number in ``text``, in plain spelling (``-1,234.5``, ``6e23``, ``1/2``); None without one, if the last
-    digits are part of something else, and, for a number that ``is_single``, after another one without a word."""
+    """Return the last number in ``text``, in plain spelling (``-1,234.5``, ``6e23``, ``1/2``). Return None if the last
+    digits are not a number, and with ``is_single`` if no word separates it from another number."""
     text, last = _plain_fractions(plain_text(text)), None
     if is_single and _CALCULATION.search(text):
         return None
@@ -104,18 +104,18 @@ def last_number(text: str, is_single: bool = False) -> str | None:
 
 
 def decimal_value(text: str) -> Decimal | None:
-    """The exact value of ``text`` when it is one decimal number; else None."""
+    """Return the exact value of ``text`` if it is one decimal number, else None."""
     text = plain_text(text).strip()
     if not _DECIMAL.fullmatch(text):
         return None
     try:
         return Decimal(text.translate(_SEPARATORS))
-    except InvalidOperation:  # An exponent of more digits than a Decimal holds.
+    except InvalidOperation:  # the exponent has too many digits for a Decimal
         return None
 
 
 def number_value(text: str) -> Decimal | Fraction | None:
-    """The exact value of ``text`` when it is a decimal number, a fraction of two, or a whole number and a fraction."""
+    """Return the exact value of a decimal number, a fraction of two, or a whole number and a fraction; else None."""
     match = _FRACTION.fullmatch(_plain_fractions(plain_text(text)).strip())
     if match is None:
         return decimal_value(text)
@@ -126,8 +126,7 @@ def number_value(text: str) -> Decimal | Fraction | None:
 
 
 def join_groups(text: str) -> str:
-    """Remove the separators of the numbers within ``text``, which is plain and may be any expression. What
-    :data:`GROUPED` still matches cannot be read."""
+    """Remove the separators of numbers in a plain expression; matches of :data:`GROUPED` that remain are unreadable."""
     return GROUPED.sub(lambda run: run[0] if decimal_value(run[0]) is None else run[0].translate(_SEPARATORS), text)
 
 
@@ -138,9 +137,8 @@ def _plain_fractions(text: str) -> str:
 _MARKED_NUMBER = re.compile(rf"(?:[-\s*_`=+\\]|{CURRENCY})*{_RUN}(?![.):]\s+\S)")
 
 
-def _given_answer(completion: str) -> str | None:
-    """Find the marked answer in what a model wrote: ``####`` marks a line that begins with a number, and begins a
-    heading elsewhere."""
+def _stated_answer(completion: str) -> str | None:
+    """Return the marked answer: ``####`` marks a line that begins with a number; otherwise it begins a heading."""
     boxed = boxed_answer(completion)
     if boxed is not None:
         return boxed
@@ -165,7 +163,7 @@ _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}|\n")
 
 
 def same_answer(text: str, answer: str) -> bool:
-    """True for equal texts, ignoring outer white space, or numbers of the same exact value."""
+    """Return True for equal texts, ignoring outer white space, and for numbers with the same exact value."""
     if text.strip() == answer.strip():
         return True
     value, expected = decimal_value(text), decimal_value(answer)
@@ -173,15 +171,14 @@ def same_answer(text: str, answer: str) -> bool:
 
 
 def exact_answer(completion: str, answer: str) -> float:
-    r"""1.0 when ``completion`` gives ``answer``, else 0.0. An empty ``answer`` is a ValueError.
+    r"""Return 1.0 if ``completion`` gives ``answer``, else 0.0. Raises ValueError for an empty ``answer``.
 
-    The last ``\boxed{}`` counts, or else the whole text, or its last number, as for :func:`same_final_number`; of a
-    worked solution as ``answer``, what it marks with ``\boxed{}`` or ``####``. ``019``, ``19.0`` and ``19`` are equal;
-    ``1/2`` and ``0.5`` are not.
-    """
+    The last ``\boxed{}`` counts, or else the whole text, or its last number, as for :func:`same_final_number`; in a
+    worked solution as ``answer``, the text that ``\boxed{}`` or ``####`` marks. ``019``, ``19.0`` and ``19`` are equal;
+    ``1/2`` and ``0.5`` are not."""
     answer = marked_answer(answer) or answer
     if not answer.strip():
-        raise ValueError("there is no reference answer")
+        raise ValueError("the prompt has no reference answer")
     completion, answer = plain_text(completion), plain_text(answer)
     boxed = boxed_answer(completion)
     if boxed is not None:
@@ -191,19 +188,18 @@ def exact_answer(completion: str, answer: str) -> float:
 
 
 def _bare(boxed: str) -> str:
-    """Remove currency signs before, punctuation behind, and spaces within what a box has, but between digits."""
+    """Remove currency signs before a boxed answer, punctuation after it, and spaces in it except between digits."""
     return re.sub(rf"^(?:\\?{CURRENCY}| )+|(?<![\d.,;']) | (?![\d.,;'])", "", boxed).rstrip(".,;")
 
 
 def same_final_number(completion: str, answer: str) -> float:
-    r"""1.0 when ``completion`` ends with the number of ``answer``, else 0.0: GSM8K's rule.
+    r"""Return 1.0 if ``completion`` ends with the number of ``answer``, else 0.0: GSM8K's rule.
 
-    What ``\boxed{}`` or ``####`` marks counts, or else the whole text, and of it the last number; currencies, units and
-    thousands separators do not matter. What is marked, and a line without words, has to be one number, fractions
-    included: of calculations, ranges, times and lists nothing counts but what is behind ``=``. Without such a number in
-    ``answer`` it is a ValueError.
-    """
-    marked, stated = marked_answer(answer), _given_answer(completion)
+    The last number counts, in the text that ``\boxed{}`` or ``####`` marks if there is one; currencies, units and
+    thousands separators do not matter. A marked text, and a line without words, must be a single number or fraction: in
+    calculations, ranges, times and lists only the part after ``=`` counts. Raises ValueError if ``answer`` has no such
+    number."""
+    marked, stated = marked_answer(answer), _stated_answer(completion)
     expected = _final_number(_plain_number_text(marked or answer), is_marked=bool(marked))
     if expected is None:
         raise ValueError("the reference answer has no number, or marks a calculation without its result")
@@ -212,7 +208,7 @@ def same_final_number(completion: str, answer: str) -> float:
 
 
 def _final_number(text: str, is_marked: bool) -> str | None:
-    """The last number of ``text``; of what is marked, and of a line without words, the only one behind ``=``."""
+    """Return the last number of ``text``; in a marked text, or a line without words, the only one after ``=``."""
     if not is_marked and _WORD.search(text):
         return last_number(text)
     result = text.rpartition("=")[2].replace("$", "").strip() or text
@@ -220,6 +216,6 @@ def _final_number(text: str, is_marked: bool) -> str | None:
 
 
 def _plain_number_text(text: str) -> str:
-    """Remove what LaTeX and units put around a number."""
+    """Remove LaTeX and units around a number."""
     plain = _UNIT_IN_TEXT.sub("", _CURRENCY_AFTER_SIGN.sub("", plain_text(text)))
     return _UNIT_FRACTION.sub("", _POWER_OF_UNIT.sub("", plain)).strip()

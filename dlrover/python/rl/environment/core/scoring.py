@@ -3,14 +3,13 @@
 
 ::
 
-    function(completion, answer, extra_info)            three parameters, of any names that are no columns of the data
+    function(completion, answer, extra_info)            three parameters, whose names are not columns of the data
     function(completion, prompt=..., <column>=...)      other signatures: the first is the completion, others by name
     function(data_source, solution_str, ground_truth)   verl's, by name: the completion, the answer, other columns
     function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
 
-Functions get whole completions. The built-in ones, judges, and those that
-:func:`~dlrover.python.rl.data.model_text.ignore_thoughts` decorates get what follows the thoughts.
-"""
+Functions get whole completions, but built-in functions, judges, and functions with the decorator
+:func:`~dlrover.python.rl.data.model_text.ignore_thoughts` get the text after the thoughts."""
 
 import asyncio
 import inspect
@@ -36,7 +35,7 @@ Form: TypeAlias = Literal["sample", "named", "batch"]
 
 
 def needs(*columns: str) -> Callable[[Any], Any]:
-    """Decorate a reward function that fails on rows without these columns: they are refused before a run starts."""
+    """Decorate a reward function that fails on rows without these columns, so that they are refused before a run."""
 
     def declare(function: Any) -> Any:
         function.needed_columns = columns
@@ -46,22 +45,18 @@ def needs(*columns: str) -> Callable[[Any], Any]:
 
 
 class Completed(NamedTuple):
-    """A completion that is to be scored."""
+    """A completion to score."""
 
     completion: str
     answer: str | None = None
-    extra_info: Mapping[str, Any] = {}
-    """The row's user data, further columns among them."""
-
-    prompt: Any = None
-    """Text or messages."""
-
+    extra_info: Mapping[str, Any] = {}  #: the row's user data, further columns among them
+    prompt: Any = None  #: text or messages
+    #: the end of the rendered prompt, if it opens thoughts; None: all functions get the whole completion
     think_prefix: str | None = ""
-    """The end of the rendered prompt, if that opens thoughts; None: all functions get the whole completion."""
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Columns by the names that functions ask for; a column of the row does not take the place of the sample's."""
+        """Columns by the names of parameters; the sample's columns override the row's."""
         return {**self.extra_info, **{name: getattr(self, name) for name in _OWN}}
 
 
@@ -70,9 +65,8 @@ class RewardFunction:
     """A user's reward function, sync or async."""
 
     function: Callable[..., Any]
+    #: of all rows of the data, if they are known: a parameter that names one gets no other value in rows without it
     columns: Collection[str] = ()
-    """Of all rows of the data, where they are known: a column that a row lacks, or where it is null, is no other value
-    there."""
 
     @cached_property
     def form(self) -> Form:
@@ -95,8 +89,8 @@ class RewardFunction:
             raise VerifierError(f"'{readable_name(name)}' {message}")
 
     def find_missing(self, columns: Collection[str]) -> str:
-        """A column that it asks for and that no row has, with the nearest one; ``columns`` are those of all rows."""
-        if self.form == "sample":  # columns are given where it names some
+        """Return a column that the function needs and no row has, with the nearest of the rows' ``columns``."""
+        if self.form == "sample":  # it names no column
             return ""
         names = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
         if self.form == "batch":
@@ -104,12 +98,12 @@ class RewardFunction:
         return self._find_absent(names)
 
     def find_empty(self, sample: Completed) -> list[str]:
-        """The columns that the function declares to need, and that a row has no value in."""
+        """Return the declared columns (:func:`needs`) in which a row has no value."""
         needed: Collection[str] = getattr(self.function, "needed_columns", ())
         return [name for name in needed if sample.columns.get(name) in (None, [])]
 
     def on(self, sample: Completed) -> Any:
-        """The reward of a sample, or an awaitable of it."""
+        """Return the reward of a sample, or an awaitable of it."""
         function = getattr(self.function, "score_whole", self.function)
         if function is not self.function and sample.think_prefix is not None:
             _, answer = split_thoughts(sample.completion, sample.think_prefix)
@@ -122,20 +116,17 @@ class RewardFunction:
         return function(*completion, **self._select(self._by_name(sample)))
 
     def on_all(self, samples: Sequence[Completed]) -> Any:
-        """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
+        """Return a list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
         rows = [sample.columns for sample in samples]
         columns = {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
         columns["prompts"] = columns.pop("prompt")
-        columns[_BATCH] = [  # a message where the prompt is messages, as TRL gives it
-            sample.completion
-            if isinstance(sample.prompt, str | None)
-            else [{"role": "assistant", "content": sample.completion}]
-            for sample in samples
-        ]
+        texts = [(sample.completion, isinstance(sample.prompt, str | None)) for sample in samples]
+        # As in TRL, completions are messages if the prompt is messages.
+        columns[_BATCH] = [text if is_text else [{"role": "assistant", "content": text}] for text, is_text in texts]
         return self.function(**self._select(columns))
 
     def _by_name(self, sample: Completed) -> dict[str, Any]:
-        """The columns of a sample; by verl's names where the function has its ``solution_str``."""
+        """Return the columns of a sample, by verl's names if the function takes ``solution_str``."""
         if _VERL not in self._parameters:
             return sample.columns
         return {"ground_truth": sample.answer, **sample.columns, _VERL: sample.completion}
@@ -153,7 +144,7 @@ class RewardFunction:
 
     @cached_property
     def _first(self) -> str:
-        """The parameter that gets the completion, "" if one has its name."""
+        """The parameter that gets the completion, "" if it gets it by name."""
         first = next(iter(self._parameters.values()), None)
         if first is None or self.form == "batch":
             return ""
@@ -167,9 +158,9 @@ class RewardFunction:
         return {name: item for name, item in parameters if item.kind in _BY_NAME and name != self._first}
 
     def _select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that the function takes by name; raises VerifierError if one is missing."""
+        """Return the columns that the function takes by name; raises VerifierError if one is missing."""
         if absent := self._find_absent(columns):
-            raise VerifierError(f"asks for {absent}")
+            raise VerifierError(f"needs {absent}")
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values())
         return {
             name: value for name, value in columns.items() if name in self._named or (takes_any and name != self._first)
@@ -178,7 +169,7 @@ class RewardFunction:
     def _find_absent(self, columns: Collection[str]) -> str:
         needed = [name for name, item in self._named.items() if item.default is inspect.Parameter.empty]
         absent = next((name for name in needed if name not in columns), "")
-        return f"'{absent}', which is no column of its row{hint(absent, columns)}" if absent else ""
+        return f"'{absent}', which is not a column of its row{hint(absent, columns)}" if absent else ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ class Reward:
 
 
 class WeightedRewards:
-    """Functions and weights by name; a sample that one function fails to score has no reward."""
+    """Functions and weights by name; a sample has no reward if one function fails on it."""
 
     def __init__(
         self, functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float], columns: Collection[str] = ()
@@ -203,21 +194,22 @@ class WeightedRewards:
         self._functions = {name: RewardFunction(function, columns) for name, function in functions.items()}
         self._weights = weights
         self.compares = any(function.form == "batch" for function in self._functions.values())
-        """True if a function is given all samples of a batch at once."""
+        """True if a function gets all samples of a batch at once."""
 
     @classmethod
     def load(cls, weights: Mapping[str, float], columns: Collection[str] = ()) -> "WeightedRewards":
         return cls({name: load_function(name) for name in weights}, weights, columns)
 
     def now(self, samples: Sequence[Completed]) -> list[Reward]:
-        """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""
+        """Run sync functions in order, then async ones together in a new loop; raises VerifierError."""
         values = {name: self._start(function, samples) for name, function in self._functions.items()}
-        if any(inspect.isawaitable(item) for value in values.values() for item in _items(value)):
+        items = [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
+        if any(map(inspect.isawaitable, items)):
             values = asyncio.run(_settle(values))
         return self._sum(values, len(samples))
 
     async def score(self, sample: Completed) -> Reward:
-        """Score a sample in a running loop: sync functions run in threads."""
+        """Score a sample in a running loop, with sync functions in threads."""
         names, functions = list(self._functions), self._functions.values()
         started = (run_in_thread(self._start, function, [sample]) for function in functions)
         values = dict(zip(names, await asyncio.gather(*started), strict=True))
@@ -230,36 +222,30 @@ class WeightedRewards:
     def _sum(self, values: Mapping[str, Any], count: int) -> list[Reward]:
         columns: dict[str, list[float]] = {}
         for name, returned in values.items():
-            label = f": {readable_name(name)}" if len(self._functions) > 1 else ""  # behind an error, which names all
+            label = f": {readable_name(name)}" if len(self._functions) > 1 else ""  # ends an error that names all
             items: Any = returned.tolist() if hasattr(returned, "tolist") else returned
             if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
-                message = (
-                    f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
-                )
+                message = f"not a list of {count}: a function of 'completions' must return a number for each"
                 raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {message}{label}")
             items = list(items)
             if len(items) != count:
                 raise VerifierError(f"returned {len(items)} rewards for {count} completions{label}")
-            # TRL's functions return None for samples that they do not apply to.
+            # TRL's functions may return None for samples that they do not apply to.
             is_batch = self._functions[name].form == "batch"
             columns[name] = [0.0 if item is None and is_batch else _number(label, item) for item in items]
         rows = [{name: column[row] for name, column in columns.items()} for row in range(count)]
         return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
 
 
-def _items(returned: Any) -> Sequence[Any]:
-    return returned if isinstance(returned, list) else [returned]
-
-
 async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Await what can be, side by side."""
-    flat = [item for value in values.values() for item in _items(value) if inspect.isawaitable(item)]
-    settled = iter(await asyncio.gather(*flat))
-    settled_values: dict[str, Any] = {}
-    for name, value in values.items():
-        items = [next(settled) if inspect.isawaitable(item) else item for item in _items(value)]
-        settled_values[name] = items if isinstance(value, list) else items[0]
-    return settled_values
+    """Await all awaitables together."""
+
+    async def settle(value: Any) -> Any:
+        if isinstance(value, list):
+            return await asyncio.gather(*map(settle, value))
+        return await value if inspect.isawaitable(value) else value
+
+    return dict(zip(values, await settle(list(values.values())), strict=True))
 
 
 def _number(label: str, value: Any) -> float:

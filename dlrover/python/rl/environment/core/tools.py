@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools: functions that the policy calls in its actions, until it gives its answer.
+"""Tools: functions that the policy calls in its actions until it answers.
 
 ::
 
@@ -8,9 +8,8 @@
 
 Prompts of messages make conversations: the chat template lists the tools, and results are messages of role ``tool``.
 
-A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing of it is evaluated.
-A call in the policy's thoughts is a draft, which is not made.
-"""
+A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing is evaluated. A call
+in the policy's thoughts is a draft, which is not made."""
 
 import inspect
 import json
@@ -31,26 +30,24 @@ _TURN = "\n{responses}\n"
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _NAMED_TYPES = {kind.__name__: name for kind, name in _TYPES.items()}  # of ``from __future__ import annotations``
 _VAR_ARGS, _VAR_KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-_CALLS_MADE = "tool_calls"
-"""The key of ``extra_info`` under which the calls of an episode are counted."""
+_CALLS_MADE = "tool_calls"  # the key of ``extra_info`` under which the calls of an episode are counted
 
 
 class ToolEnvironment:
-    """Answers tool calls; an action without one is the policy's answer, which ends the episode.
+    """Answers tool calls; an action without a call is the policy's answer, which ends the episode.
 
-    Calls of an action run in order. The policy sees their errors: invalid JSON, an unknown tool, wrong arguments, what
-    a tool raises. Only :class:`~dlrover.python.rl.common.errors.EnvironmentFailed` fails the sample.
+    Calls of an action run in order. The policy sees their errors: invalid JSON, an unknown tool, wrong arguments, and
+    exceptions. Only :class:`~dlrover.python.rl.common.errors.EnvironmentFailed` fails the sample.
 
     Args:
         tools: ``"package.module:function"`` by tool name; sync or async. Results are text, or shown as JSON.
         judge: the verifier, a reward function or several with weights, called with the last action and
             ``extra_info["answer"]``; ``extra_info["tool_calls"]`` counts calls.
-        max_calls: of an episode; a further call is scored as the answer.
-        longest_result: characters of a result; the rest is cut, with a note.
-        turn: the text after an action with calls, with ``{responses}``; may hold a chat template's marks. With it every
-            state is text. None: prompts of messages make conversations, and in others it is a line break on both sides.
-        thoughts: as ``reward.thoughts``, for the judge.
-    """
+        max_calls: maximum calls of an episode; a further call is scored as the answer.
+        longest_result: maximum characters of a result, which is cut with a note.
+        turn: the text after an action with calls, with ``{responses}``, perhaps with a chat template's marks; every
+            state is text. None: prompts of messages make conversations, and texts have line breaks around responses.
+        thoughts: as ``reward.thoughts``, for the judge."""
 
     def __init__(
         self,
@@ -77,17 +74,13 @@ class ToolEnvironment:
         extra_info[_CALLS_MADE] = 0
 
     async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
-        """Make the calls in ``action``, or judge it where there is none; the score is the reward.
-
-        Raises:
-            EnvironmentFailed: a tool raised it.
-            VerifierError: the judge gave no reward.
-        """
+        """Make the calls in ``action``, or judge an action without calls; the score is the reward. Raises VerifierError
+        if the judge gives no reward, and EnvironmentFailed if a tool raises it."""
         text = action if isinstance(action, str) else action["content"]
-        think_prefix = find_think_prefix(state) if isinstance(state, str) else ""  # a message has it in its content
+        think_prefix = find_think_prefix(state) if isinstance(state, str) else ""  # a message's content includes it
         _, calls = split_calls(split_thoughts(text, think_prefix)[1] or "")
         requested = [] if isinstance(action, str) else action.get("tool_calls", [])
-        # The content of a message has calls where one is malformed, and then all of them.
+        # The content of a message has all calls if one is malformed.
         calls = calls if len(calls) > len(requested) else [json.dumps(call["function"]) for call in requested]
         count = int(extra_info.get(_CALLS_MADE, 0))
         if not calls or count >= self._max_calls:
@@ -107,12 +100,6 @@ class ToolEnvironment:
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 
-    async def close(self, extra_info: dict[str, Any]) -> None:
-        """An episode holds nothing."""
-
-    async def shutdown(self) -> None:
-        """Nothing is held."""
-
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
         parsed, fault = parse_call(call), ""
@@ -130,7 +117,7 @@ class ToolEnvironment:
             shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except EnvironmentFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - a tool may raise what it likes: the policy chose its arguments
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything: the policy chose its arguments
             shown = f"error: {type(error).__name__}: {error}"
         if len(shown) <= self._longest_result:
             return shown
@@ -138,23 +125,17 @@ class ToolEnvironment:
 
 
 def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a function, as OpenAI's API has it: its docstring, and its parameters with their types."""
+    """Return the schema of a function in OpenAI's format: its docstring, and its parameters with their types."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some C functions have no signature.
+    except (TypeError, ValueError):  # some C functions have no signature
         signature = inspect.Signature()
     parameters = [item for item in signature.parameters.values() if item.kind not in (_VAR_ARGS, _VAR_KWARGS)]
     properties: dict[str, Any] = {}
     for item in parameters:
         kind = _TYPES.get(get_origin(item.annotation) or item.annotation) or _NAMED_TYPES.get(item.annotation)
         properties[item.name] = {"type": kind} if kind else {}
-    described: dict[str, Any] = {
-        "name": name,
-        "description": inspect.getdoc(function) or "",
-        "parameters": {
-            "type": "object",
-            "properties": properties,
-            "required": [item.name for item in parameters if item.default is inspect.Parameter.empty],
-        },
-    }
-    return {"type": "function", "function": described}
+    required = [item.name for item in parameters if item.default is inspect.Parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required}
+    description = inspect.getdoc(function) or ""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}

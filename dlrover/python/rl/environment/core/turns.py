@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Isolates faults of one episode from the others: deadlines, checked answers, and an end for every episode.
+"""Isolates the faults of an episode from others: deadlines, checked answers, and a reliable end.
 
 ::
 
@@ -7,8 +7,7 @@
                                           |
                                           '-- EnvironmentFailed: this sample failed, with the reason
 
-A trajectory holds tokens as the policy saw them, in one sequence while each state continues the last.
-"""
+A trajectory has the policy's tokens in one sequence as long as each state continues the last."""
 
 import asyncio
 import copy
@@ -36,8 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class Episode:
-    """One sample's interaction with an environment; :meth:`Guard.close` ends it. ``reward`` and ``score`` are sums
-    over turns. The ``state`` of a conversation is all of its messages."""
+    """One sample's interaction with an environment: sums over turns, and the state, all of a conversation."""
 
     state: State | None
     extra_info: dict[str, Any]
@@ -52,11 +50,10 @@ class Episode:
 class Guard:
     """Calls an environment for many episodes at once.
 
-    ``timeout_s`` limits each call; ``episodes`` the open episodes, by default ``environment.episodes``, None:
-    unlimited. ``missing_state`` is what a step without the key ``next_state`` is that is not done. ``failure_reward``
-    is the reward of an action on which ``step`` fails, which ends the episode; None: the sample has failed.
-    ``failures`` counts failed samples by the start of the reason.
-    """
+    ``timeout_s`` limits each call; ``episodes`` limits the open episodes, by default to ``environment.episodes``.
+    ``missing_state`` tells how to treat a step that is not done and has no ``next_state``. If ``step`` fails, the
+    episode ends with ``failure_reward``, or the sample fails if it is None. ``failures`` counts failed samples by the
+    start of the reason."""
 
     def __init__(
         self,
@@ -79,8 +76,7 @@ class Guard:
         self._logged: Counter[tuple[str, ...]] = Counter()
 
     async def reset(self, prompt: State, extra_info: dict[str, Any]) -> Episode:
-        """Start an episode at the row's ``prompt`` unless the environment overrides it. The caller closes it, failed
-        or not."""
+        """Start an episode at the row's ``prompt`` or the environment's own state; the caller must always close it."""
         if self._open_slots is not None:
             await self._open_slots.acquire()  # waits: for an episode to be closed, each of whose calls has a deadline
         episode = Episode(copy.deepcopy(prompt), copy.deepcopy(extra_info))
@@ -96,7 +92,7 @@ class Guard:
         return episode
 
     async def step(self, episode: Episode, action: str) -> StepResult | None:
-        """Answer the action; None if the episode failed. Raises ValueError if it has ended."""
+        """Answer the action; return None if the episode failed. Raises ValueError if it has ended."""
         state = episode.state
         if state is None or not episode.open:
             raise ValueError("the episode is over")
@@ -110,8 +106,8 @@ class Guard:
             if isinstance(next_state, list) and isinstance(state, list) and isinstance(sent, dict):
                 next_state = [*state, sent, *next_state]
             elif next_state is not None and not (isinstance(next_state, str) and isinstance(state, str)):
-                kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
-                raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
+                own, other = ("messages", "text") if isinstance(state, list) else ("text", "messages")
+                raise EnvironmentFailed(f"the episode's state is {own}, but next_state is {other}")
         except EnvironmentFailed as error:
             if self._failure_reward is None:
                 self.fail(episode, error)
@@ -144,8 +140,8 @@ class Guard:
         self._count(error)
 
     def _count(self, error: EnvironmentFailed) -> None:
-        """The first of a kind and of a line is logged with its traceback, then the 10th, the 100th, and so on."""
-        self.failures[kind := str(error).split(":", 1)[0][:100]] += 1  # similar failures begin alike
+        """Count a failure. The first of a kind and line is logged with its traceback, then the 10th, 100th, ..."""
+        self.failures[kind := str(error).split(":", 1)[0][:100]] += 1  # similar failures have the same beginning
         lines = [line for line in error.remote_traceback.splitlines() if line.startswith("  File ")]
         self._logged[kind, *lines[-1:]] += 1
         text = str(error).partition("\n")[0]
@@ -165,7 +161,7 @@ class Guard:
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
-            if not task.done():  # Abandoned: user code may swallow the cancellation.
+            if not task.done():  # abandoned: user code may suppress the cancellation
                 task.cancel()
                 self._abandoned.add(task)
                 task.add_done_callback(self._forget)
@@ -187,9 +183,7 @@ class Guard:
             _LOG.debug("an abandoned call raised: %s", error)
 
 
-Encode: TypeAlias = Callable[[str], list[int]]
-"""Token ids of a text, without special tokens around it."""
-
+Encode: TypeAlias = Callable[[str], list[int]]  # token ids of a text, without special tokens around it
 
 ROW: Mapping[str, ColumnSpec] = {
     **SEQUENCE,
@@ -197,23 +191,22 @@ ROW: Mapping[str, ColumnSpec] = {
     "finished": ColumnSpec("bool", fill=False, per="sample"),
     "score": ColumnSpec("float64", per="sample"),
 }
-"""The columns of a sequence whose engine declares none. ``action_mask`` is True on the policy's tokens, a reward is on
-the last token of its action, and ``finished`` says that the last action ended without a token limit."""
+"""The columns of every sequence, before the engine's. ``action_mask`` is True on the policy's tokens, a reward is on
+the last token of its action, and ``finished`` is True if the last action ended before a token limit."""
 
 
 class Trajectory:
     """Builds the sequences of a sample: ``prompt``, then :meth:`act` and :meth:`observe` in turns.
 
-    Sampled tokens are never encoded again. If the next state continues the last state and action, only the rest is
+    Sampled tokens are never encoded again. If the next state continues the last state and action, only the new text is
     encoded; otherwise a new sequence starts with the whole state. All sequences are one sample with one advantage.
 
     Args:
         encode: encodes texts of states.
         state: the first state.
-        tokens: its tokens (of a chat template); by default ``encode_whole(state)``.
+        tokens: the tokens of ``state`` (from a chat template); by default ``encode_whole(state)``.
         encode_whole: encodes states that start a sequence, with the model's prefix; by default ``encode``.
-        columns: the engine's.
-    """
+        columns: the engine's columns."""
 
     def __init__(
         self,
@@ -235,10 +228,10 @@ class Trajectory:
         return self.last.tokens
 
     def act(self, text: str, tokens: Sequence[int], columns: Mapping[str, Any], ending: str = "") -> None:
-        """Add the policy's action: its decoded ``text``, sampled ``tokens``, and the engine's ``columns`` of them.
+        """Add the policy's action: its decoded ``text``, sampled ``tokens``, and their ``columns`` from the engine.
 
-        ``ending`` is the text of the end marker that is the last token; it is not in ``text``. Where the next state
-        continues the action with it, as a chat template does, it is not encoded again."""
+        ``ending`` is the end marker that the last token stands for and ``text`` lacks. If the next state continues the
+        action with it, as a chat template does, it is not encoded again."""
         count = len(tokens)
         own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
         self.last.extend(count, {**columns, **own})
@@ -246,7 +239,7 @@ class Trajectory:
         self.action, self._ending = self.action + text, ending
 
     def reward(self, value: float, score: float = 0.0) -> None:
-        """Credit the last action; raise DataError without one."""
+        """Add a reward to the last action; raises DataError without one."""
         values = self.last.values
         if not any(mask := values["action_mask"]):
             raise DataError("there is no action to reward")
@@ -254,7 +247,7 @@ class Trajectory:
         values["score"] += score
 
     def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
-        """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
+        """Add the next state; return False, without a change, if ``fits`` refuses the policy's next input."""
         context = self._state + self.action
         continues = state.startswith(context)
         added = state[len(context) :]

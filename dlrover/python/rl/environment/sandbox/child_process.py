@@ -6,11 +6,10 @@
     parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: server.serve(Channel) --> user's code
             '-------------- requests (pickled), replies (lines of JSON) --------------'
 
-The warden imports no user code and never holds the connection. It is the child's parent, so a function that kills
-its parent does not hit the job; and it adopts every orphan (PR_SET_CHILD_SUBREAPER), so SIGTERM to the warden, or the
-end of the shield, ends all of them in any session or group. The shield is there to be killed: a worker of Ray that ends
-kills its children, and they could clean up nothing. A function that finds and kills the job's processes by number is
-not stopped.
+The warden imports no user code and never has the connection. It is the child's parent, so a function that kills its
+parent does not hit the job; and it adopts every orphan (PR_SET_CHILD_SUBREAPER), so SIGTERM to the warden, or the end
+of the shield, ends all of them in any session or group. The shield exists to be killed: a Ray worker that ends kills
+its children, which then cannot clean up. A function that finds and kills the job's processes by number is not stopped.
 """
 
 import ctypes
@@ -36,14 +35,10 @@ from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError, user_traceback
 from dlrover.python.rl.common.log import cut_middle
-from dlrover.python.rl.environment.sandbox.confinement import Confinement, ResourceLimits, become_confined
+from dlrover.python.rl.environment.sandbox.confinement import ProgramLimits, become_confined
 
-READY = "ready"
-"""The number of the first reply, which may carry the ``error`` that the child could not start for."""
-
-_PRINTED_CHARACTERS = 10_000
-"""Output of a call that is shown; the rest is dropped."""
-
+READY = "ready"  # the number of the first reply, which may carry the ``error`` that the child could not start for
+_PRINTED_CHARACTERS = 10_000  # shown of a call's output
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 2_000, 20_000
 _TICK_S = 1.0
 _EXIT_S, _ENDING_S = 10.0, 2.0
@@ -53,12 +48,12 @@ Reply: TypeAlias = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """The child has ended, for the reason in the text, and answers no call any more."""
+    """The child has ended, for the reason in the text, and answers no more calls."""
 
 
 def pack_call(call: str, *arguments: Any) -> tuple[str, bytes]:
     """Return the number of a call, and the call in the child's format; raises the errors of pickling."""
-    number = secrets.token_hex(8)  # User code cannot guess it, hence not answer for its process.
+    number = secrets.token_hex(8)  # user code cannot guess it, and answer for its process
     return number, pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL)
 
 
@@ -66,18 +61,16 @@ class ChildProcess:
     """A process, its pending calls, and the threads of its connection; none outlives :meth:`end`.
 
     Args:
-        owner: the process ends when this object is garbage collected, too.
-        load: a function or class of an importable module; a fresh interpreter calls it with ``arguments``, which are
-            plain JSON, for its server: ``ready`` is the first reply, and ``serve(channel)`` answers until the parent is
-            gone.
-        memory_mb: address space in MB, libraries included; None: no limit.
-        max_reply_bytes: a longer reply ends the process.
-    """
+        owner: the process also ends when this object is garbage collected.
+        load: a function or class of an importable module; a fresh interpreter calls it with ``arguments``, plain JSON,
+            for its server: ``ready`` is the first reply, and ``serve(channel)`` answers until the parent is gone.
+        memory_mb: address space in MB, including libraries; None: no limit.
+        max_reply_bytes: a longer reply ends the process."""
 
     def __init__(
         self, owner: object, load: Callable[..., Any], arguments: list[Any], memory_mb: int | None, max_reply_bytes: int
     ) -> None:
-        self.pid = 0  # Of the child, not of the warden; sent before any user code runs.
+        self.pid = 0  # the child's, not the warden's; sent before any user code runs
         self.ready: Future[Reply] = Future()
         self._pending = {READY: self.ready}
         self._max_reply_bytes = max_reply_bytes
@@ -93,8 +86,8 @@ class ChildProcess:
                 pass_fds=[descriptor],
                 start_new_session=True,
             )
-        self._owner = weakref.finalize(owner, self._hang_up)  # The reader then kills: the collector never waits.
-        self._owner.atexit = False  # At exit the connection closes by itself.
+        self._owner = weakref.finalize(owner, self._hang_up)  # the reader then kills: the collector never waits
+        self._owner.atexit = False  # at exit the connection closes by itself
         self._reader = threading.Thread(target=self._read, name="replies of a child process", daemon=True)
         self._reader.start()
         threading.Thread(target=self._send, name="requests to a child process", daemon=True).start()
@@ -104,10 +97,9 @@ class ChildProcess:
         return bool(self._end_reason)
 
     def submit(self, number: str, body: bytes) -> "Future[Reply]":
-        """Send what :func:`pack_call` made, without waiting for the child to take it. Its reply fails with
-        :class:`ChildEnded`."""
+        """Send a call of :func:`pack_call`, without waiting for the child. The reply may be a :class:`ChildEnded`."""
         answer: Future[Reply] = Future()
-        answer.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
+        answer.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._lock:
             if self._end_reason:
                 answer.set_exception(ChildEnded(self._end_reason))
@@ -149,10 +141,10 @@ class ChildProcess:
                     self._settle(line)
         except OSError:
             pass
-        except Exception as error:  # noqa: BLE001 - whatever hostile code replied, its process ends
+        except Exception as error:  # noqa: BLE001 - any invalid reply of hostile code ends its process
             reason = f"user code answered for its process, which was ended ({error})"
         if not reason:
-            with suppress(subprocess.TimeoutExpired):  # A child that lives on is not waited for.
+            with suppress(subprocess.TimeoutExpired):  # do not wait for a child that lives
                 self._process.wait(0.0 if self._end_reason else _ENDING_S)
             names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
             code = self._process.poll()
@@ -164,7 +156,7 @@ class ChildProcess:
         with suppress(subprocess.TimeoutExpired):
             end_guarded(self._process)
         with suppress(OSError):
-            if self.pid:  # In case the warden was killed.
+            if self.pid:  # in case the warden was killed
                 os.killpg(self.pid, signal.SIGKILL)
         self._owner.detach()
         self._connection.close()
@@ -172,7 +164,7 @@ class ChildProcess:
     def _settle(self, line: bytes) -> None:
         if len(line) > self._max_reply_bytes:
             raise ValueError(f"its reply has more than {self._max_reply_bytes} bytes")
-        if line.endswith(b"\n"):  # Else the connection has closed in the middle of it.
+        if line.endswith(b"\n"):  # otherwise the connection has closed in the middle of it
             reply = json.loads(line)
             with self._lock:
                 answer = self._pending.pop(reply["number"])
@@ -183,22 +175,18 @@ class ChildProcess:
 
 
 def interpreter_command(function: Callable[..., None], *arguments: str) -> list[str]:
-    """Return the command line of a fresh interpreter that calls an importable function. ``sys.path`` goes along, so
-    that it finds the neighbour modules of a script."""
+    """Return the command line of a fresh interpreter, with this ``sys.path``, that calls an importable function."""
     name, module = function.__name__, function.__module__
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}(*sys.argv[1:])"
     return [sys.executable, "-c", code, *arguments]
 
 
-def become_program(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
-    """Become the warden of ``program.py`` in ``folder``, its child; or of a script that tests it, for which ``tested``
-    are an inherited descriptor, the script and its arguments. This module imports little: each program starts it."""
+def become_program(folder: str, level: str, limits: str, *tested: str) -> None:
+    """Become the warden of ``program.py``, or of a script that tests it by ``tested``: channel, script, arguments."""
     stand_guard(*map(int, tested[:1]))
-    limits = ResourceLimits(int(memory_mb), int(file_bytes), int(cpu_s))
     command = [sys.executable, "-I", *([tested[1], tested[0], *tested[2:]] if tested else ["program.py"])]
-    become_confined(
-        command, Path(folder), [Path(folder, "program.py"), *map(Path, tested[1:2])], limits, Confinement(level)
-    )
+    shown = [Path(folder, "program.py"), *map(Path, tested[1:2])]
+    become_confined(command, Path(folder), shown, ProgramLimits(*json.loads(limits)), level)
 
 
 def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments: str) -> None:
@@ -207,16 +195,16 @@ def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if int(memory_mb):
         resource.setrlimit(resource.RLIMIT_AS, (int(memory_mb) << 20, int(memory_mb) << 20))
-    with suppress(OSError):  # Where memory runs out, the kernel shall choose this process, not one of the job.
+    with suppress(OSError):  # without memory, the kernel should kill this process, not one of the job
         Path("/proc/self/oom_score_adj").write_text("1000")
-    sys.stdout = sys.stderr = output = Capped(os.dup(2))  # Not inherited: what it starts prints to nowhere.
+    sys.stdout = sys.stderr = output = Capped(os.dup(2))  # not inherited: processes that it starts print to nowhere
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     channel = Channel(int(descriptor), output)
     try:
         server = getattr(import_module(module), name)(*json.loads(arguments))
-    except Exception as error:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
+    except Exception as error:  # noqa: BLE001 - the process boundary: the parent reports any error
         channel.send(READY, error_reply(error))
         return
     channel.send(READY, server.ready)
@@ -226,8 +214,7 @@ def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments
 class Channel:
     """Sends the child's process id, then replies in JSON: data from hostile code is never unpickled.
 
-    The kernel closes the connection, not the interpreter on its way out: by then the exit code is certain.
-    """
+    The kernel closes the connection, not the exiting interpreter: by then the exit code is certain."""
 
     def __init__(self, descriptor: int, output: "Capped") -> None:
         self._descriptor, self._output = descriptor, output
@@ -247,13 +234,13 @@ class Channel:
         self._write(json.dumps({"number": number, **reply}).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
-        with suppress(OSError):  # The parent is gone, as the next receive reports.
+        with suppress(OSError):  # the parent is gone, as the next receive reports
             while line:
                 line = line[os.write(self._descriptor, line) :]
 
 
 def error_reply(error: Exception, call: str = "") -> Reply:
-    """Describe what user code raised in a ``call``, with the user's frames."""
+    """Describe an error of user code in a ``call``, with the user's frames."""
     is_own = isinstance(error, VerifierError | EnvironmentFailed)
     message = str(error) if is_own else f"{call} raised {type(error).__name__}: {error}".lstrip()
     trace = cut_middle(user_traceback(error), _TRACEBACK_CHARACTERS, "\n[...]\n")
@@ -261,7 +248,7 @@ def error_reply(error: Exception, call: str = "") -> Reply:
 
 
 class Capped(TextIOBase):
-    """Standard output and error of the function: its first characters reach the parent's standard error."""
+    """Standard output and error of user code, of which the first characters reach the parent's standard error."""
 
     def __init__(self, descriptor: int) -> None:
         self.left, self._descriptor = _PRINTED_CHARACTERS, descriptor
@@ -278,16 +265,15 @@ class Capped(TextIOBase):
 
 
 def stand_guard(*descriptors: int) -> None:
-    """Fork: the child returns from here; shield and warden, which keep none of the ``descriptors``, stay
-    until the child has ended, and end like it."""
+    """Fork: the child returns; shield and warden close ``descriptors``, wait for its end, and end in the same way."""
     _watch_child(descriptors, lambda warden: os.kill(warden, signal.SIGTERM))
-    with suppress(OSError, AttributeError):  # Elsewhere than on Linux orphans are not adopted.
+    with suppress(OSError, AttributeError):  # only Linux adopts orphans
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _watch_child(descriptors, lambda child: os.killpg(child, signal.SIGKILL))
 
 
 def end_guarded(process: "subprocess.Popen[bytes]") -> int:
-    """End the shield with all below it; return its exit code. Raises TimeoutExpired if it cannot be ended."""
+    """End the shield and its descendants; return its exit code. Raises TimeoutExpired if it cannot be ended."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         return process.wait(_EXIT_S)
@@ -297,13 +283,12 @@ def end_guarded(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> None:
-    """Fork: the child returns from here. This process ends the child on SIGTERM or when its own parent has ended, then
-    all that the child has left, generation by generation, and itself."""
+    """Fork: the child returns. On SIGTERM or its parent's end this process ends its descendants and itself."""
     watched = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # Waited for below, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # waited for below, so that none is lost
     parent, child = os.getppid(), os.fork()
     if child == 0:
-        os.setsid()  # What kills the shield's group leaves the one that cleans up.
+        os.setsid()  # a signal to the shield's group must not reach the warden
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return
     for descriptor in descriptors:
@@ -320,7 +305,7 @@ def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> No
             _kill_children()
             os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # End by the same signal.
+    if code < 0:  # end by the same signal
         with suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -329,7 +314,7 @@ def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> No
 
 
 def _reap(child: int) -> int | None:
-    """Take in everything that has ended; return the status of ``child`` if it is among them."""
+    """Reap all processes that have ended; return the status of ``child`` if it is among them."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Confines a program that a model wrote, at two levels.
 
-``bubblewrap``, where it is installed and works: the program sees the interpreter, its own folder and nothing else of
-the disk, no network, and no process but its own. ``limits`` otherwise: it runs as this user and can read the user's
-files; it has no network and cannot trace or read the environment of other processes, where the kernel lets a process
-have namespaces of its own.
+``bubblewrap``, if it is installed and works: the program sees the interpreter, its own folder and no other files, no
+network, and only its own processes. ``limits`` otherwise: it runs as this user and can read the user's files; if the
+kernel permits new namespaces, it has no network and cannot trace other processes or read their environment.
 
-At both: limits on memory, processor time, file sizes, open files and processes (which the kernel does not count for
-root), a clean environment, no descriptor but those it is given, no new privileges. Who calls sets the deadline.
-"""
+Both levels limit memory, processor time, file sizes, open files and processes (which the kernel does not count for
+root); the environment is clean, only the passed descriptors are open, and privileges cannot grow. The caller sets the
+deadline."""
 
 import ctypes
 import logging
@@ -22,7 +21,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
@@ -34,75 +32,62 @@ _LOG = get_logger(__name__)
 SETTING = "DLROVER_RL_SANDBOX"
 """Environment variable: ``bubblewrap`` refuses to run programs without it, ``limits`` does not look for it."""
 
-
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 _PROBE_S = 10.0
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
-class Confinement(StrEnum):
-    BUBBLEWRAP = "bubblewrap"
-    LIMITS = "limits"
+BUBBLEWRAP, LIMITS = LEVELS = ("bubblewrap", "limits")
+_OPEN_FILES = _PROCESSES = 64
 
 
 @dataclass(frozen=True)
-class ResourceLimits:
-    memory_mb: int
-    """Address space."""
-
-    file_bytes: int
-    """Of each file, and with bubblewrap of all files together."""
-
-    cpu_s: int
-    open_files: int = 64
-    processes: int = 64
+class ProgramLimits:
+    timeout_s: float = 4.0  #: seconds by the clock; one more of a processor
+    memory_mb: int = 1024  #: address space in MB; more is a MemoryError in the program
+    #: bytes of standard output, of standard error and of each file, with bubblewrap of all files together; more ends it
+    output_bytes: int = 1 << 20
 
 
 @cache
-def confinement() -> Confinement:
-    """The level of the programs that this process runs; logged once, as a warning where bubblewrap is missing. Raises
-    VerifierError if the environment asks for more."""
-    level, why = _choose_level()
-    severity = logging.WARNING if why and not os.environ.get(SETTING) else logging.INFO
-    because = f" ({why})" if why else ""
-    _LOG.log(severity, "programs that a model wrote are confined by %s%s", level.value, because)
+def confinement() -> str:
+    """Return the level of this process's programs, logged once; raises VerifierError if the setting requires more."""
+    level, reason = _choose_level()
+    severity = logging.WARNING if reason and not os.environ.get(SETTING) else logging.INFO
+    _LOG.log(severity, "programs that a model wrote are confined by %s%s", level, f" ({reason})" if reason else "")
     return level
 
 
-def _choose_level() -> tuple[Confinement, str]:
-    """The level here, and why it is not bubblewrap. Raises as :func:`confinement`."""
-    wanted = os.environ.get(SETTING, "")
-    if wanted not in ("", *Confinement):
-        raise VerifierError(f"{SETTING}={wanted!r} is neither {' nor '.join(Confinement)}")
-    if wanted == Confinement.LIMITS:
-        return Confinement.LIMITS, f"{SETTING}={wanted}"
-    why = _why_not_bubblewrap()
-    if why and wanted:
-        raise VerifierError(f"{SETTING} is {wanted}, and programs cannot be confined by it: {why}")
-    return (Confinement.LIMITS, why) if why else (Confinement.BUBBLEWRAP, "")
+def _choose_level() -> tuple[str, str]:
+    """Return the level, and why it is not bubblewrap. Raises as :func:`confinement`."""
+    setting = os.environ.get(SETTING, "")
+    if setting not in ("", *LEVELS):
+        raise VerifierError(f"{SETTING}={setting!r} is neither {' nor '.join(LEVELS)}")
+    if setting == LIMITS:
+        return LIMITS, f"{SETTING}={setting}"
+    fault = find_bubblewrap_fault()
+    if fault and setting:
+        raise VerifierError(f"{SETTING} is {setting}, but cannot confine programs: {fault}")
+    return (LIMITS, fault) if fault else (BUBBLEWRAP, "")
 
 
 def sandbox_level() -> str:
-    """``bubblewrap``, ``namespaces`` (limits, no network) or ``limits``; ``none`` where programs are refused, because
-    more is asked for."""
+    """Return ``bubblewrap``, ``namespaces`` (limits, no network), ``limits``, or ``none`` if programs are refused."""
     try:
         level, _ = _choose_level()
     except VerifierError:
         return "none"
-    if level is Confinement.BUBBLEWRAP:
-        return level.value
     flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC
     probe = [sys.executable, "-I", "-S", "-c", f"import ctypes; raise SystemExit(ctypes.CDLL(None).unshare({flags}))"]
-    try:
-        is_apart = subprocess.run(probe, capture_output=True, timeout=_PROBE_S, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        is_apart = False
-    return "namespaces" if is_apart else level.value
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if level == LIMITS and not subprocess.run(probe, capture_output=True, timeout=_PROBE_S).returncode:
+            return "namespaces"
+    return level
 
 
-def _why_not_bubblewrap() -> str:
-    """Empty if it works here."""
+def find_bubblewrap_fault() -> str:
+    """Return why bubblewrap does not work here, or ""."""
     if shutil.which("bwrap") is None or not Path("/usr/bin/prlimit").exists():
         return "bubblewrap is not installed"
     command = bubblewrap_command([sys.executable, "-I", "-S", "-c", ""], Path("/sandbox"), (), 1 << 20)
@@ -114,11 +99,9 @@ def _why_not_bubblewrap() -> str:
 
 
 def bubblewrap_command(command: Sequence[str], folder: Path, shown: Sequence[Path], room: int) -> list[str]:
-    """``command`` in an empty ``folder`` of ``room`` bytes, which is its only one to write in. ``shown`` are files that
-    it may read."""
+    """Return a command line that confines ``command`` to an empty ``folder`` of ``room`` bytes and ``shown`` files."""
     interpreter = dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)))
-    readable = [each for each in interpreter if not each.startswith("/usr/") and each != "/usr"]
-    mounts = [*_SYSTEM, *readable]
+    mounts = [*_SYSTEM, *(path for path in interpreter if not f"{path}/".startswith("/usr/"))]
     return [
         shutil.which("bwrap") or "bwrap",
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
@@ -133,26 +116,24 @@ def bubblewrap_command(command: Sequence[str], folder: Path, shown: Sequence[Pat
 
 
 def become_confined(
-    command: Sequence[str], folder: Path, shown: Sequence[Path], limits: ResourceLimits, level: Confinement
+    command: Sequence[str], folder: Path, shown: Sequence[Path], limits: ProgramLimits, level: str
 ) -> None:
-    """Replace this process by ``command``, confined. With bubblewrap its other ``shown`` files appear in ``folder``'s
-    place, too."""
+    """Replace this process by ``command``, confined. With bubblewrap only the ``shown`` files are in ``folder``."""
     clean = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if level is Confinement.BUBBLEWRAP:
-        counted = ["/usr/bin/prlimit", f"--nproc={limits.processes}", *command]  # counted inside only
-        command = bubblewrap_command(counted, folder, shown, limits.file_bytes)
     by_kind = {
         resource.RLIMIT_AS: limits.memory_mb << 20,
-        resource.RLIMIT_FSIZE: limits.file_bytes,
-        resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_FSIZE: limits.output_bytes,
+        resource.RLIMIT_CPU: int(limits.timeout_s) + 1,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_NOFILE: _OPEN_FILES,
     }
-    if level is not Confinement.BUBBLEWRAP:
-        elsewhere = 0 if _leave_namespaces() else _processes_of_this_user()
-        by_kind = {resource.RLIMIT_NPROC: limits.processes + elsewhere, **by_kind}
+    if level == BUBBLEWRAP:
+        counted = ["/usr/bin/prlimit", f"--nproc={_PROCESSES}", *command]  # counts the processes inside only
+        command = bubblewrap_command(counted, folder, shown, limits.output_bytes)
+    else:
+        by_kind[resource.RLIMIT_NPROC] = _PROCESSES + (0 if _leave_namespaces() else _processes_of_this_user())
         os.chdir(folder)
     for kind, limit in by_kind.items():
         _, most = resource.getrlimit(kind)
@@ -162,8 +143,7 @@ def become_confined(
 
 
 def _leave_namespaces() -> bool:
-    """Have a user, network and IPC namespace of one's own, if the kernel permits it: from there neither the network nor
-    the memory and environment of outer processes can be reached."""
+    """Enter new user, network and IPC namespaces, away from other processes; return False if the kernel forbids it."""
     user, group = os.getuid(), os.getgid()
     try:
         if ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC):
@@ -177,7 +157,7 @@ def _leave_namespaces() -> bool:
 
 
 def _processes_of_this_user() -> int:
-    """The kernel counts threads, all of them."""
+    """Count the processes of this user as the kernel does: all threads."""
     count = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -188,8 +168,7 @@ def _processes_of_this_user() -> int:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make an empty folder, and remove it with all that is in it by then; what cannot be removed stays, and is
-    logged."""
+    """Make an empty folder, and remove it with its content; what cannot be removed remains, with a warning."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -201,9 +180,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder in which no process writes any more.
-
-    Unlike ``shutil.rmtree`` it takes folders of any depth, which no path can name: each is moved to the top first."""
+    """Remove a folder that no process writes to; unlike ``shutil.rmtree`` it handles folders too deep for a path."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -215,8 +192,8 @@ def remove_tree(folder: Path) -> None:
         with os.scandir(current) as entries:
             listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for path, is_folder in listed:
-            if is_folder:
-                os.chmod(path, 0o700)  # else it cannot be moved
+            if is_folder:  # moved to the top, so that no path becomes too long
+                os.chmod(path, 0o700)
                 count += 1
                 waiting.append(target := os.path.join(folder, f"{moved}-{count}"))
                 os.rename(path, target)

@@ -5,10 +5,9 @@
 
     Guard --reset, step, close--> IsolatedEnvironment --calls--> ChildProcess (an event loop, the user's code)
 
-Replies are data, never unpickled. An abandoned call is cancelled in the child; a child that does not confirm that is
-stuck and is replaced. Its other calls fail too, because their episodes lived there. An episode that begins although
-its call was cancelled is closed. A sync call that cannot be interrupted leaves its thread behind: a child with many of
-them is replaced between episodes.
+Replies are data, never unpickled. An abandoned call is cancelled in the child; a child that does not confirm this is
+stuck and is replaced, and its other episodes fail. An episode that begins although its call was cancelled is closed. A
+sync call that cannot be interrupted leaves its thread behind: a child with many of them is replaced between episodes.
 """
 
 import asyncio
@@ -41,14 +40,13 @@ _LOG = get_logger(__name__)
 
 _EXIT_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
-_MOST_ABANDONED = 8
-"""Threads of abandoned calls that a child may have when no episode is open."""
+_MOST_ABANDONED = 8  # threads of abandoned calls that a child may have when no episode is open
 
 
 class IsolatedEnvironment:
     """Runs an environment of :func:`~dlrover.python.rl.environment.core.functions.load_environment` in a child process.
 
-    An episode's ``extra_info`` is sent, so it holds plain data (:mod:`~dlrover.python.rl.data.state_tree`).
+    An episode's ``extra_info`` is sent, so it must be plain data (:mod:`~dlrover.python.rl.data.state_tree`).
 
     Args:
         where: the environment's name; paths are relative to the current folder.
@@ -58,8 +56,7 @@ class IsolatedEnvironment:
         memory_mb: address space of the child in MB; None: no limit.
 
     Raises:
-        EnvironmentFailed: the child could not load it.
-    """
+        EnvironmentFailed: the child could not load it."""
 
     def __init__(
         self,
@@ -75,13 +72,13 @@ class IsolatedEnvironment:
         self._child: ChildProcess | None = None
         self._closed = False
         self._open = 0  # episodes
-        self._abandoned = 0  # calls that had not returned when they were last counted
-        self._abandoned_s = -inf  # when the last one was
+        self._abandoned = 0  # abandoned calls that had not returned at the last count
+        self._abandoned_s = -inf  # time of the last abandoned call
         self.traits = EnvironmentTraits()
         self._running()
 
     def reset(self, extra_info: dict[str, Any]) -> Coroutine[Any, Any, State | None]:
-        self._open += 1  # also if the coroutine is cancelled before it begins: its episode is closed as well
+        self._open += 1  # even if the coroutine is cancelled before it begins: its episode is closed as well
         return self._reset(extra_info)
 
     async def _reset(self, extra_info: dict[str, Any]) -> State | None:
@@ -123,11 +120,11 @@ class IsolatedEnvironment:
         except asyncio.CancelledError:
             threading.Thread(target=self._cancel_call, args=(child, number), daemon=True).start()
             if call == "reset":
-                threading.Thread(target=_give_back, args=(child, answer), daemon=True).start()
+                threading.Thread(target=_close_abandoned, args=(child, answer), daemon=True).start()
             raise
 
     def _running(self) -> ChildProcess:
-        """Return the child, a new one if the last has ended."""
+        """Return the child, which is new if the last one has ended."""
         with self._lock:
             if self._child is not None and not self._child.is_ended:
                 return self._child
@@ -151,30 +148,27 @@ class IsolatedEnvironment:
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         self._abandoned_s = time.monotonic()
         try:
-            self._count_abandoned(child, cancelled)
+            self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
             self._replace_if_idle()
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
                 _LOG.warning("%s is stuck in a call: its process is replaced", self._where)
-                child.end("it was stuck in another sample's call: what blocks in a coroutine holds up all samples")
+                child.end("it was stuck in another sample's call: blocking code in a coroutine stops all samples")
 
     def _replace_if_idle(self) -> None:
-        """End a child with too many abandoned calls if no episode is open; the next episode starts another one."""
+        """End a child with too many abandoned calls if no episode is open; the next episode starts a new child."""
         if self._open or self._abandoned <= _MOST_ABANDONED:
             return
-        time.sleep(max(self._abandoned_s + self._grace_s - time.monotonic(), 0.0))  # most end at their next line
-        with self._lock:  # an episode that begins now waits for another child
+        time.sleep(max(self._abandoned_s + self._grace_s - time.monotonic(), 0.0))  # most calls end at their next line
+        with self._lock:  # an episode that begins now waits for a new child
             child = self._child
             if child is None or child.is_ended or self._closed or self._open:
                 return
             with suppress(TimeoutError, ChildEnded):
-                self._count_abandoned(child)
+                self._abandoned = _decode(child.submit(*pack_call("cancel", "")).result(self._grace_s))
             if self._abandoned > _MOST_ABANDONED:
                 _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
                 self._end(child, "too many of its calls did not return")
-
-    def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
-        self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""
@@ -186,13 +180,13 @@ class IsolatedEnvironment:
             child.end(reason)
 
 
-def _give_back(child: ChildProcess, answer: "Future[Reply]") -> None:
-    """Close the episode of a call that was given up, if it begins all the same."""
+def _close_abandoned(child: ChildProcess, answer: "Future[Reply]") -> None:
+    """Close the episode of an abandoned call if it begins nevertheless."""
     with suppress(ChildEnded, EnvironmentFailed):
         _, extra_info = _decode(answer.result())  # waits: for the user's code, or the end of its process
         closed = child.submit(*pack_call("close", extra_info)).result()  # waits: likewise
         if "error" in closed:
-            _LOG.warning("an episode that was given up did not close: %s", closed["error"])
+            _LOG.warning("an abandoned episode did not close: %s", closed["error"])
 
 
 def _encode(value: Any) -> dict[str, Any]:
@@ -241,7 +235,7 @@ class EnvironmentServer:
         del self._calls[number]
         if task.cancelled():
             channel.send(number, error_reply(EnvironmentFailed("it was cancelled")))
-        elif task.exception() is None:  # else this process ends by it
+        elif task.exception() is None:  # otherwise this process ends
             channel.send(number, task.result())  # waits: no more, it is done
 
     async def _answer(self, call: str, arguments: tuple[Any, ...]) -> Reply:
@@ -257,5 +251,5 @@ class EnvironmentServer:
                 return _encode(returned)
             except DataError as error:
                 raise EnvironmentFailed(f"{call} returned data that cannot be sent: {error}") from None
-        except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+        except Exception as error:  # noqa: BLE001 - the process boundary: the parent reports any error
             return error_reply(error, call)

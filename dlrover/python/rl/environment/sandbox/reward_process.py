@@ -2,8 +2,7 @@
 """A reward function in a child process with a deadline: it may loop, exhaust memory or kill its interpreter.
 
 The child is a fresh interpreter that imports this module and the function's, but neither the parent's main script nor
-its memory. Verifiers run side by side: a hanging sample uses only its own deadline.
-"""
+its memory. Verifiers run in parallel: a hanging sample uses only its own deadline."""
 
 import math
 import queue
@@ -34,8 +33,8 @@ _MAX_REPLY_BYTES = 1 << 20
 class RewardServer:
     """Loads the functions named in ``weights`` and answers calls, in the child.
 
-    SIGALRM ends the process at a limit even if parent and warden are gone and the function holds the interpreter; the
-    parent is earlier."""
+    SIGALRM ends the process after a limit even if parent and warden are gone and the function blocks the interpreter;
+    the parent's limit is earlier."""
 
     def __init__(self, weights: dict[str, float], columns: list[str], limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s + _ORPHAN_GRACE_S)
@@ -50,7 +49,7 @@ class RewardServer:
             try:
                 rewards = self._rewards.now([Completed(*fields) for fields in samples])
                 reply: Reply = {"rewards": [(reward.total, reward.parts) for reward in rewards]}
-            except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+            except Exception as error:  # noqa: BLE001 - the process boundary: the parent reports any error
                 reply = error_reply(error)
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.send(number, reply)
@@ -60,20 +59,19 @@ class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
     """Calls a reward function in a child process, for at most ``timeout_s`` a sample.
 
     Calls from several threads run one by one; each deadline starts with its call. In a coroutine use
-    ``asyncio.to_thread``. Output goes to standard error, the first 10,000 characters of a call.
+    ``asyncio.to_thread``. The first 10,000 characters of a call's output go to standard error.
 
     Args:
-        function: ``"package.module:function"``, a registered name, or a function of an importable module; or several
-            with weights, whose weighted sum is the reward. They may be async.
-        timeout_s: seconds for each sample of a call, without loading the module.
-        start_timeout_s: seconds to start the child and load it.
-        memory_mb: address space of the child in MB, libraries included; None: no limit.
+        function: ``"package.module:function"``, a registered name, or a function of an importable module, sync or
+            async; or several with weights, whose weighted sum is the reward.
+        timeout_s: seconds for each sample of a call.
+        start_timeout_s: seconds to start the child and load the function.
+        memory_mb: address space of the child in MB, including libraries; None: no limit.
         columns: of all rows of the data, see :class:`~dlrover.python.rl.environment.core.scoring.RewardFunction`.
 
     Raises:
         ValueError: ``function`` has no importable name, or a limit is not positive and finite.
-        VerifierError: the child could not load it.
-    """
+        VerifierError: the child could not load it."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
         self._columns, self._lock = sorted(columns), threading.Lock()
         self._closed, self._child = False, self._start()
         self.compares = False
-        """True if a function is given all samples of a batch at once."""
+        """True if a function gets all samples of a batch at once."""
         try:
             self._await_ready()
         except BaseException:
@@ -101,17 +99,12 @@ class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
             raise
 
     def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> float:
-        """The reward of one sample, as :meth:`score_all`."""
+        """Return the reward of one sample, as :meth:`score_all`."""
         return self.score_all([Completed(completion, answer, extra_info or {})])[0].total
 
     def score_all(self, samples: Sequence[Completed]) -> list[Reward]:
-        """Return the rewards of samples, in one call.
-
-        Raises:
-            VerifierTimeout: no rewards in time.
-            VerifierCrashed: the child ended.
-            VerifierError: the function raised, or returned something else.
-        """
+        """Return the rewards of samples, in one call. Raises VerifierTimeout if it is late, VerifierCrashed if the
+        child ends, and VerifierError if the function raises, or returns no reward."""
         limit_s = self._timeout_s * len(samples)
         request = pack_call("score", [tuple(sample) for sample in samples], limit_s)
         with self._lock:
@@ -167,16 +160,13 @@ def _importable_name(function: str | Callable[..., Any]) -> str:
         return function
     home, path = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "<nameless>")
     if home == "__main__" or "<" in path:
-        raise ValueError(
-            f"{function!r} cannot be imported by another process: define it at the top of a module that is not the"
-            " main script"
-        )
+        advice = "define it at the top level of a module that is not the main script"
+        raise ValueError(f"{function!r} cannot be imported by another process: {advice}")
     return f"{home}:{path}"
 
 
 class VerifierPool:
-    """``workers`` verifier processes, made by ``start``; a killed one is replaced at once. Errors of ``start`` leave
-    no process."""
+    """``workers`` verifier processes, made by ``start``, whose errors leave no process behind."""
 
     def __init__(self, workers: int, start: Callable[[], DeadlineVerifier]) -> None:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
@@ -198,7 +188,7 @@ class VerifierPool:
         return [result for (result,) in self._threads.map(self._score_call, ([sample] for sample in waiting))]
 
     def _score_call(self, samples: Sequence[Completed]) -> list[Reward | VerifierError]:
-        verifier = self._idle.get_nowait()  # As many as threads: there is always one.
+        verifier = self._idle.get_nowait()  # there are as many as threads
         try:
             return [*verifier.score_all(samples)]
         except VerifierError as error:

@@ -11,13 +11,13 @@ from dlrover.python.rl.environment.core.scoring import needs
 @needs("answer")
 @ignore_thoughts
 def exact(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    return exact_answer(completion, _required(answer))
+    return exact_answer(completion, answer or "")
 
 
 @needs("answer")
 @ignore_thoughts
 def gsm8k(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    return same_final_number(completion, _required(answer))
+    return same_final_number(completion, answer or "")
 
 
 @needs("answer")
@@ -30,11 +30,5 @@ def math(completion: str, answer: str | None, extra_info: dict[str, Any]) -> flo
 
 
 def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    """For training that learns nothing from rewards."""
+    """Score nothing, for training without rewards."""
     return 0.0
-
-
-def _required(answer: str | None) -> str:
-    if answer is None:
-        raise ValueError("the prompt has no reference answer")
-    return answer

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that a model wrote, run in a separate process with limits, and scored by tests.
 
-It is confined as :mod:`~dlrover.python.rl.environment.sandbox.confinement` describes, and no process is left behind.
+:mod:`~dlrover.python.rl.environment.sandbox.confinement` describes the confinement; no process is left behind.
 
 A program cannot easily score itself. Expected outputs and literals are never in its process, file, arguments or
 environment: ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``, and this process compares. The other
-assertions are sent after the program has run, compare data by its own class, and each that surely runs has to be
-reported before a token that is unread in the program's connection until the tests end; see ``hidden_tests`` and
-``code_tests``. A determined program may still find other expected values in its callers' frames, or change these;
-replace a function that a test calls while it runs, speak for the tests that it reads from the connection, read the data
-set or trace other processes; an object of its class may claim to contain everything (``x in f(y)``).
-Prefer ``assert f(2) == 4``, or cases of input and output.
-"""
+assertions are sent after the program has run, and compare data by its own class; each that always runs must be reported
+before a token that is unread in the program's connection until the tests end; see ``hidden_tests`` and ``code_tests``.
+A determined program may still find or change other expected values in its callers' frames, replace a function that a
+test calls while it runs, answer for tests that it reads from the connection, read the data set or trace other
+processes; an object of its class may claim to contain everything (``x in f(y)``). Prefer ``assert f(2) == 4``, or cases
+of input and output."""
 
+import json
 import os
 import re
 import secrets
@@ -23,31 +23,20 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.scoring import needs
 from dlrover.python.rl.environment.sandbox.child_process import become_program, end_guarded, interpreter_command
-from dlrover.python.rl.environment.sandbox.confinement import confinement, scratch_folder
+from dlrover.python.rl.environment.sandbox.confinement import ProgramLimits, confinement, scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 
 _TESTED = Path(__file__).with_name("code_tests.py")
-
-
-@dataclass(frozen=True)
-class ProgramLimits:
-    timeout_s: float = 4.0
-    """Seconds by the clock."""
-
-    memory_mb: int = 1024
-    """Address space in MB; more is a MemoryError there."""
-
-    output_bytes: int = 1 << 20
-    """Of standard output, of standard error, and of every file it writes; it is ended at more."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,7 @@ class ProgramResult:
 
 
 def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> ProgramResult:
-    """Run a program in an empty folder, with a clean environment; all its processes end with it."""
+    """Run a program in an empty folder with a clean environment; all its processes end with it."""
     limits = limits if limits is not None else ProgramLimits()
     with scratch_folder("program-") as folder:
         process = _start(folder, source, stdin, limits)
@@ -82,15 +71,12 @@ def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None
 
 
 def _read_output(path: Path, most: int) -> bytes:
-    """Nothing where the program has put a pipe, a device or a link in its output's place."""
+    """Read an output file; empty if the program has replaced it by a pipe, a device or a link."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_file(path) as file:
+            return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     except OSError:
         return b""
-    try:
-        return os.read(descriptor, most) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
-    finally:
-        os.close(descriptor)
 
 
 def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None = None) -> bool:
@@ -102,7 +88,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
             process = _start(folder, source, "", limits, [str(channel.fileno()), *tests.modules])
         try:
             return _compare_values(connection, tests, time.monotonic() + limits.timeout_s, limits.output_bytes)
-        except OSError:  # It ended, or its time was up.
+        except OSError:  # it ended, or its time was up
             return False
         finally:
             end_guarded(process)
@@ -111,16 +97,15 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
 def _start(
     folder: Path, source: str, stdin: str, limits: ProgramLimits, tested: Sequence[str] = ()
 ) -> "subprocess.Popen[bytes]":
-    """``folder`` will hold the program's output; ``tested`` is a channel that sends tests, and the modules of these."""
+    """Start a program with its output in ``folder``; ``tested`` is a channel that sends tests, and their modules."""
     tested = [tested[0], str(_TESTED), *tested[1:]] if tested else []
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-    sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
     with ExitStack() as files:
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            interpreter_command(become_program, str(folder), confinement().value, *sizes, *tested),
+            interpreter_command(become_program, str(folder), confinement(), json.dumps(astuple(limits)), *tested),
             stdin=stdin_file,
             stdout=out,
             stderr=err,
@@ -130,8 +115,8 @@ def _start(
 
 
 def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: float, most: int) -> bool:
-    """Hand a program its tests, and hear what comes of them; OSError: its end closed, or the time was up; ValueError: a
-    module of the tests could not be imported, before the program ran."""
+    """Send a program its tests, and return True if all pass. Raises OSError if its end closed or the time was up,
+    ValueError if a module of the tests could not be imported before the program ran."""
     lines = _read_lines(connection, deadline_s, most)
     if missing := next(lines, "").partition(" ")[2]:
         raise ValueError(f"the tests import {missing.rstrip()}, which fails in the program's process")
@@ -153,7 +138,7 @@ def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: f
 
 
 def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iterator[str]:
-    """Lines that a program says, until it says nothing more or ``most`` bytes."""
+    """Yield the lines that a program sends, up to ``most`` bytes."""
     partial = b""
     while most > 0:
         connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
@@ -166,11 +151,9 @@ def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iter
 
 
 def code_block(text: str) -> str | None:
-    """The last fenced block of Python, or else the last of no named language, in ``text``; None when there is none.
-
-    Blocks in quotes are not read. Time is linear in the text's length: at worst some seconds for a million characters.
-    """
-    from markdown_it import MarkdownIt  # imported on demand: the process of each program imports this module
+    """Return the last fenced block of Python in ``text``, or else the last one without a language; None without one.
+    Blocks in quotes are not read. Time is linear in the text's length, at worst seconds for a million characters."""
+    from markdown_it import MarkdownIt  # imported on demand: only this function needs it
 
     markdown = MarkdownIt("zero").enable(["code", "fence", "list"]).disable("inline")
     blocks: dict[str, str] = {}
@@ -185,24 +168,24 @@ def code_block(text: str) -> str | None:
 @needs("tests")
 @ignore_thoughts
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.
+    """Return 1.0 if the program in the completion's last code block passes every test of ``extra_info["tests"]``, else
+    0.0.
 
-    Tests are either Python text or lines of it, or cases ``{"input": ..., "output": ...}``, what the program reads from
-    standard input and has to print (white space at the ends of lines and of the text aside). They may be JSON, and
+    Tests are Python text, or a list of its lines, or cases ``{"input": ..., "output": ...}``: what the program reads
+    from standard input and must print (white space at line ends and around the text is ignored). They may be JSON, and
     cases may be one ``{"inputs": [...], "outputs": [...]}``.
 
-    Text runs after the program in the same module, as a script; then what pytest and unittest would find in it, and
-    HumanEval's ``check`` with the function that ``extra_info["entry_point"]`` names. It may import the program by the
-    names in ``PROGRAM_MODULES``. It passes if it asserts something, and if no assertion fails, caught or not.
+    Text runs as a script after the program, in the same module; then the tests in it that pytest and unittest would
+    find, and HumanEval's ``check`` with the function ``extra_info["entry_point"]``. It may import the program by the
+    names in ``PROGRAM_MODULES``. It passes if it asserts something, and no assertion fails, caught or not.
     ``assert f(2) == 4`` compares plain data: only numbers, texts, containers and objects of classes derived from these
     can equal a literal.
 
-    All tests together have ``extra_info["timeout_s"]``, 4 seconds by default: a program that needs longer gets 0. Keep
-    it below ``reward.timeout_s``, which ends the verifier without a reward. Each case starts an interpreter.
+    All tests together have ``extra_info["timeout_s"]``, by default 4 seconds: a slower program scores 0. Keep it below
+    ``reward.timeout_s``, which ends the verifier without a reward. Each case starts an interpreter.
 
     Raises:
-        ValueError: there are no tests, they are neither, nothing in them could fail, or they need what is not here.
-    """
+        ValueError: the tests are missing or of another kind, cannot fail, or need something that is not installed."""
     tests = _read_tests(decode_json(extra_info.get("tests")))
     cases = tests if isinstance(tests, list) else []
     hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None
@@ -223,7 +206,7 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
 
 
 def _read_tests(tests: Any) -> str | list[dict[str, str]]:
-    """Return a text, also of MBPP's list of assertions, or cases, also of APPS's ``inputs`` and ``outputs``."""
+    """Return a text (also for MBPP's list of assertions) or cases (also for APPS's ``inputs`` and ``outputs``)."""
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"} and len({*map(len, tests.values())}) == 1:
         tests = [{"input": text, "output": out} for text, out in zip(tests["inputs"], tests["outputs"], strict=True)]
     items = tests if isinstance(tests, list) else [tests]

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a tested program: it runs the program, then the tests, and reports every assertion.
 
-Runs as a script, isolated, in the program's folder, with the standard library only. One inherited descriptor::
+It runs as a script, isolated, in the program's folder, with the standard library only. One inherited descriptor::
 
-    modules of the tests are imported: "loaded <what failed>" -> program runs: "ran" -> <tests, calls, token>
+    modules of the tests are imported: "loaded <failed module>" -> program runs: "ran" -> <tests, calls, token>
     -> tests run, each assertion is "passed <number>", "failed" or "compared <number> <value>" -> "over <token>"
 
-Tests arrive after the program has run; the token stays unread until they end. What is used here is bound before the
-program runs; functions and modules that it replaced are put back before the tests run.
-"""
+Tests arrive after the program has run; the token stays unread until they end. All names used here are bound before the
+program runs; functions and modules that it replaced are restored before the tests run."""
 
 import builtins
 import math
@@ -21,7 +20,7 @@ from numbers import Number
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-globals()["__builtins__"] = _BUILTINS = dict(vars(builtins))  # what is defined below uses these, not the module
+globals()["__builtins__"] = _BUILTINS = dict(vars(builtins))  # the code below uses these, not the module
 
 SIZE_BYTES = 8
 
@@ -37,7 +36,7 @@ _EXACT: dict[type[Any], Callable[[Any], Any]] = {
     bytes: bytes,
     bytearray: bytes,
 }
-"""How a value of a class derived from one of these becomes one of it; what they make of themselves is not asked."""
+"""Conversions of values of derived classes to these classes, without the values' own methods."""
 
 _SCALARS = {*_EXACT, type(None)}
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -56,7 +55,7 @@ class Opaque(TypeError):
 
 
 class Approximate:
-    """Equals numbers, and containers of numbers, within a tolerance: ``pytest.approx``."""
+    """A value that equals numbers, and containers of numbers, within a tolerance: ``pytest.approx``."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self._expected, self._nan_ok = expected, nan_ok
@@ -79,7 +78,7 @@ class Approximate:
 
 
 def raises(kinds: Any, call: Any = None, *arguments: Any, match: Any = None, **named: Any) -> Any:
-    """Expect an exception, as ``pytest.raises``, ``assertRaises`` and ``assertRaisesRegex`` do."""
+    """Expect an exception: ``pytest.raises``, ``assertRaises`` and ``assertRaisesRegex``."""
     expected = _expect(kinds, match)
     if call is None:
         return expected
@@ -110,7 +109,7 @@ def _expect(kinds: Any, match: Any) -> Iterator[SimpleNamespace]:
 
 
 def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
-    """``value`` as numbers, text and containers of these; ``otherwise`` takes what is none, or raises Opaque."""
+    """Return ``value`` as numbers, text and containers of these; ``otherwise`` converts others, or Opaque is raised."""
     if type(value) in _SCALARS:
         return value
     scalar = _exact_scalar(value)
@@ -131,7 +130,7 @@ def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _exact_scalar(value: Any) -> Any:
-    """Return the text or the number that ``value`` is, or equals as a Fraction may; else None."""
+    """Return the text or the number that ``value`` is, or equals (a Fraction may); else None."""
     for kind, exact in _EXACT.items():
         if isinstance(value, kind):
             return exact(value)
@@ -145,7 +144,7 @@ def _exact_scalar(value: Any) -> Any:
 
 
 class Assertions:
-    """The functions that rewritten tests call, by names such as ``__check__``."""
+    """The functions that rewritten tests call, with names such as ``__check__``."""
 
     raises = staticmethod(raises)
 
@@ -159,7 +158,7 @@ class Assertions:
             self._suite, self._load = self._unittest.TestSuite, self._unittest.TestLoader().loadTestsFromTestCase
 
     def passed(self, number: int, value: Any = None) -> Any:
-        """Report an assertion; ``value`` is of an expression that raises where it fails."""
+        """Report an assertion; return ``value``, whose expression raises on failure."""
         self._report(f"passed {number}")
         return value
 
@@ -167,7 +166,7 @@ class Assertions:
         try:
             value = self.known(value)
         except Opaque:
-            if hasattr(type(value), "__getattr__"):  # it may be anything, as a Mock is
+            if hasattr(type(value), "__getattr__"):  # it may pretend to be anything, like a Mock
                 raise
         holds = bool(value)
         self.passed(number) if holds else self._say("failed")
@@ -177,8 +176,7 @@ class Assertions:
         self._report(f"compared {number} {plain(value)!r}")
 
     def _report(self, line: str) -> None:
-        """Report what a loop asserts once."""
-        if line not in self._reports:
+        if line not in self._reports:  # a loop may assert repeatedly
             self._reports.add(line)
             self._say(line)
 
@@ -187,7 +185,7 @@ class Assertions:
         return getattr(self._copy, name)(*(arguments if "Is" in name else map(self.known, arguments)), **named)
 
     def holds(self, left: Any, relation: str, right: Any, *chained: Any) -> Any:
-        """Compare data as data; only objects of one class are compared by methods of the program."""
+        """Compare data as data; only objects of one class are compared by the program's methods."""
         if chained:
             return self.holds(left, relation, right) and self.holds(right, *chained)
         compare = _RELATIONS[relation]
@@ -214,7 +212,7 @@ class Assertions:
         return has_items and (kind is not dict or all(self.holds(left[key], "Eq", right[key]) for key in left))
 
     def known(self, value: Any) -> Any:
-        """Reduce ``value`` to plain data and objects of libraries that the tests import; others raise Opaque."""
+        """Reduce ``value`` to plain data and objects of libraries that the tests import; raises Opaque for others."""
         return plain(value, self._find_library)
 
     def _find_library(self, value: Any) -> Any:
@@ -226,7 +224,7 @@ class Assertions:
         raise Opaque(f"a {kind.__name__} is no data")
 
     def collect(self, tests: Any) -> None:
-        """Call a function or the methods of a class, as pytest and unittest do."""
+        """Call a function, or the methods of a class, like pytest and unittest."""
         if not isinstance(tests, type):
             return _call(tests)
         if self._unittest is not None and issubclass(tests, self._case):
@@ -243,10 +241,10 @@ class Assertions:
         return None
 
     def run(self, *texts: str) -> bool:
-        """Run tests, then what pytest and unittest would call; return False if a helper was replaced."""
+        """Run tests, then the calls of pytest and unittest; return False if a helper was replaced."""
         helpers = {f"__{name}__": getattr(self, name) for name in vars(Assertions) if not name.startswith("_")}
         scope: dict[str, Any] = vars(self._program)
-        # Tests that patch the module patch it for the program, too.
+        # Tests that patch the module also patch it for the program.
         scope.update(helpers, __builtins__=vars(builtins) if "builtins." in texts[0] else _BUILTINS.copy())
         for text in texts:
             exec(compile(text, "tests", "exec", dont_inherit=True), scope)
@@ -276,7 +274,7 @@ def _ignore_mark(*values: Any, **_: object) -> Any:
     return values[0] if values and callable(values[0]) else lambda function: function
 
 
-# Marks change nothing, but for ``parametrize``.
+# Marks change nothing, except ``parametrize``.
 _MARK, _PYTEST = ModuleType("mark"), ModuleType("pytest")
 vars(_MARK).update(parametrize=_parametrize, __getattr__=lambda name: _ignore_mark)
 vars(_PYTEST).update(raises=raises, approx=Approximate, mark=_MARK)
@@ -299,7 +297,7 @@ def run_tested(file: str, channel: int, modules: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 - modules may raise anything
             missing = missing if module.endswith("?") else f"{module} ({error})"
     say(f"loaded {missing}")
-    program = ModuleType("program")  # what it does as a script is not tested
+    program = ModuleType("program")  # its part for ``__main__`` is not tested
     vars(program).update(__file__=os.path.abspath(file), __builtins__=builtins)  # not this module's
     assertions, loaded = Assertions(say, program), sys.modules
     modules_before = {**loaded, "pytest": _PYTEST, "__main__": program, **dict.fromkeys(PROGRAM_MODULES, program)}
@@ -318,7 +316,7 @@ def run_tested(file: str, channel: int, modules: list[str]) -> None:
 
 
 def _receiver(channel: int) -> Callable[[], bytes]:
-    """Return what reads the next text that was sent, behind its size."""
+    """Return a function that reads the next text from the channel, where its size precedes it."""
     read = os.read
 
     def read_exactly(size: int) -> bytes:

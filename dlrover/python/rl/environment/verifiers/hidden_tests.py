@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test files, rewritten so that neither an expected value nor a verdict is in the tested program's hands.
+"""Test files, rewritten so that the tested program controls neither an expected value nor a verdict.
 
 ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``: this process has the 4, and compares. Any other
-assertion becomes ``assert __check__(1, ...)``, which reports the outcome; methods of ``unittest.TestCase`` do likewise.
-"""
+assertion becomes ``assert __check__(1, ...)``, which reports the outcome, as do methods of ``unittest.TestCase``."""
 
 import ast
 import builtins
@@ -19,12 +18,10 @@ from typing import Any
 
 from dlrover.python.rl.environment.verifiers.code_tests import PROGRAM_MODULES, Approximate
 
-CHECKED = object()
-"""The expected value of an assertion that is checked in the program's process."""
-
+CHECKED = object()  # the expected value of an assertion that is checked in the program's process
 _NO_LITERAL = object()
 _NOTHING_FAILS = "the tests call nothing that could fail"
-_WHOLE = ("mark", "main", "fail")  # read behind the name of their module
+_WHOLE = ("mark", "main", "fail")  # read with the name of their module
 _TEST_CASE = re.compile(r"\w+\.assert[A-Z]|(self|pytest)\.fail$")
 _UNSUPPORTED = re.compile(
     r"pytest\.(?!(raises|approx|param|main|fail|mark|mark\.(?!skip|xfail|usefixtures)\w+)$).*"
@@ -46,9 +43,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 class HiddenTests:
     """Tests without their expected values, and the ``calls`` that pytest and unittest would make.
 
-    ``text`` reports each assertion by its index in ``expected``; ``due`` are the indices that tests which run to their
-    end always report. ``modules`` are what the tests import, with ``?`` where they do without.
-    """
+    ``text`` reports each assertion by its index in ``expected``; ``due`` are the indices that complete tests always
+    report. ``modules`` are the tests' imports, with ``?`` if they are optional."""
 
     text: str
     expected: tuple[Any, ...]
@@ -57,7 +53,7 @@ class HiddenTests:
     modules: tuple[str, ...]
 
     def accepts(self, report: str, number: int, value: str) -> bool:
-        """Return True if an assertion has ``passed`` where it is checked, or is ``compared`` with an equal value."""
+        """Return True if a checked assertion has ``passed``, or another is ``compared`` with an equal value."""
         expected = self.expected[number] if number < len(self.expected) else _NO_LITERAL
         if expected is CHECKED or report != "compared":
             return expected is CHECKED and report == "passed"
@@ -69,9 +65,7 @@ class HiddenTests:
 
 @lru_cache(64)
 def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
-    """Rewrite tests; HumanEval's ``check(candidate)`` is called with ``entry_point``.
-
-    Raises ValueError if they are not Python, if nothing in them could fail, or if a part would not run here."""
+    """Rewrite tests, with HumanEval's ``check(entry_point)``; raises ValueError if they cannot run or cannot fail."""
     try:
         tree = ast.parse(tests)
     except SyntaxError as error:
@@ -110,7 +104,7 @@ def _refuse_unsupported(tree: ast.Module) -> None:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules that the tests import, aside from the program. Raises ValueError if one is not installed."""
+    """Yield the modules that the tests import, except the program. Raises ValueError if one is not installed."""
     optional = {node for each in ast.walk(tree) if isinstance(each, ast.Try) for node in ast.walk(each)}
     for node in ast.walk(tree):
         names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
@@ -124,8 +118,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _collect(tree: ast.Module, entry_point: str) -> tuple[ast.Module, list[_Function]]:
-    """Return calls of the tests that pytest and unittest would find, and HumanEval's; and methods that they always
-    run."""
+    """Return the calls of tests by pytest, unittest and HumanEval, and the methods that they always run."""
     called, loaded = set(map(_called, tree.body)), _loaded(tree)
     calls: list[str] = []
     always: list[_Function] = []
@@ -158,13 +151,13 @@ def _refuse_fixtures(function: _Function, bound: int = 0) -> None:
 
 
 def _parameters(function: _Function) -> list[str]:
-    """Return the parameters that a call has to give; decorators may give them, too."""
+    """Return the parameters that a call must provide; decorators may also provide them."""
     arguments = function.args.args if not function.decorator_list else []
     return [each.arg for each in arguments[: len(arguments) - len(function.args.defaults)]]
 
 
 def _can_fail(tree: ast.Module, calls: ast.Module) -> bool:
-    """Return True if what runs reports an assertion, or names a definition that does."""
+    """Return True if code that runs reports an assertion, or names a definition that does."""
     definitions = {node.name: node for node in ast.walk(tree) if isinstance(node, _Function | ast.ClassDef)}
     pending = [calls, *(item for item in tree.body if item not in definitions.values())]
     while pending:
@@ -178,8 +171,8 @@ def _can_fail(tree: ast.Module, calls: ast.Module) -> bool:
 
 
 def _always_run(tree: ast.Module, calls: ast.Module, methods: list[_Function]) -> Iterator[ast.stmt]:
-    """Yield statements that always run: of the module, of plain functions that it or ``calls`` call, and of
-    ``methods``, up to their first return."""
+    """Yield statements that always run: in the module, and, up to the first return, in plain functions that it or
+    ``calls`` call, and in ``methods``."""
     yield from tree.body
     called = {*map(_called, tree.body), *_loaded(calls)}
     nodes = (node for node in ast.walk(tree) if node in tree.body or not isinstance(node, _Function | ast.ClassDef))
@@ -210,7 +203,7 @@ def _holds(node: ast.AST, kind: Any) -> bool:
 
 
 def _called(statement: ast.stmt) -> str | None:
-    """The function if the statement is only a call: ``check(double)``."""
+    """Return the function of a statement that is only a call: ``check(double)``."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
 
@@ -219,19 +212,17 @@ def _called(statement: ast.stmt) -> str | None:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assertions report, and keeps comparisons and built-in functions from what the program defines.
-
-    ``numbers`` are the indices of the calls that report."""
+    """Makes assertions report, and protects comparisons and built-in functions from the program's definitions."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.expected: list[Any] = []
-        self.numbers: dict[ast.AST | None, int] = {}
+        self.numbers: dict[ast.AST | None, int] = {}  # indices of the calls that report
         self._bound = set(_bound(ast.walk(tree)))
         origins = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
         self._libraries = {each.name for node in origins if node.module not in PROGRAM_MODULES for each in node.names}
         free, names = _loaded(tree) - self._bound, set(dir(builtins))
         imports = any(isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES for node in ast.walk(tree))
-        is_clear = imports or free - names or {*PROGRAM_MODULES} & self._bound  # the program's function is none of them
+        is_clear = imports or free - names or {*PROGRAM_MODULES} & self._bound  # the program's function is not built in
         self._builtins = free & names - {"super"} if is_clear else set()
 
     def _report(self, function: str, *values: ast.expr, expected: Any = CHECKED) -> ast.Call:
@@ -270,7 +261,7 @@ class _Rewriter(ast.NodeTransformer):
         return self._report_exit(getattr(node.exc, "args", [])) if path == "SystemExit" else node
 
     def _report_exit(self, arguments: list[ast.expr]) -> ast.stmt | list[ast.stmt]:
-        """Make an assertion of an exit status; what follows runs, too."""
+        """Make an exit status an assertion; the code after it also runs."""
         status = self.visit(arguments[0]) if arguments else ast.Constant(0)
         is_success = isinstance(status, ast.Constant) and not status.value
         return ast.Pass() if is_success else self.visit_Assert(ast.Assert(ast.UnaryOp(ast.Not(), status)))
@@ -322,10 +313,8 @@ class _Rewriter(ast.NodeTransformer):
             return self._report("__passed__", node)
         difference = node.args[0] if path == "abs" and node.args else None
         if isinstance(difference, ast.BinOp):  # abs(f(2) - 4) < 1e-6
-            difference.left, difference.right = (
-                _call("__known__", difference.left),
-                _call("__known__", difference.right),
-            )
+            sides = (_call("__known__", side) for side in (difference.left, difference.right))
+            difference.left, difference.right = sides
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
@@ -338,9 +327,9 @@ class _Rewriter(ast.NodeTransformer):
         return ast.Subscript(ast.Name("__builtins__", ast.Load()), ast.Constant(node.id)) if is_builtin else node
 
     def visit_MatchClass(self, node: ast.AST) -> ast.AST:
-        return node  # whose class must be a name
+        return node  # its class must be a name
 
-    visit_JoinedStr = visit_MatchClass  # which has no quotes to spare
+    visit_JoinedStr = visit_MatchClass  # it cannot hold more quotes
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
@@ -348,7 +337,7 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _reports_failure(block: list[ast.stmt]) -> bool:
-    """Return True for statements of which the last one fails always, by an assertion."""
+    """Return True for statements whose last one always fails, by an assertion."""
     last = block[-1]
     if isinstance(last, ast.Assert):
         return not _holds(last.test, ast.Name) and ast.unparse(last.test) != "True"

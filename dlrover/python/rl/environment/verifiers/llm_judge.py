@@ -42,40 +42,26 @@ _RETRIED = (408, 409, 425, 429)
 class LLMJudge:
     r"""Asks a model for a mark in ``\boxed{}``; an async reward function.
 
-    Give one a name in a module of your own, and name it: ``judge = LLMJudge("http://host:8000/v1", "Qwen/Qwen3-32B")``.
-    """
+    Define one in your own module, and name it: ``judge = LLMJudge("http://host:8000/v1", "Qwen/Qwen3-32B")``."""
 
-    url: str
-    """Up to ``/v1``; ``/chat/completions`` is appended."""
-
-    model: str
-    """The server's name of the model."""
-
+    url: str  #: up to ``/v1``; ``/chat/completions`` is appended
+    model: str  #: the server's name of the model
+    #: the prompt. ``{completion}``, ``{answer}`` and ``{question}`` (``extra_info["question"]``) are filled in.
     template: str = QUESTION
-    """The prompt. ``{completion}``, ``{answer}`` and ``{question}`` (``extra_info["question"]``) are filled in."""
-
-    highest: float = 10.0
-    """The highest mark; the reward is the mark divided by it, between 0 and 1."""
-
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; without it none is sent."""
-
-    timeout_s: float = 30.0
-    """Seconds for a reward, all attempts together."""
-
-    attempts: int = 3
-    """Number of requests while the server is busy, absent, or gives no mark."""
-
+    highest: float = 10.0  #: the highest mark; the reward is the mark divided by it, between 0 and 1
+    api_key_env: str = "OPENAI_API_KEY"  #: the environment variable that holds the key; without it none is sent
+    timeout_s: float = 30.0  #: seconds for a reward, including all attempts
+    attempts: int = 3  #: number of requests while the server is busy, absent, or gives no mark
+    #: further fields of the request
     options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
-    """Further fields of the request."""
 
     async def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-        """Score the answer behind the completion's thoughts as :meth:`score_whole`, and unfinished thoughts with 0."""
+        """Score the answer after the completion's thoughts by :meth:`score_whole`, and unfinished thoughts with 0."""
         part = split_thoughts(completion)[1]
         return 0.0 if part is None else await self.score_whole(part, answer, extra_info)
 
     async def score_whole(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-        """Return the mark divided by ``highest``; raise VerifierError without one in time."""
+        """Return the mark divided by ``highest``; raises VerifierError without a mark in time."""
         values = {"completion": completion, "answer": answer or "(none)", "question": extra_info.get("question", "")}
         text = _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)
         deadline_s = time.monotonic() + self.timeout_s
@@ -94,7 +80,7 @@ class LLMJudge:
         raise VerifierError(f"the judge at {self.url} gave no mark: {outcome}")
 
     async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float | str:
-        """Return the mark divided by ``highest``, or why there is none yet, which another request may change."""
+        """Return the mark divided by ``highest``, or the reason to ask again."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
         url = f"{self.url.rstrip('/')}/chat/completions"
         try:
@@ -116,7 +102,7 @@ class LLMJudge:
     def _read_mark(self, choice: Mapping[str, Any]) -> float | str:
         if choice.get("finish_reason") == "length":
             return "the reply was cut off before its end: raise max_tokens"
-        # Thoughts before the mark may quote the completion, with its box.
+        # Thoughts before the mark may quote the completion and its box.
         reply = split_thoughts(str(choice["message"]["content"] or ""))[1] or ""
         boxed = boxed_answer(reply)
         value = None if boxed is None else decimal_value(boxed)

@@ -3,7 +3,7 @@
 r"""Mathematical equivalence: ``\frac{1}{2}`` is ``0.5``. Needs the extra ``math``.
 
 Numbers, numerals with a base (``132_4``) and words are read here, and compared here if both answers are of these kinds.
-Math-verify compares others. It takes ``7\,25`` for 32 and a word for a product, and its tolerances are absolute."""
+Math-verify compares others. It reads ``7\,25`` as 32 and a word as a product, and its tolerances are absolute."""
 
 import logging
 import os
@@ -27,33 +27,29 @@ except ImportError:
     raise MissingExtra("math-verify", "math") from None
 
 LIMIT_S = 0.7
-"""What comparing two answers may take of a processor. A comparison that is not done by then has shown no equality,
-however busy the machine is."""
+"""Processor time for comparing two answers, independent of the machine's load; a slower comparison is no equality."""
 
-_STUCK_S = 30.0
-"""By the clock: a process that waits for what will never come uses no processor."""
-
+_STUCK_S = 30.0  # by the clock: a process that waits uses no processor time
 _LONGEST, _MOST_DIGITS = 2_000, 100
-"""Characters of a box, or of the end of a text, and digits of a number, that are looked at."""
+"""Characters of a box, or of the end of a text, and digits of a number, that are read."""
 
 _PLACES, _RELATIVE = 5e-7, 1e-4
-"""Two numbers, of which one has decimals, are equal if they differ by at most ``_PLACES``, which is math-verify's
-tolerance, and by at most ``_RELATIVE`` of the smaller one: 0.333333 is 1/3, 0.3333 is not, and 4e-7 is not 1e-7."""
+"""Two numbers, one of them with decimals, are equal if they differ by at most ``_PLACES``, math-verify's tolerance, and
+by at most ``_RELATIVE`` of the smaller one: 0.333333 is 1/3, 0.3333 is not, and 4e-7 is not 1e-7."""
 
 _SMALL, _ROUNDING = 1e-2, 1e-12
-"""Two numbers below ``_SMALL`` that math-verify takes for equal have to agree to ``_ROUNDING`` of the larger one, or to
+"""Two numbers below ``_SMALL`` that are equal to math-verify must agree to ``_ROUNDING`` of the larger one, or to
 ``_RELATIVE`` if one has decimals."""
 
 
 @needs("answer")
 @ignore_thoughts
 def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
+    r"""Return 1.0 if the completion gives an answer that equals ``answer`` mathematically, else 0.0.
 
-    The last ``\boxed{}`` counts, or else the answer that math-verify reads in the end of the text. Sympy would compute
-    ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`. A reference with digits that are no number
-    (``12\,34``), or that its base does not have (``192_8``), is a ValueError.
-    """
+    The last ``\boxed{}`` counts, or else the answer that math-verify reads at the end of the text. Sympy would compute
+    ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`. Raises ValueError for a reference with
+    digits that are not a number (``12\,34``) or not in its base (``192_8``)."""
     if answer is None or not answer.strip():
         raise ValueError("the prompt has no reference answer")
     answer = marked_answer(answer) or answer
@@ -93,7 +89,7 @@ _LETTERS = re.compile(r"[A-Z](?:(?:-|\s*(?:[,;\u2192]|\\(?:to|rightarrow)(?![a-z
 
 
 def _tidy(answer: str) -> str:
-    """Write numbers plainly, and remove the punctuation behind an answer that is no prose."""
+    """Write numbers plainly, and remove the punctuation after an answer unless it is prose."""
     text = _BRACKETED.sub(r"\1", rewards.plain_text(answer).strip())
     text = rewards.join_groups(_NUMERAL.sub(_decode_numeral, text))
     end = None if _PROSE.search(text) else _END.fullmatch(text)
@@ -106,13 +102,13 @@ def _decode_numeral(match: re.Match[str]) -> str:
         return match.group()
     try:
         return _latex("", Fraction(int(whole + places, base or 1), base ** len(places)))
-    except ValueError:  # No base, or digits that it does not have.
+    except ValueError:  # not a base, or digits that it does not have
         return f"{whole}_{base}" if whole.isdigit() else match.group()
 
 
 def _read(answer: str, is_reference: bool = False) -> Decimal | Fraction | str | None:
-    """The value of a number, or the letters of a word or of a list of capital letters; None for any other answer. A
-    reference of letters in alphabetical order, with commas, is a set of choices, and None."""
+    """Return the value of a number, or the letters of a word or of a list of capital letters; None for other answers. A
+    reference of letters in alphabetical order, with commas, is a set of choices: None."""
     delimited = _DELIMITED.fullmatch(answer)
     answer = _CURRENCY.sub(r"\1", (delimited[1] or delimited[2]).strip() if delimited else answer)
     if _LETTERS.fullmatch(answer):
@@ -134,7 +130,7 @@ def _agree(value: Decimal | Fraction | str, expected: Decimal | Fraction | str) 
 
 
 def _latex(text: str, value: Decimal | Fraction | str | None) -> str:
-    """The number as math-verify reads it, or ``text`` if ``value`` is none."""
+    """Return the number as math-verify reads it, or ``text`` if ``value`` is not a number."""
     if isinstance(value, Fraction):
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
     return f"{value:f}" if isinstance(value, Decimal) else text
@@ -150,7 +146,7 @@ def _equal(text: str, answer: str) -> bool:
 
 
 def _differ(expected: Any, parsed: Any) -> bool:
-    """Return True for two small numbers that differ relatively, and for pairs of which the first or second ones do."""
+    """Return True for two small numbers that differ relatively, and for tuples with such numbers."""
     if isinstance(expected, sympy.Tuple | sympy.Interval) and isinstance(parsed, sympy.Tuple | sympy.Interval):
         return any(map(_differ, expected.args, parsed.args))
     sides = [side.rhs if isinstance(side, sympy.Eq) else side for side in (expected, parsed)]
@@ -163,18 +159,18 @@ def _differ(expected: Any, parsed: Any) -> bool:
 
 
 def _parse(text: str) -> Any:
-    # Its own time limits are SIGALRM's, which the process of a verifier has another use for.
+    # Its own time limits need SIGALRM, which the verifier's process uses otherwise.
     return math_verify.parse(text.replace("\u00a0", " "), parsing_timeout=None)
 
 
 def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
-    """Call ``function`` in a forked process; None if it raises, exceeds ``limit_s`` of processor time, or is stuck."""
+    """Call ``function`` in a forked process; None if it raises, hangs, or exceeds ``limit_s`` of processor time."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             for number in (signal.SIGPROF, signal.SIGALRM):
-                signal.signal(number, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
+                signal.signal(number, signal.SIG_DFL)  # the kernel's action also ends arithmetic in C
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
             signal.setitimer(signal.ITIMER_PROF, limit_s)
             signal.setitimer(signal.ITIMER_REAL, _STUCK_S)
@@ -188,5 +184,5 @@ def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
     return {b"1": True, b"0": False}.get(byte)
 
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns of limits that are left to its caller, as here.
-_equal("1", "2")  # The first one builds parsers; forked processes inherit them.
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about time limits that its caller sets, as here
+_equal("1", "2")  # the first call builds parsers, which forked processes inherit

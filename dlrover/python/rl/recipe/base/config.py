@@ -5,13 +5,11 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib.resources import files
 from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from annotated_types import Ge, Gt, Le
 
-from dlrover.python.rl.config.typed import Translation
+from dlrover.python.rl.config.typed import KEY_NAMES, Translation, names_by_alias
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
@@ -25,29 +23,27 @@ AUTO = "auto"
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
-_NAMES: Mapping[str, Any] = yaml.safe_load((files(__package__) / "other_names.yaml").read_text(encoding="utf-8"))
-"""Keys of RL2, TRL, OpenRLHF and verl, and former names of metrics."""
+EXAMPLE_NAMES: Mapping[str, str] = {**names_by_alias("all"), **names_by_alias("examples")}
+"""Keys of recipes that learn from examples."""
 
-
-def _invert(section: str) -> dict[str, str]:
-    return {name: ours for ours, names in _NAMES[section].items() for name in names}
-
-
-EXAMPLE_NAMES: Mapping[str, str] = {**_invert("all"), **_invert("examples")}
 POLICY_NAMES: Mapping[str, str | Translation] = {
-    **_invert("all"),
-    **_invert("policy"),
-    **{name: Translation(ours["key"], ours["values"]) for name, ours in _NAMES["translated"].items()},
+    **names_by_alias("all"),
+    **names_by_alias("policy"),
+    **{name: Translation(ours["key"], ours["values"]) for name, ours in KEY_NAMES["translated"].items()},
 }
-DISTILLATION_NAMES: Mapping[str, str | Translation] = {
-    name: ours for name, ours in POLICY_NAMES.items() if name not in _NAMES["answered in distillation"]
-}
+"""Keys of recipes that learn from samples."""
 
-ELSEWHERE: Mapping[str, str] = _invert("answered")
+ELSEWHERE: Mapping[str, str] = names_by_alias("answered")
 """Answers to keys without an equivalent here."""
-DISTILLATION_ELSEWHERE: Mapping[str, str] = {**ELSEWHERE, **_NAMES["answered in distillation"]}
 
-METRIC_NAMES: Mapping[str, str] = _invert("metrics")
+DISTILLATION_NAMES: Mapping[str, str | Translation] = {
+    name: ours for name, ours in POLICY_NAMES.items() if name not in KEY_NAMES["answered in distillation"]
+}
+
+DISTILLATION_ELSEWHERE: Mapping[str, str] = {**ELSEWHERE, **KEY_NAMES["answered in distillation"]}
+"""Answers to keys there."""
+
+METRIC_NAMES: Mapping[str, str] = names_by_alias("metrics")
 """The present name of each renamed metric; ``keep.best`` accepts both."""
 
 

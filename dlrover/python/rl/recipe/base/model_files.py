@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
-from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
+from dlrover.python.rl.common.hub import current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.common.names import nearest, variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
@@ -149,7 +149,7 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         if is_misspelled or is_path(model) or variable_hint(model):
             advice = f"; did you mean '{folder.parent / close[0]}'?" if close else how_to_cache(model)
             return [ConfigError(where, f"no such folder: {model}{variable_hint(model) or advice}")]
-        fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
+        fault = hub_fault("model", model) if current_lookup() == "all" else ""
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
     if not (folder / "config.json").is_file():
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]

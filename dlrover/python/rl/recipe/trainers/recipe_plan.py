@@ -13,7 +13,7 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import complete_options, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob, MissingExtra, VerifierError
-from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
+from dlrover.python.rl.common.hub import NOT_LOOKED_UP, current_lookup
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
@@ -316,7 +316,7 @@ def describe_engines(cfg: Any, head: Head = "causal", generates: bool = True) ->
             trained = int(planned.weights + planned.gradients + planned.optimizer)
             uses.append(f"{short_number(trained)}B to train, activations not counted")
         size = "; ".join([f", {short_number(parameters)} parameters", *filter(None, [", ".join(uses)])])
-    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
+    elif current_lookup() == "none" and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     absent = {
         registry.absent_package(registry.TRAIN_ENGINES, engine.train, engine.train_options),

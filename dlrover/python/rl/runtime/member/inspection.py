@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
-from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
+from dlrover.python.rl.common.hub import LOOKUP, current_lookup
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -368,7 +368,7 @@ def _serve(request: Path, answer: Path) -> None:
             raise
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
-    LOOKUP.set(Lookup(data["lookup"]))
+    LOOKUP.set(data["lookup"])
     found = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
     answer.write_text(json.dumps(asdict(found)))
 

@@ -102,7 +102,7 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
         lease_s=job.liveness.lease_s,
         work_dir=job.work_dir,
         search_path=job.search_path,
-        given=job.given,
+        given=job.description_digest,
     )
 
 
@@ -444,7 +444,7 @@ def repeated(job: JobSpec) -> JobSpec:
     """Continue in the folder of the last run if it has not finished and had this command; else begin a new run."""
     folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
     owner = newest_owner(folder)
-    if owner is not None and owner.given == job.given and owner.state != FINISHED:
+    if owner is not None and owner.given == job.description_digest and owner.state != FINISHED:
         return replace(job, job_dir=folder)
     return replace(job, checkpoint=replace(job.checkpoint, resume="never"))
 
@@ -456,7 +456,9 @@ def continued(job: JobSpec) -> JobSpec:
         return job
     last = (job.run_folders / LATEST).resolve()
     owner = newest_owner(last)
-    if owner is None or (owner.state == FINISHED and (job.given in ("", owner.given) or not has_commits(last))):
+    if owner is None or (
+        owner.state == FINISHED and (job.description_digest in ("", owner.given) or not has_commits(last))
+    ):
         return job
     return replace(job, job_dir=last)
 
