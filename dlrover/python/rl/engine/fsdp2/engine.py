@@ -23,13 +23,7 @@ from dlrover.python.rl.engine.fsdp2.shards import CopySums, Grid, ParameterShard
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.chunked_head import ChunkedHead
-from dlrover.python.rl.engine.model.loading import (
-    DTYPES,
-    find_known_ids,
-    find_limits,
-    layers_of,
-    list_aliases,
-)
+from dlrover.python.rl.engine.model.loading import DTYPES, find_known_ids, find_limits, layers_of, list_aliases
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks

@@ -167,11 +167,7 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
 
 
 def gather_outputs(
-    batch: Batch,
-    head: Head,
-    results: Iterable[tuple[MicroBatch, tuple[Any, ...]]],
-    entropy: bool = False,
-    top: int = 0,
+    batch: Batch, head: Head, results: Iterable[tuple[MicroBatch, tuple[Any, ...]]], entropy: bool = False, top: int = 0
 ) -> Batch:
     """The outputs of micro-batches as columns like ``tokens``, 0 outside the action mask.
 

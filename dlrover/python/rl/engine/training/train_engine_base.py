@@ -39,13 +39,7 @@ from dlrover.python.rl.engine.api.weights import (
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.loading import DTYPES, fingerprint_files
-from dlrover.python.rl.engine.model.packing import (
-    MicroBatch,
-    check_actions,
-    check_tokens,
-    gather_outputs,
-    pack,
-)
+from dlrover.python.rl.engine.model.packing import MicroBatch, check_actions, check_tokens, gather_outputs, pack
 from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.adapters import check_adapters, silenced, write_adapters
