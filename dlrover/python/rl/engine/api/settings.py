@@ -104,8 +104,8 @@ class OptimizerConfig:
     """Maximum global gradient norm; None: no clipping."""
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """``adamw_8bit`` is AdamW with the moments of matrices in 8 bits (arXiv:2110.02861), by the extra ``bitsandbytes``;
-    ``sgd`` is plain gradient descent, with optional ``momentum``."""
+    """``adamw_8bit`` is AdamW with the moments of matrices in 8 bits (arXiv:2110.02861), with the extra
+    ``bitsandbytes``; ``sgd`` is plain gradient descent, with optional ``momentum``."""
 
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Momentum of ``sgd``."""
@@ -120,8 +120,8 @@ class OptimizerConfig:
     """Optimizer steps at which the decay ends, warm-up included. None: the steps of the run."""
 
     skip_nonfinite: Annotated[int, Ge(0)] = 0
-    """Maximum updates in a row that are skipped, on all ranks, because their loss or gradient norm is not finite; the
-    next one is refused, as the first one is with 0."""
+    """Maximum consecutive updates that all ranks skip because the loss or gradient norm is not finite; the next one
+    raises an error. 0: the first one does."""
 
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
@@ -134,6 +134,6 @@ class OptimizerConfig:
             raise ValueError("min_lr and decay_steps need a schedule that decays: linear or cosine")
 
     def over(self, steps: int) -> "OptimizerConfig":
-        """The same with ``decay_steps`` set, if the schedule needs it and it is not."""
+        """Return the configuration with ``decay_steps`` set, if the schedule needs it and it is not."""
         is_set = self.schedule == "constant" or self.decay_steps is not None
         return self if is_set else replace(self, decay_steps=steps)

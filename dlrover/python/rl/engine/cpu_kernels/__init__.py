@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, rotary embeddings and attention layers of models like Llama in fewer passes over memory, for which a step of a
-small model on a CPU waits as much as for arithmetic; values and gradients are equal up to rounding.
-"""
+"""Norms, rotary embeddings and attention layers of models like Llama in fewer passes over memory, which limit the steps
+of small models on a CPU as much as arithmetic; values and gradients are equal up to rounding."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +43,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def install_cpu_kernels(module: Any, attention: Attention) -> None:
-    """Replace a Hugging Face model's norms and attention in place; other models and devices are left alone."""
+    """Replace a Hugging Face model's norms and attention in place; other models and devices do not change."""
     if module.config.get_text_config().model_type in FAMILIES:
         for part in module.modules():
             if type(part).__name__.endswith("RMSNorm"):
