@@ -132,8 +132,7 @@ class BaseTrainEngine(Offloadable, Protocol):
     ``optimizer`` None for a frozen engine, ``memory`` the ``DeviceMemory`` that accounts for the device.
 
     Batches have the ragged columns ``tokens`` (int64) and ``action_mask`` (bool, never on a row's first token for a
-    causal head), both ``[rows, seq]``. The ranks of a model replica (``layout``) pass the same rows.
-    """
+    causal head), both ``[rows, seq]``. The ranks of a model replica (``layout``) pass the same rows."""
 
     version: int
     """Version of the weights: 0 at the start, one more after each :meth:`step` that is not skipped."""
@@ -148,8 +147,7 @@ class BaseTrainEngine(Offloadable, Protocol):
         and if requested ``entropy``, ragged float32 ``[rows, seq]``, 0 outside the action mask, in the batch's order.
 
         ``top`` adds the most likely ids ``candidates`` (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; a
-        batch with ``candidates`` gets only the latter.
-        """
+        batch with ``candidates`` gets only the latter."""
 
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
         """Take one optimizer step; gradients of micro-batches and ranks are summed.
@@ -168,8 +166,7 @@ class BaseTrainEngine(Offloadable, Protocol):
         casts its part of a parameter to the torch ``dtype``, if it is given, before they are gathered.
 
         A collective: every rank must consume all. A tensor does not change until the iterator ends, since a device may
-        still be copying it.
-        """
+        still be copying it."""
 
     def publish(self) -> WeightSnapshot:
         """Return the current weights in host memory, whole on rank 0."""
@@ -207,8 +204,7 @@ class BaseTrainEngine(Offloadable, Protocol):
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample completions. ``logprobs`` are of ``softmax(logits / temperature)``, as a train engine computes them
-    (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs.
-    """
+    (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs."""
 
     max_new_tokens: Annotated[int, Gt(0)] = 64
     """The end-of-sequence token counts."""
@@ -246,8 +242,7 @@ Finish: TypeAlias = Literal["eos", "stop", "length", "aborted"]
 @dataclass(frozen=True, eq=False)
 class Request:
     """One sample to generate. An aborted one, added again, gets the tokens that it would have got without the abort:
-    random numbers depend on ``prompt_id``, ``sample_index`` and the position only.
-    """
+    random numbers depend on ``prompt_id``, ``sample_index`` and the position only."""
 
     prompt_id: int
     sample_index: int  #: among the samples of its prompt
@@ -301,8 +296,7 @@ class BaseRolloutEngine(Offloadable, Protocol):
         samples_per_prompt`` rows, a prompt's samples adjacent: ``prompt_id``, ``sample_index`` (int64), ``tokens``
         (prompt and completion), ``action_mask``, ``logprobs`` (float32, 0 on the prompt), ``finished`` (bool: by
         end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text), and the
-        columns that the engine declares.
-        """
+        columns that the engine declares."""
 
     def check(self, tokens: Any, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` if :meth:`generate` would refuse these prompts (ragged)."""

@@ -2,9 +2,10 @@
 """The sections of a job's settings that all train engines share: how ranks divide the work, and the optimizer."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.common.errors import EngineError
@@ -38,8 +39,7 @@ class ParallelSizes:
 class Layout:
     """The ranks as a grid, the last dimension running fastest: ``ddp x shard x pipeline x context x tensor``.
 
-    Consecutive ranks form a model replica, as ``BaseWorkload.data_parallel_size`` requires.
-    """
+    Consecutive ranks form a model replica, as ``BaseWorkload.data_parallel_size`` requires."""
 
     ddp: int = 1
     shard: int = 1
@@ -50,17 +50,16 @@ class Layout:
     @classmethod
     def of(cls, world_size: int, sizes: ParallelSizes) -> "Layout":
         """Divide ``world_size`` ranks. Raises an ``EngineError`` if the sizes do not divide them."""
-        parts = {
-            "ddp_size": sizes.ddp_size,
-            "pipeline_parallel_size": sizes.pipeline_parallel_size,
-            "context_parallel_size": sizes.context_parallel_size,
-            "tensor_parallel_size": sizes.tensor_parallel_size,
-        }
-        product = math.prod(parts.values())
+        pipeline, context, tensor = (
+            sizes.pipeline_parallel_size,
+            sizes.context_parallel_size,
+            sizes.tensor_parallel_size,
+        )
+        product = sizes.ddp_size * pipeline * context * tensor
         if world_size % product:
-            factors = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+            factors = " x ".join(f"{name} {size}" for name, size in asdict(sizes).items() if size > 1)
             raise EngineError(f"{world_size} ranks cannot be divided by {factors} = {product}")
-        return cls(sizes.ddp_size, world_size // product, *list(parts.values())[1:])
+        return cls(sizes.ddp_size, world_size // product, pipeline, context, tensor)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -76,12 +75,8 @@ class Layout:
         return self.ddp * self.shard
 
     def coordinates(self, rank: int) -> "Layout":
-        """Position of ``rank`` in the grid, 0 to size - 1 in each dimension."""
-        position = []
-        for size in reversed(self.shape):
-            rank, at = divmod(rank, size)
-            position.append(at)
-        return Layout(*reversed(position))
+        """Return the position of ``rank`` in the grid, 0 to size - 1 in each dimension."""
+        return Layout(*map(int, np.unravel_index(rank, self.shape)))
 
 
 @dataclass(frozen=True)

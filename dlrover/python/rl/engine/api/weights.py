@@ -25,8 +25,7 @@ class Offloadable(Protocol):
     """An engine that can give its device memory to another one and take it back. Results do not depend on it, except
     for rounding where adapters are added to received weights.
 
-    A call that needs absent tensors raises an ``EngineError`` that names the call that brings them back.
-    """
+    A call that needs absent tensors raises an ``EngineError`` that names the call that brings them back."""
 
     def cpu(self) -> None:
         """Move everything to host memory; a key-value cache is dropped."""
@@ -68,8 +67,7 @@ class SnapshotFile:
 class WeightSnapshot:
     """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store).
 
-    :meth:`tensor` returns a parameter with its adapter, if any; ``buffers`` and ``file`` have it without.
-    """
+    :meth:`tensor` returns a parameter with its adapter, if any; ``buffers`` and ``file`` have it without."""
 
     version: int  #: the train engine's
     buffers: Mapping[str, Any]  #: bytes of each tensor, ``uint8``: numpy arrays, or tensors on a device

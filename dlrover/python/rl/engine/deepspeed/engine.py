@@ -317,8 +317,7 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
 
     With ``precision: bf16`` a rank has its parameters in bf16, and its part of their masters and gradients in float32.
     A checkpoint can only be read in the layout, stage and precision that wrote it. Raises MissingExtra on import if
-    deepspeed is not installed.
-    """
+    deepspeed is not installed."""
 
     name, info = "deepspeed", INFO
 

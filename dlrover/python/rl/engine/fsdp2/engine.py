@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default train engine: a Hugging Face model and its optimizer under FSDP2, with this rank's shards."""
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,20 +44,13 @@ def compile_layers(module: Any) -> None:
     number of tokens, and again without gradients.
 
     The layers themselves are not compiled, since FSDP2 and gradient checkpointing change their calls; nor is packed
-    attention, whose documents differ in each batch. Raises EngineError if the model does not name its layers.
-    """
+    attention, whose documents differ in each batch. Raises EngineError if the model does not name its layers."""
     layers = layers_of(module)
     if not layers:
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be compiled")
-    _keep_attention()
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for part in (part for layer in layers for part in layer.children()):
         part.forward = torch.compile(part.forward, dynamic=True)
-
-
-@functools.cache
-def _keep_attention() -> None:
-    """Exclude packed attention from compilation, once in this process."""
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
 
 
 class Fsdp2Backend(TrainBackend):

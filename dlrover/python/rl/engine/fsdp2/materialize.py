@@ -54,12 +54,8 @@ def materialize(
     """Divide a module among the ranks, allocate its parameters, and read their values; each rank reads only its part.
 
     ``module`` has its parameters on the meta device, and is changed in place; without a ``source`` they become zeros.
-    Buffers that the source lacks keep their values.
-
-    Raises:
-        EngineError: the module cannot be divided; the source lacks tensors, or has them in other shapes; or a buffer is
-            on the meta device.
-    """
+    Buffers that the source lacks keep their values. Raises an ``EngineError`` if the module cannot be divided, a buffer
+    is on the meta device, or the source lacks tensors or has them in other shapes."""
     vocabulary: VocabularyShard | None = None
     summed: list[str] = []
     for parameter in module.parameters():
@@ -131,13 +127,9 @@ _VOCABULARY = ("embed_tokens", "lm_head")
 def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list[str]]:
     """Split a model whose parameters are on the meta device over a mesh, in place.
 
-    Returns:
-        This rank's part of the vocabulary (None if its size cannot be divided), and the names of parameters that every
-        rank has but uses for its own heads only, so their gradients add up.
-
-    Raises:
-        EngineError: heads or widths cannot be divided, or the plan has an unknown style.
-    """
+    Returns this rank's part of the vocabulary (None if its size cannot be divided), and the names of parameters that
+    every rank has but uses for its own heads only, so that their gradients add up. Raises an ``EngineError`` if heads
+    or widths cannot be divided, or the plan has an unknown style."""
     config, ranks = module.config.get_text_config(), mesh.size()
     names = {
         "num_attention_heads": "attention heads",
@@ -152,8 +144,8 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
     summed = [name for name, style in plan.items() if style == _SUMMED]
     styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
     if unknown := {style for style in plan.values() if style not in {*_STYLES, _SUMMED}}:
-        styles_text = ", ".join(sorted(unknown))
-        raise EngineError(f"{type(module).__name__} splits by {styles_text}, which fsdp2 does not support")
+        kinds = ", ".join(sorted(unknown))
+        raise EngineError(f"{type(module).__name__} splits by {kinds}, which fsdp2 does not support")
     with _keeping_ties(module):
         parallelize_module(module, mesh, styles)
         shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None

@@ -94,7 +94,7 @@ class MegatronBackend(TrainBackend):
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read this rank's part of the weights. Raises an ``EngineError`` if a tensor is missing or its shape differs."""
+        """Read this rank's part of the weights. Raises an ``EngineError`` for missing tensors and other shapes."""
         spec, shapes = self.setup.spec, self.shapes()
         wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
         if self._shape.tied:

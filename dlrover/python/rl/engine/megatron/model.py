@@ -96,6 +96,7 @@ def _config(
     shape: TransformerShape, layout: Layout, precision: torch.dtype, checkpointing: bool, on_host: bool
 ) -> TransformerConfig:
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fusions = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout")
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -123,12 +124,9 @@ def _config(
         calculate_per_token_loss=True,  # the loss carries its normaliser: nothing is divided
         perform_initialization=False,
         use_cpu_initialization=on_host,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        **{f"{fusion}_fusion": False for fusion in fusions},
         **(recomputing if checkpointing else {}),
     )
 

@@ -30,8 +30,7 @@ _SUFFIX = ".memory"
 class MemoryLedger:
     """The bytes of each process of a node on a device, a file for each. For messages, never for decisions.
 
-    The kernel's lock on a file shows that its process lives. ``name`` is the stem of this process's file.
-    """
+    The kernel's lock on a file shows that its process lives. ``name`` is the stem of this process's file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)

@@ -213,9 +213,7 @@ class ParkedTensors:
 
     def to_host(self) -> None:
         """Copy all to host memory and free the device's. After a failure :meth:`to_device` brings moved tensors back.
-
-        Raises:
-            EngineError: a tensor shares its memory with a numpy array, so it can never be freed; nothing has moved.
+        Raises an ``EngineError`` before it moves any if one shares its memory with a numpy array and cannot be freed.
         """
         if fixed := sum(not each.storage.resizable() for each in self._storages.values()):
             raise EngineError(

@@ -97,8 +97,7 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
     """Compute causal attention within each document, with the signature of ``transformers.AttentionInterface``.
 
     ``query`` is ``[rows, heads, tokens, dim]``, ``key`` and ``value`` ``[rows, key-value heads, tokens, dim]``;
-    ``documents`` lists the first row's, then the next row's. Returns ``[rows, tokens, heads, dim]`` and None.
-    """
+    ``documents`` lists the first row's, then the next row's. Returns ``[rows, tokens, heads, dim]`` and None."""
     documents, window = options.pop("documents", None), options.pop("sliding_window", None)
     unsupported = [name for name in options.keys() - _HARMLESS if not (options[name] is None or options[name] is False)]
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
@@ -164,8 +163,7 @@ def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None
 
 def exchange_tokens_for_heads(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
     """Exchange all heads of a rank's tokens for all tokens of its share of the heads: ``[rows, heads / ranks, tokens *
-    ranks, dim]`` (Ulysses, arXiv:2309.14509). If there are too few key-value heads, each query head gets a copy.
-    """
+    ranks, dim]`` (Ulysses, arXiv:2309.14509). If there are too few key-value heads, each query head gets a copy."""
     ranks, heads = dist.get_world_size(group), query.shape[1]
     if heads % ranks:
         raise EngineError(f"{ranks} context-parallel ranks cannot share {heads} attention heads")

@@ -135,8 +135,7 @@ def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
 
     ``shapes`` are of the whole tensors, by first name; ``absent(name, shape)`` makes a tensor that the source may lack,
     and returns None for others; the rest is for :func:`match_names`. Raises an EngineError if the source lacks tensors,
-    or has them in other shapes.
-    """
+    or has them in other shapes."""
     available = source.shapes()
     matches = match_names(wanted, available, prefix, rename)
     initial = {name: absent(name, shapes[name]) for name in wanted if name not in matches}

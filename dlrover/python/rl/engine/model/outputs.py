@@ -150,8 +150,7 @@ def _chunks(logits: Any) -> list[slice]:
 
 def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None, known_ids: int | None = None) -> Any:
     """Return the most likely ids below ``known_ids`` by logits ``[tokens, vocab]``, or this rank's columns of them:
-    int64 ``[tokens, count]``, best first. Raises an ``EngineError`` if the vocabulary has fewer.
-    """
+    int64 ``[tokens, count]``, best first. Raises an ``EngineError`` if the vocabulary has fewer."""
     logits = logits[:, : _count_columns(logits, shard, known_ids)]
     if shard is None:
         if count > logits.shape[1]:
@@ -192,8 +191,7 @@ class OutputReader:
         ``[actions, 1 + n]``; with ``micro.top`` too, and the ids ``[actions, top]`` come third.
 
         The vocabulary projection runs only where the next token is an action. In context parallel every rank gets the
-        outputs of the whole micro-batch; gradients flow to the rank that computed them.
-        """
+        outputs of the whole micro-batch; gradients flow to the rank that computed them."""
         part, counts = self._divide(micro)
         columns = self._score(model, part, temperature, entropy)
         if self.context is None:

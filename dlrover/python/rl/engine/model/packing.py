@@ -22,8 +22,7 @@ class MicroBatch:
     """Rows of a batch, one after the other in a single row: documents that must not see each other.
 
     A document ends at the token before its last action (``head: causal``), or at its last action (``head: token``).
-    Documents are sorted by length, longest first, so equal lengths are neighbours.
-    """
+    Documents are sorted by length, longest first, so equal lengths are neighbours."""
 
     inputs: Ids  # [tokens]
     positions: Ids  # [tokens]: of each input in its document, from 0
@@ -52,8 +51,7 @@ def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
     """Select a batch's numeric columns at the tokens ``flat`` (indices of the flat column), each ``[actions, ...]``.
 
     Dense columns are repeated over their row's tokens, and float64 becomes float32. Other columns (objects, rows of
-    other lengths than the tokens') are left out. ``unit`` defaults to the number of each token's row.
-    """
+    other lengths than the tokens') are left out. ``unit`` defaults to the number of each token's row."""
     tokens = batch.ragged("tokens")
     row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
     columns = {"unit": np.arange(len(batch)), **batch.columns}
@@ -130,8 +128,7 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
     """Divide items into few groups of at most ``budget``, of nearly equal sums: indices, longest first.
 
-    ``data.sampler.partition`` finds no fewer groups and is far slower for hundreds of items.
-    """
+    ``data.sampler.partition`` finds no fewer groups and is far slower for hundreds of items."""
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] >= budget]
     small = order[len(alone) :]
@@ -167,8 +164,7 @@ def gather_outputs(
     """Return the outputs of micro-batches as columns like ``tokens``, 0 outside the action mask.
 
     ``results`` are micro-batches with outputs (``[actions]``, or ``[actions, 1 + n]`` with candidates), entropies or
-    None, and the most likely ids if requested.
-    """
+    None, and the most likely ids if requested."""
     tokens, name = batch.ragged("tokens"), "logprobs" if head == "causal" else "scores"
     total = len(tokens.values)
     columns: dict[str, Array] = {name: np.zeros(total, dtype=np.float32)}

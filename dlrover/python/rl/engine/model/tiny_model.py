@@ -61,8 +61,7 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
     """Write a small Qwen2 with random weights and tied embeddings, and its tokenizer, in Hugging Face format.
 
     The default shape has 0.6 million parameters; ``intermediate`` is ``3 * hidden`` by default, and ``rows`` of the
-    embedding the tokenizer's 259. The process's random state does not change.
-    """
+    embedding the tokenizer's 259. The process's random state does not change."""
     tokenizer = make_byte_tokenizer()
     config = tiny_config(
         tokenizer,

@@ -86,8 +86,7 @@ class ModuleEngine:
     """Runs a :class:`TrainModule`. All ranks call every method together.
 
     ``label`` is the engine's name in messages, ``payload`` the module without weights, by cloudpickle. Raises an
-    ``EngineError`` if the module cannot be divided as configured, or its weights are not found.
-    """
+    ``EngineError`` if the module cannot be divided as configured, or its weights are not found."""
 
     def __init__(
         self,

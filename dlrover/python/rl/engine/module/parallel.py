@@ -28,8 +28,7 @@ class Gradients:
     """Makes ``.grad`` of a module's parameters the sum over all ranks, whatever starts the backward pass.
 
     Earlier values of ``.grad`` stay. ``weight`` is this rank's factor in the sum. FSDP calls this object to sum a
-    layer's gradients.
-    """
+    layer's gradients."""
 
     def __init__(self, module: Any, shards: Shards, sequences: "SharedSequences | None") -> None:
         self._sequences, self.weight = sequences, 1.0
@@ -111,8 +110,7 @@ class SharedSequences:
     """Tells a Hugging Face model, in each forward pass, its rank's part of the sequences.
 
     Inside :meth:`divided` the ranks' inputs ``[rows, tokens]`` are consecutive parts of the same sequences; else each
-    rank has whole sequences.
-    """
+    rank has whole sequences."""
 
     def __init__(self, module: Any, grid: Grid) -> None:
         if not hasattr(module, "set_attn_implementation"):

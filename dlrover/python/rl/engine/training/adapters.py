@@ -28,11 +28,7 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 def add_adapters(module: Any, settings: LoraSettings) -> None:
     """Add adapters to the target layers of a module on the meta device, and train only them and a new score head.
-
-    Raises:
-        MissingExtra: peft is not installed.
-        EngineError: no layer of the module has a target's name.
-    """
+    Raises MissingExtra without peft, and an ``EngineError`` if no layer has a target's name."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -247,11 +243,7 @@ class _Product(torch.autograd.Function):
 
 def quantize_linear_layers(module: Any, precision: torch.dtype, parts: int = 1) -> None:
     """Replace the linear layers in the decoder layers of a module on the meta device, for ``parts`` ranks to divide.
-
-    Raises:
-        MissingExtra: bitsandbytes is not installed, or is too old.
-        EngineError: the module does not name its layers.
-    """
+    Raises as :func:`require_bitsandbytes`, and an ``EngineError`` if the module does not name its layers."""
     require_bitsandbytes()
     if not (layers := layers_of(module)):
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be quantized")

@@ -57,8 +57,7 @@ class TrainSetup:
 
     def empty_module(self, parts: int = 1, reentrant: bool = False) -> Any:
         """Build the module on the meta device, with adapters, and prepared for passes with gradients if it is trained.
-        ``parts`` ranks will divide each quantized matrix; ``reentrant`` is the kind of recomputation of activations.
-        """
+        ``parts`` ranks will divide each quantized matrix; ``reentrant`` is the kind of recomputation of activations."""
         module, lora = self.spec.empty(), self.settings.lora
         if lora is not None:
             if lora.quantize_base is not None:
@@ -71,26 +70,16 @@ class TrainSetup:
 class TrainBackend(ABC):
     """This rank's part of a model and, unless frozen, of its optimizer. All ranks call every method together.
 
-    The methods here serve a Hugging Face module, and shards whose masters a :class:`MasterOptimizer` steps.
-    """
+    The methods here serve a Hugging Face module, and shards whose masters a :class:`MasterOptimizer` steps."""
 
-    packs: bool
-    """Packed documents do not see each other."""
-
-    limits: tuple[int, int | None]
-    """Vocabulary size, and maximum tokens of a row or None."""
-
+    packs: bool  # packed documents do not see each other
+    limits: tuple[int, int | None]  # vocabulary size, and maximum tokens of a row or None
     module: Any
-    passes: Any
-    """The module, or the library's wrapper that runs it."""
-
+    passes: Any  # the module, or the library's wrapper that runs it
     reader: OutputReader
     optimizer: MasterOptimizer | None = None
-    shards: Any
-    """This rank's part of each parameter, in the order of the model."""
-
-    buffers: Mapping[str, Any]
-    """The saved buffers by name, whole on every rank."""
+    shards: Any  # this rank's part of each parameter, in the order of the model
+    buffers: Mapping[str, Any]  # the saved buffers by name, whole on every rank
 
     def __init__(self, setup: TrainSetup, parked: ParkedTensors) -> None:
         self.setup, self.parked = setup, parked
@@ -210,8 +199,7 @@ def write_folder(path: Path, ranks: Ranks, write: Callable[[Path], None]) -> Non
 
     Whenever a process is killed, :func:`present` finds the old folder or the new one, never a part. Leftovers of
     interrupted writes are removed. If a rank cannot write, all ranks raise an ``EngineError``, the old folder stays and
-    the new one is removed.
-    """
+    the new one is removed."""
     new = path.with_name(f".{path.name}.new-{ranks.gather(uuid.uuid4().hex)[0]}")
 
     def fill() -> None:

@@ -25,8 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def make_state(master: Any, of_matrices: bool) -> dict[str, Any]:
     """Make a state of zeros. For a matrix, or a flat part of matrices, ``exp_avg`` and ``exp_avg_sq`` are uint8 of the
-    master's shape; ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``, or flat.
-    """
+    master's shape; ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``, or flat."""
     state = {"step": torch.zeros((), device=master.device)}
     if not of_matrices:
         return {**state, **{kind: torch.zeros_like(master, requires_grad=False) for kind in _MOMENTS}}

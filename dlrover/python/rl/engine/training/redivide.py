@@ -17,12 +17,12 @@ from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
 
 @torch.no_grad()
 def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Copy a rank's state into ``own``, its live tensors.
+    """Copy a rank's state into ``own``, its live tensors. After an error nothing has changed.
 
     Raises:
-        WeightSyncError: the state is of another model; nothing was changed.
-        OtherLayout: its ranks have divided the model otherwise; nothing was changed.
-        EngineError: only one of the two is frozen, or the state has been released; nothing was changed.
+        WeightSyncError: the state is of another model.
+        OtherLayout: its ranks have divided the model otherwise.
+        EngineError: only one of the two is frozen, or the state has been released.
     """
     _check_trained(own, state)
     if state["layout"] != own["layout"]:
@@ -44,11 +44,8 @@ def place(shape: Sequence[int], ranges: Sequence[slice]) -> dict[str, list[int]]
 @torch.no_grad()
 def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
     """Copy this rank's part out of the ``states`` of all ranks of another layout into ``own``, its live tensors.
-
-    Raises:
-        WeightSyncError: a state is of another model.
-        EngineError: a part is in no state, or only one of the two is frozen.
-    """
+    Raises WeightSyncError if a state is of another model, and an ``EngineError`` if a part is in no state, or only one
+    of the two is frozen."""
     copied = dict.fromkeys(own["model"], 0)
     moments = own["optimizer"] or {}
     counts = [
