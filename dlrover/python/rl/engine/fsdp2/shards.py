@@ -16,7 +16,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
-from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, group_by_size, sum_tensors
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, gather_parts, group_by_size, sum_tensors
 from dlrover.python.rl.engine.training.adapters import QuantizedLinear, quantized_layers
 
 
@@ -133,9 +133,7 @@ class ParameterShard:
             # torch.chunk has divided the rows: the last ranks may have fewer.
             local = gather_padded(local, -(-rows // grid.shard_size), grid.shards.get_group())[:rows]
         if self.tensor_dim is not None:
-            parts = [torch.empty_like(local) for _ in range(grid.layout.tensor)]
-            dist.all_gather(parts, local.contiguous(), group=grid.tensors.get_group())
-            local = torch.cat(parts, dim=self.tensor_dim)
+            local = torch.cat(gather_parts(local, grid.tensors.get_group()), dim=self.tensor_dim)
         return local
 
     def as_dtensor(self, local: Any) -> Any:

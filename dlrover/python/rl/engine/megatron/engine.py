@@ -92,17 +92,6 @@ class MegatronBackend(TrainBackend):
             parked.hold("gradients", [shard.tensor.main_grad for shard in self.shards])
             parked.hold("optimizer", self.optimizer.tensors())
 
-    @torch.no_grad()
-    def load(self) -> None:
-        """Read this rank's part of the weights. Raises an ``EngineError`` for missing tensors and other shapes."""
-        spec, shapes = self.setup.spec, self.shapes()
-        wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
-        if self._shape.tied:
-            wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
-        read = bind_weights(spec.source_of(wanted, "model"), wanted, shapes, spec.absent, "model")
-        for shard in self.shards:
-            shard.write(self.shards.part(shard, [read(name, ()) for name in shard.parameter.sources]))
-
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def _pass(self, finish: Finish, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -284,7 +273,15 @@ class MegatronTrainEngine(BackendTrainEngine):
         if known_ids is not None:
             self._shape = replace(self._shape, known_ids=known_ids)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)
-        self._context = self._choose_context()
+        self._context: AbstractContextManager[Any] = nullcontext()
+        if setup.options.cpu_shim:
+            from dlrover.python.rl.engine.megatron.cpu_shim import CpuShim
+
+            self._context = CpuShim()
+        elif torch.device(settings.device).type != "cuda":
+            raise EngineError(
+                f"megatron-core needs CUDA, but the device is '{settings.device}': for tests, set cpu_shim"
+            )
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         with ranks.close_on_failure(), self._context:
             self._owns_groups = _make_groups(self.layout, rendezvous.timeout_s)
@@ -297,20 +294,16 @@ class MegatronTrainEngine(BackendTrainEngine):
         )
         return ranks
 
-    def _choose_context(self) -> AbstractContextManager[Any]:
-        if self._setup.options.cpu_shim:
-            from dlrover.python.rl.engine.megatron.cpu_shim import CpuShim
-
-            return CpuShim()
-        device = self._setup.settings.device
-        if torch.device(device).type != "cuda":
-            raise EngineError(f"megatron-core needs CUDA, but the device is '{device}': for tests, set cpu_shim")
-        return nullcontext()
-
     def _make(self, parked: ParkedTensors, loaded: bool) -> MegatronBackend:
         backend = MegatronBackend(self._setup, self._shape, self._stage, self._context, parked)
         if loaded:
-            backend.load()
+            spec, shapes = self._setup.spec, backend.shapes()
+            wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
+            if self._shape.tied:
+                wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
+            read = bind_weights(spec.source_of(wanted, "model"), wanted, shapes, spec.absent, "model")
+            for shard in backend.shards:
+                shard.write(backend.shards.part(shard, [read(name, ()) for name in shard.parameter.sources]))
         return backend
 
     def _leave_group(self) -> None:

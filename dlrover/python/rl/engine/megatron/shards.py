@@ -29,6 +29,7 @@ from dlrover.python.rl.engine.megatron.conversion import (
     pad_vocab,
     split,
 )
+from dlrover.python.rl.engine.model.ranks import gather_parts
 from dlrover.python.rl.engine.training.backend import stored_name
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
@@ -159,11 +160,8 @@ class MegatronShards:
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
                 part = read(self._own[index], dtype)
-                parts = [part]
-                if item.form != "whole" and layout.tensor > 1:
-                    parts = [torch.empty_like(part) for _ in range(layout.tensor)]
-                    dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
-                tensors = join(item, parts, self._shape)
+                is_split = item.form != "whole" and layout.tensor > 1
+                tensors = join(item, gather_parts(part, self._stage.tensors) if is_split else [part], self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):

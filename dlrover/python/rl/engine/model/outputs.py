@@ -14,7 +14,7 @@ from dlrover.python.rl.engine.model import chunked_head
 from dlrover.python.rl.engine.model.attention import Documents
 from dlrover.python.rl.engine.model.chunked_head import LOWEST, ChunkedHead
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
-from dlrover.python.rl.engine.model.ranks import gather_padded
+from dlrover.python.rl.engine.model.ranks import gather_padded, gather_parts
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are in float32 at a time."""
@@ -158,16 +158,10 @@ def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None,
         return logits.topk(count, dim=1).indices
     values, places = logits.topk(min(count, logits.shape[1]), dim=1)
     missing = count - values.shape[1]
-    mine = [
-        functional.pad(values.float(), (0, missing), value=-torch.inf),
-        functional.pad(places + shard.start, (0, missing), value=-1),
-    ]
-    ranks = dist.get_world_size(shard.group)
-    everyone = [[torch.empty_like(part) for _ in range(ranks)] for part in mine]
-    for part, parts in zip(mine, everyone, strict=True):
-        dist.all_gather(parts, part.contiguous(), group=shard.group)
-    joined, ids = (torch.cat(parts, dim=1) for parts in everyone)
-    best = ids.gather(1, joined.topk(count, dim=1).indices)
+    values = functional.pad(values.float(), (0, missing), value=-torch.inf)
+    ids = functional.pad(places + shard.start, (0, missing), value=-1)
+    values, ids = (torch.cat(gather_parts(part, shard.group), dim=1) for part in (values, ids))
+    best = ids.gather(1, values.topk(count, dim=1).indices)
     if bool((best < 0).any()):
         raise EngineError(f"the {count} most likely ids were requested, but the vocabulary has fewer")
     return best

@@ -236,6 +236,14 @@ def join_rank_errors(errors: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
+def gather_parts(local: Any, group: Any) -> list[Any]:
+    """Gather a tensor of the same shape from each rank of ``group``, without gradient."""
+    local = local.detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
+    return parts
+
+
 def gather_padded(local: Any, size: int, group: Any) -> Any:
     """Gather the rows of all ranks of ``group``, each padded with zeros to ``size``: ``[ranks * size, ...]``."""
     padded = local.new_zeros((size, *local.shape[1:]))

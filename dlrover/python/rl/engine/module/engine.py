@@ -41,7 +41,7 @@ from dlrover.python.rl.engine.model.loading import (
     list_saved_tensors,
     write_atomically,
 )
-from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_parts
 from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
 from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences
 
@@ -318,7 +318,6 @@ class ModuleEngine:
 def _join_columns(part: Any, group: Any) -> Any:
     """Gather the last dimension, which ranks divide. All compute the same with it, so only the own part needs a
     gradient."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    parts = gather_parts(part, group)
     parts[dist.get_rank(group)] = part
     return torch.cat(parts, dim=-1)
