@@ -457,7 +457,7 @@ def test_a_reference_follows_its_actor(model_path):
     assert reference.version == 1
     found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (reference, actor))
     assert np.array_equal(found, expected)
-    with pytest.raises(EngineError, match="only a frozen one"):
+    with pytest.raises(EngineError, match="only a frozen engine"):
         actor.receive(reference.publish())
 
 
