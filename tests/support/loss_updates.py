@@ -9,7 +9,7 @@ import torch
 
 from dlrover.python.rl.algorithm.base import EngineLoss, select_added
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.model.packing import pack
+from dlrover.python.rl.engine.model.packing import pack, select_columns
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
 TEACHERS, IDS = 2, 3
@@ -88,7 +88,7 @@ def outcome(
         mine = np.flatnonzero(unit % ranks == rank)
         part = batch.take(mine.tolist())
         for micro in pack(part, budget) if len(mine) else []:
-            columns = micro.columns(part, "cpu")
+            columns = select_columns(part, micro.flat, "cpu")
             places = torch.from_numpy(micro.targets)
             columns |= {name: values[places] for name, values in made.items()}
             value, told = loss(leaf[places], columns)

@@ -222,7 +222,7 @@ def divides_base(case):
 @pytest.mark.parametrize(
     ("target", "refusal"),
     [
-        ("lm_head", r"'lm_head\.weight': it has the weight of another layer"),
+        ("lm_head", r"'lm_head\.weight': it shares another layer"),
         ("q_prj", "'q_prj': no linear layer has this name; did you mean 'q_proj'"),
         ("embed_tokens", "'embed_tokens': no linear layer has this name"),
     ],
@@ -314,7 +314,7 @@ def test_a_state_fits_the_model_that_its_adapters_were_trained_on_wherever_that_
     weights["model.norm.weight"][0] += 1.0
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        WeightSyncError, match=f"other adapters: they were trained on other weights than those of the model '{other}'"
+        WeightSyncError, match=f"other adapters: they were not trained on the weights of the model '{other}'"
     ):
         Fsdp2TrainEngine(other, OptimizerConfig(), TrainSettings(lora=LORA)).load_state_dict(state)
 

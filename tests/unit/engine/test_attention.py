@@ -100,7 +100,7 @@ def test_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing
 def test_a_model_that_is_not_told_its_documents_is_refused():
     model = MODELS["llama"]()
     model.set_attn_implementation(attention.NAME)
-    with pytest.raises(EngineError, match="LlamaAttention does not pass 'documents' on"):
+    with pytest.raises(EngineError, match="LlamaAttention does not forward 'documents'"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
 
 

@@ -143,7 +143,7 @@ def test_ranks_that_divide_the_model_may_compile_it(model_path):
 
 def test_ranks_that_split_matrices_may_not(model_path):
     backend, sizes = {"compile_layers": True}, ParallelSizes(tensor_parallel_size=2)
-    with pytest.raises(EngineError, match="compile_layers needs tensor_parallel_size 1, which is 2"):
+    with pytest.raises(EngineError, match="compile_layers needs tensor_parallel_size 1, not 2"):
         Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(parallel=sizes, backend=backend))
 
 

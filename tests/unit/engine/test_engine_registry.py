@@ -74,14 +74,14 @@ def test_what_a_users_engine_states_is_checked(entry_point, name):
     errors = find_train_errors(name, info, sizes, LoraSettings())
     assert [error.split(",")[0] for error in errors] == [
         "tensor_parallel_size is 2",
-        f"{name} trains whole models only here: adapters need fsdp2 or deepspeed",
+        f"{name} trains only whole models: adapters need fsdp2 or deepspeed",
     ]
 
 
 def test_a_base_in_4_bits_needs_an_engine_that_has_one():
     lora = LoraSettings(quantize_base="nf4")
     errors = find_train_errors("megatron", engine_info(TRAIN_ENGINES, "megatron"), ParallelSizes(), lora)
-    assert errors[-1] == "megatron has models in full only here: lora.quantize_base needs fsdp2 or deepspeed"
+    assert errors[-1] == "megatron cannot quantize the model: lora.quantize_base needs fsdp2 or deepspeed"
     for name in ("fsdp2", "deepspeed"):
         assert find_train_errors(name, engine_info(TRAIN_ENGINES, name), ParallelSizes(), lora) == []
     assert find_train_errors("silent", EngineInfo(), ParallelSizes(), lora), "it may know nothing of the option"
@@ -127,10 +127,10 @@ class Proxy:
     ("point", "name", "said"),
     [
         (TRAIN_ENGINES, "score", "cannot be made from model, optimizer, settings, rendezvous, memory: too many"),
-        (TRAIN_ENGINES, "NoEngine", "is no engine: it has none of step, evaluate, publish, state_dict"),
-        (ROLLOUT_ENGINES, "NoEngine", "is no engine: it has none of add, advance, receive"),
+        (TRAIN_ENGINES, "NoEngine", "is not an engine: it has none of step, evaluate, publish, state_dict"),
+        (ROLLOUT_ENGINES, "NoEngine", "is not an engine: it has none of add, advance, receive"),
         (ROLLOUT_ENGINES, "Proxy", "cannot be made from model, settings, memory: missing a required argument"),
-        (ROLLOUT_ENGINES, "__name__", "is a str, which makes no engine"),
+        (ROLLOUT_ENGINES, "__name__", "is a str, not an engine"),
     ],
 )
 def test_what_is_no_engine_is_found_before_it_is_made(point, name, said):

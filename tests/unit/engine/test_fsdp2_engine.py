@@ -17,7 +17,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, Train
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.packing import pack
+from dlrover.python.rl.engine.model.packing import pack, select_columns
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.support.processes import free_port, run
@@ -190,7 +190,7 @@ def read_at_once(path, packs):
         backend.module.set_attn_implementation("sdpa")
     (micro,) = pack(make_batch(), 16384)
     outputs, _ = dataclasses.replace(backend.reader, packs=packs).read(backend.module, micro)
-    loss, _ = token_loss(outputs, micro.columns(make_batch(), "cpu"))
+    loss, _ = token_loss(outputs, select_columns(make_batch(), micro.flat, "cpu"))
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in backend.module.named_parameters()}
 
@@ -367,8 +367,8 @@ def test_a_frozen_engine_refuses_to_step(model_path):
         ([[1, 2]], [[True, True]], "first token"),
         ([[1, 2]], [[False]], "different lengths"),
         ([[1, 2]], [[False, False]], "no row of the batch has an action token"),
-        ([[1], [1, 700]], [[False], [False, True]], "row 1 of the batch has the id 700, .* has 0 to 258"),
-        ([[1] * 65], [[False] * 64 + [True]], "row 0 of the batch, of 65 tokens, does not fit .* 64 positions"),
+        ([[1], [1, 700]], [[False], [False, True]], "row 1 of the batch has the id 700, .* has ids 0 to 258"),
+        ([[1] * 65], [[False] * 64 + [True]], "row 0 of the batch has 65 tokens and does not fit .* 64 positions"),
     ],
 )
 def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
@@ -380,12 +380,12 @@ def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask,
 
 
 def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(EngineError, match="no model at '.*nowhere': it is no folder"):
+    with pytest.raises(EngineError, match="no model at '.*nowhere': it is not a folder"):
         Fsdp2TrainEngine(tmp_path / "nowhere", None)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(EngineError, match="the folder does not hold a causal language model"):
+    with pytest.raises(EngineError, match="the folder does not contain a causal language model"):
         Fsdp2TrainEngine(tmp_path, None)
 
 
@@ -457,7 +457,7 @@ def test_a_reference_follows_its_actor(model_path):
     assert reference.version == 1
     found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (reference, actor))
     assert np.array_equal(found, expected)
-    with pytest.raises(EngineError, match="only a frozen one"):
+    with pytest.raises(EngineError, match="only a frozen engine"):
         actor.receive(reference.publish())
 
 

@@ -333,7 +333,7 @@ def test_ranks_with_nothing_to_learn_from_and_faults_of_one_rank(two):
     assert first.metrics == {"tokens": 28.0}
     (kind, text), (refusal, why) = errors
     assert kind is EngineError
-    assert text == "rank 1: row 1 of the batch, of 65 tokens, does not fit the model's 64 positions"
+    assert text == "rank 1: row 1 of the batch has 65 tokens and does not fit the model's 64 positions"
     assert refusal is NonFiniteUpdate
     assert "the loss is nan (first in:" in why
 
@@ -486,7 +486,7 @@ def test_shards_that_do_not_divide_evenly(model_path):
 def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(model_path):
     with pytest.raises(EngineError, match="6 ranks cannot be divided by ddp_size 2 x tensor_parallel_size 2 = 4"):
         Grid.of(Ranks(0, 6), ParallelSizes(ddp_size=2, tensor_parallel_size=2))
-    with pytest.raises(EngineError, match="pipeline_parallel_size is 2, but fsdp2 supports 1 only"):
+    with pytest.raises(EngineError, match="pipeline_parallel_size is 2, but fsdp2 supports only 1"):
         split = TrainSettings(parallel=ParallelSizes(pipeline_parallel_size=2))
         Fsdp2TrainEngine(model_path, CONFIG, split, Rendezvous(0, 2))
 

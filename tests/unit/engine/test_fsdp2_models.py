@@ -179,9 +179,9 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
 
     losses = [critic.step(batch, to_one).loss for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]
-    with pytest.raises(EngineError, match="scores have no entropy"):
+    with pytest.raises(EngineError, match="entropy needs a causal head"):
         critic.evaluate(batch, entropy=True)
-    with pytest.raises(EngineError, match="scores have no most likely ids"):
+    with pytest.raises(EngineError, match="top needs a causal head"):
         critic.evaluate(batch, top=2)
 
 

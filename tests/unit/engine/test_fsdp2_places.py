@@ -98,7 +98,7 @@ def test_a_call_on_an_offloaded_engine_names_the_way_back(model_path):
     kept = bits(engine)
     engine.cpu()
     for call in (lambda: step(engine), lambda: engine.evaluate(batch()), lambda: engine.save_checkpoint("x")):
-        with pytest.raises(EngineError, match=r"in host memory: cuda\(\) brings it back"):
+        with pytest.raises(EngineError, match=r"in host memory: call cuda\(\) first"):
             call()
     with pytest.raises(EngineError, match="no key-value cache"):
         engine.cuda("kv_cache")

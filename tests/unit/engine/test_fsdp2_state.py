@@ -79,7 +79,7 @@ def test_a_restored_engine_shares_no_memory_with_the_state(model_path):
 def test_a_frozen_engine_has_a_state_too(model_path):
     trained, frozen = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     frozen.load_state_dict(saved(Fsdp2TrainEngine(model_path, None).state_dict()))
-    with pytest.raises(EngineError, match="does not fit a frozen one"):
+    with pytest.raises(EngineError, match="does not fit a frozen engine"):
         frozen.load_state_dict(trained.state_dict())
 
 

@@ -109,7 +109,7 @@ def test_sgd_goes_on_from_its_state_and_from_a_checkpoint_and_not_from_another_o
     weights = [dict(engine.named_weights()) for engine in (first, second, third)]
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]) and torch.equal(tensor, weights[2][name])
-    with pytest.raises(WeightSyncError, match="optimizer is of another kind"):
+    with pytest.raises(WeightSyncError, match="it has another optimizer"):
         Fsdp2TrainEngine(model, OptimizerConfig()).load_state_dict(first.state_dict())
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.sampler import partition
-from dlrover.python.rl.engine.model.packing import balance_by_tokens, check_actions, pack
+from dlrover.python.rl.engine.model.packing import balance_by_tokens, check_actions, pack, select_columns
 
 rows = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)
 
@@ -161,7 +161,7 @@ def test_columns_are_picked_or_spread_over_the_actions():
         elsewhere=Ragged.from_rows([[1], [2]]),
     )
     (part,) = pack(batch, 100)
-    columns = part.columns(batch, "cpu")
+    columns = select_columns(batch, part.flat, "cpu")
     assert columns.keys() == {"tokens", "action_mask", "ragged", "dense", "wide", "teachers", "unit"}
     assert columns["ragged"].tolist() == [0.5, 1.0, 2.0]
     assert str(columns["ragged"].dtype) == "torch.float32"

@@ -186,11 +186,11 @@ def test_states_that_do_not_fit_are_refused():
         merge_states(own, [state_of(whole, slice(0, 2))])
     with pytest.raises(WeightSyncError, match="another model: 'w' has shape"):
         merge_states(own, [state_of(torch.zeros(5, 3), slice(0, 5))])
-    with pytest.raises(EngineError, match="does not fit a frozen one"):
+    with pytest.raises(EngineError, match="does not fit a frozen engine"):
         merge_states(own, [state_of(whole, slice(0, 5), moments=False)])
     other = state_of(whole, slice(0, 5))
     other["optimizer"]["w"] = {"momentum_buffer": whole}
-    with pytest.raises(WeightSyncError, match="its optimizer is of another kind"):
+    with pytest.raises(WeightSyncError, match="it has another optimizer"):
         merge_states(own, [other])
 
 

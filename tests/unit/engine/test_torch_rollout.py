@@ -133,7 +133,7 @@ def test_every_end_token_of_the_generation_config_ends(model_path, tmp_path):
 def test_a_model_in_the_home_folder_is_found(model_path, monkeypatch):
     monkeypatch.setenv("HOME", str(model_path.parent))
     assert made(f"~/{model_path.name}").version == -1
-    with pytest.raises(EngineError, match="it is no folder"):
+    with pytest.raises(EngineError, match="it is not a folder"):
         made("~/absent")
 
 

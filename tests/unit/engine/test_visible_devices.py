@@ -31,5 +31,5 @@ def test_they_are_those_of_the_engine(monkeypatch, visible, device, size, device
 @pytest.mark.parametrize(("devices", "visible"), [((1,), ""), ((), "0,1")])
 def test_too_few_are_refused(monkeypatch, devices, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(EngineError, match="tensor_parallel_size 2 needs as many devices"):
+    with pytest.raises(EngineError, match="tensor_parallel_size 2 needs 2 devices"):
         device_environment(RolloutSettings("cuda:1", tensor_parallel_size=2, devices=devices))

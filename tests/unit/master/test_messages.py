@@ -140,7 +140,7 @@ def test_a_check_looks_up_no_name_on_the_hub(inputs):
 
 
 FAILURES = [
-    ("model=some-org/none", "no model at 'some-org/none': it is no folder, and the hub cannot be reached: "),
+    ("model=some-org/none", "no model at 'some-org/none': it is not a folder, and the hub cannot be reached: "),
     ("data.max_prompt_tokens=1 data.over_long=drop", "DataError: config.data.max_prompt_tokens: leaves no prompt to "),
     ("reward.function=rewards:raises", "DataError: step 1: the reward function failed on all 8 samples, last with: "),
 ]

@@ -136,7 +136,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("+engine.rollout_options={prefil_tokens: 2}", "config.engine.rollout_options.prefil_tokens", "prefill_tokens"),
         ("+engine.train_options={zero_stage: 2}", "config.engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "config.engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
-        ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 supports 1 only"),
+        ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 supports only 1"),
         ("optimizer={name: adamw_8bits}", "config.optimizer.name", "adamw_8bit"),
         ("+engine.rollout_tensor_parallel_size=2", "config.engine.rollout_tensor_parallel_size", "runs on one device"),
     ],
@@ -160,7 +160,7 @@ def test_algorithms_on_examples_have_trainers_of_their_own(tmp_path, name):
     [
         ("train", "deepspeed", "train", "'deepspeed' is not installed: pip install 'dlrover-rl[deepspeed]'"),
         ("rollout", "vllm", "rollout", "'vllm' is not installed: pip install 'dlrover-rl[vllm]'"),
-        ("rollout", "sglang", "rollout_options.url", "sglang is not installed here: give its server's URL"),
+        ("rollout", "sglang", "rollout_options.url", "sglang is not installed here: set its server's URL"),
     ],
 )
 def test_an_engine_that_is_not_installed_is_named_with_a_remedy(tmp_path, kind, engine, where, message):
@@ -174,7 +174,7 @@ def test_ranks_may_divide_a_base_in_4_bits_which_needs_the_extra_of_moments_in_8
     for sizes in ("{ddp_size: 1}", "{ddp_size: 2}", "{context_parallel_size: 2}"):
         assert not any("engine" in key for key in problems_of(tmp_path, *job, f"+engine.parallel={sizes}"))
     found = problems_of(tmp_path, *job, "+engine.parallel={tensor_parallel_size: 2}")
-    assert found["config.engine"] == "adapters cannot be split: tensor_parallel_size is 2, and must be 1"
+    assert found["config.engine"] == "adapters cannot be split: tensor_parallel_size must be 1, not 2"
 
     def absent_version(name):
         raise PackageNotFoundError(name)

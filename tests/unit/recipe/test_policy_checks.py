@@ -145,8 +145,8 @@ def test_a_misspelt_name_of_a_column_is_refused(tmp_path, keys, hints):
     ("targets", "what"),
     [
         ([], "names no layer: 'all-linear' is all layers except the output layer"),
-        (["q_prj", "v_proj"], "no linear layer has the name 'q_prj'; did you mean 'q_proj'"),
-        (["self_attn.q_proj", "lm_head"], "the output layer has the weight of the embedding"),
+        (["q_prj", "v_proj"], "no linear layer is named 'q_prj'; did you mean 'q_proj'"),
+        (["self_attn.q_proj", "lm_head"], "the output layer shares the embedding's weight"),
         ("all-linear", None),
         (["mlp.up_proj"], None),
     ],

@@ -87,7 +87,7 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
         load_causal_lm,
     )
     for read in readers:
-        with pytest.raises(EngineError, match=f"^'{file}' is no whole file of safetensors: "):
+        with pytest.raises(EngineError, match=f"^'{file}' is not a complete safetensors file: "):
             read(model)
 
 

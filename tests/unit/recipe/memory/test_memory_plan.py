@@ -459,10 +459,10 @@ def test_the_output_layer_that_can_have_adapters_is_the_models_own():
     head, score = LoraSettings(targets=("lm_head",)), LoraSettings(targets=("q_proj", "score"))
     assert own.find_target_errors(head) == []
     assert tied.find_target_errors(head) == [
-        "the output layer has the weight of the embedding, to which no adapters can be added"
+        "the output layer shares the embedding's weight, so it cannot have an adapter"
     ]
     for scoring in (own.with_score_head(), tied.with_score_head()):
         assert scoring.find_target_errors(score) == []
-        assert scoring.find_target_errors(head)[0].startswith("no linear layer has the name 'lm_head'")
+        assert scoring.find_target_errors(head)[0].startswith("no linear layer is named 'lm_head'")
     assert "did you mean" not in own.find_target_errors(score)[0]
     assert own.find_target_errors(LoraSettings(targets="all-linear")) == []

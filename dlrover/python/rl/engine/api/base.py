@@ -20,29 +20,28 @@ from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters instead of full training. A job needs no role REFERENCE then: the actor is it, without its
-    adapters. Rollouts receive the model once, and then the adapters, which they add; saved weights are merged, and the
-    folder ``adapter`` in a saved model has them apart, in PEFT's format."""
+    """Low-rank adapters instead of full training. A job needs no role REFERENCE: the actor without adapters is the
+    reference. Rollouts receive the model once, and later only the adapters, which they add. Saved weights are merged;
+    the folder ``adapter`` in a saved model has the adapters in PEFT's format."""
 
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""
 
     alpha: Annotated[float, Gt(0.0), Lt(math.inf)] = 32.0
-    """Scale: the adapters' product counts ``alpha / rank`` times."""
+    """Scale: the adapters' product is multiplied by ``alpha / rank``."""
 
     targets: tuple[str, ...] | Literal["all-linear"] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     )  # fmt: skip
-    """Last parts of the names of the linear layers that get adapters; ``all-linear``: all but the output layer."""
+    """Last parts of the names of the linear layers that get adapters; ``all-linear``: all except the output layer."""
 
     quantize_base: Literal["nf4"] | None = None
-    """``nf4``: the matrices of all linear layers but the output layer are in 4 bits (QLoRA, arXiv:2305.14314), by the
-    extra ``bitsandbytes``; every rank holds the whole model. Published weights are what it computes with. None: all of
-    the model is in ``precision``."""
+    """``nf4``: the matrices of all linear layers except the output layer are in 4 bits (QLoRA, arXiv:2305.14314), with
+    the extra ``bitsandbytes``. Published weights are dequantized. None: the whole model is in ``precision``."""
 
     @property
     def sorted_targets(self) -> list[str] | str:
-        """Equal for the same layers in any order."""
+        """The targets in an order that does not depend on the configuration's."""
         return self.targets if isinstance(self.targets, str) else sorted(set(self.targets))
 
     @property
@@ -56,7 +55,8 @@ class TrainSettings:
     """A torch device."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the forward and backward pass. Master weights, optimizer and gradient reduction are always float32."""
+    """Precision of the forward and backward pass. Master weights, optimizer and gradient reduction are always
+    float32."""
 
     max_tokens_per_microbatch: Annotated[int, Gt(0)] = 16384
     """Maximum tokens of one forward pass; a longer row is a micro-batch by itself."""
@@ -71,7 +71,7 @@ class TrainSettings:
     """Train adapters only."""
 
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the weights of saved models; ``auto``: that of the model's files. Checkpoints are float32."""
+    """Data type of the weights of saved models; ``auto``: the model's files' type. Checkpoints are float32."""
 
     head: Literal["causal", "token"] = "causal"
     """``causal``: a language model; outputs are log-probs. ``token``: a token-classification model with one label
@@ -86,8 +86,8 @@ class TrainSettings:
     """Options of the backend (``zero_stage`` of deepspeed); an unknown one is refused."""
 
     mask_unknown_ids: bool = True
-    """Log-probs are of the tokenizer's ids only, as rollouts with this setting sample them: others, which fill up the
-    embedding, have probability 0."""
+    """Only the tokenizer's ids have a probability, as in rollouts with this setting: ids that pad the embedding have
+    probability 0."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Rendezvous:
     world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """A free port at rank 0; not used by a single rank."""
+    """A free port on rank 0's node; not used by a single rank."""
 
     timeout_s: float = 300.0
     """Longest wait for the other ranks, at the start and in every collective."""
@@ -116,13 +116,13 @@ the distribution that the token was sampled from. Both have gradients."""
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The same on every rank."""
+    """The result of a step, the same on every rank."""
 
     loss: float
     grad_norm: float  #: of the whole gradient, before clipping
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
-    skipped: bool = False  #: it was not finite, and nothing has changed
+    skipped: bool = False  #: the update was not finite, and nothing has changed
 
 
 class BaseTrainEngine(Offloadable, Protocol):
@@ -132,11 +132,10 @@ class BaseTrainEngine(Offloadable, Protocol):
     ``optimizer`` None for a frozen engine, ``memory`` the ``DeviceMemory`` that accounts for the device.
 
     Batches have the ragged columns ``tokens`` (int64) and ``action_mask`` (bool, never on a row's first token for a
-    causal head), both ``[rows, seq]``. The ranks of a model replica (``layout``) pass the same rows.
-    """
+    causal head), both ``[rows, seq]``. The ranks of a model replica (``layout``) pass the same rows."""
 
     version: int
-    """Of the weights: 0 at the start, one more after each :meth:`step` that is not skipped."""
+    """Version of the weights: 0 at the start, one more after each :meth:`step` that is not skipped."""
 
     layout: Layout
 
@@ -144,35 +143,33 @@ class BaseTrainEngine(Offloadable, Protocol):
     def tokenizer(self) -> Any: ...
 
     def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
-        """Outputs at the action tokens, without gradient: ``logprobs`` (``scores`` with ``head: token``), and if
-        requested ``entropy``, ragged float32 ``[rows, seq]``, 0 outside the action mask, rows in the batch's order.
+        """Return the outputs at the action tokens, without gradient: ``logprobs`` (``scores`` with ``head: token``),
+        and if requested ``entropy``, ragged float32 ``[rows, seq]``, 0 outside the action mask, in the batch's order.
 
         ``top`` adds the most likely ids ``candidates`` (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; a
-        batch with ``candidates`` gets the latter.
-        """
+        batch with ``candidates`` gets only the latter."""
 
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
-        """One optimizer step; gradients of micro-batches and ranks are summed.
+        """Take one optimizer step; gradients of micro-batches and ranks are summed.
 
         Raises:
             EngineError: the engine is frozen or offloaded, or no rank has an action token.
-            NonFiniteUpdate: the loss or the gradient norm is not finite, and ``skip_nonfinite`` updates before it were
-                not; nothing has changed on any rank.
+            NonFiniteUpdate: the loss or the gradient norm is not finite, after ``skip_nonfinite`` skipped updates;
+                nothing has changed on any rank.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, :meth:`evaluate` is of the model that the adapters began with; of engines that train some."""
+        """Let :meth:`evaluate` run the model without adapters, on engines that train some."""
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged. Parameters are cast to
-        the torch ``dtype``, if there is one: each rank its part, before they are gathered.
+        """Yield Hugging Face's name and the whole tensor of each weight; tied ones once, adapters merged. Each rank
+        casts its part of a parameter to the torch ``dtype``, if it is given, before they are gathered.
 
-        A collective: every rank must consume all. A tensor is not written to until the iterator ends: a device may
-        still be copying it.
-        """
+        A collective: every rank must consume all. A tensor does not change until the iterator ends, since a device may
+        still be copying it."""
 
     def publish(self) -> WeightSnapshot:
-        """The current weights in host memory, whole on rank 0."""
+        """Return the current weights in host memory, whole on rank 0."""
 
     def receive(self, weights: WeightSnapshot) -> None:
         """Adopt another engine's weights and version (frozen engines only)."""
@@ -181,24 +178,25 @@ class BaseTrainEngine(Offloadable, Protocol):
         """Write model and tokenizer in Hugging Face format, atomically."""
 
     def save_again(self, path: Path) -> None:
-        """:meth:`save` has failed on this rank, for want of space or the like; the others do not take part again."""
+        """Repeat :meth:`save` after it has failed on this rank, for example with no space left; other ranks do not
+        take part."""
         self.save(path)
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, version and random state; each rank writes its part."""
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore :meth:`save_checkpoint`: bit for bit in the same layout; other layouts only if the backend can."""
+        """Restore :meth:`save_checkpoint`: bit for bit in the same layout; in others only if the backend can."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank that later steps depend on. The tensors are live: copy them before the next step."""
+        """Return all of this rank that later steps depend on. The tensors are live: copy them before the next step."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; later steps give the same bits. Raises OtherLayout."""
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Take this rank's part out of the :meth:`state_dict` of all ranks of another layout. Each is used until the
-        next one is requested; all ranks do so, without exchanging anything."""
+        """Copy this rank's part out of the :meth:`state_dict` of all ranks of another layout. Each state is used until
+        the next one is requested; the ranks exchange nothing."""
 
     def close(self) -> None: ...
 
@@ -206,8 +204,7 @@ class BaseTrainEngine(Offloadable, Protocol):
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample completions. ``logprobs`` are of ``softmax(logits / temperature)``, as a train engine computes them
-    (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs.
-    """
+    (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs."""
 
     max_new_tokens: Annotated[int, Gt(0)] = 64
     """The end-of-sequence token counts."""
@@ -245,8 +242,7 @@ Finish: TypeAlias = Literal["eos", "stop", "length", "aborted"]
 @dataclass(frozen=True, eq=False)
 class Request:
     """One sample to generate. An aborted one, added again, gets the tokens that it would have got without the abort:
-    random numbers depend on ``prompt_id``, ``sample_index`` and the position only.
-    """
+    random numbers depend on ``prompt_id``, ``sample_index`` and the position only."""
 
     prompt_id: int
     sample_index: int  #: among the samples of its prompt
@@ -300,8 +296,7 @@ class BaseRolloutEngine(Offloadable, Protocol):
         samples_per_prompt`` rows, a prompt's samples adjacent: ``prompt_id``, ``sample_index`` (int64), ``tokens``
         (prompt and completion), ``action_mask``, ``logprobs`` (float32, 0 on the prompt), ``finished`` (bool: by
         end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text), and the
-        columns that the engine declares.
-        """
+        columns that the engine declares."""
 
     def check(self, tokens: Any, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` if :meth:`generate` would refuse these prompts (ragged)."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines by the name that a job file gives them, and what each can do."""
+"""Engines by their name in a job file, and their abilities."""
 
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from types import MappingProxyType
@@ -48,43 +49,43 @@ _INTERFACES = {
     ),
     ROLLOUT_ENGINES.group: (("add", "advance", "receive"), ("model", "settings", "memory")),
 }
-"""Methods by which an engine is known, and what it is made from."""
+"""Methods that identify an engine, and the arguments of its constructor."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine can do and be configured with, stated by its class as ``info``; these are the defaults.
+    """The abilities and options of an engine, declared by its class as ``info``; these are the defaults.
 
-    An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
+    An engine of this package declares it in its folder's ``__init__.py``, which is read without importing the backend.
     """
 
     options: type | None = None  #: dataclass of the ``backend`` options; None: the engine reads them itself
-    package: str = ""  #: import name of the backend, if the core does not have it
-    distribution: str = ""  #: what to install, if it has another name
+    package: str = ""  #: import name of the backend, if the core does not include it
+    distribution: str = ""  #: package to install, if it has another name
     divides: tuple[str, ...] | None = None  #: sizes of parallelism that may be above 1; None: all
     adapters: bool = True  #: trains low-rank adapters
-    quantizes: bool = False  #: holds the model under them in 4 bits
+    quantizes: bool = False  #: holds the model below adapters in 4 bits
     shares_process: bool = True  #: an engine of one rank runs in a process that is a rank of another engine
     top_token_ids: bool = True  #: evaluates with ``top``, as teachers of whole distributions do
     sgd: bool = True  #: has SGD besides AdamW
     adamw_8bit: bool = False  #: has AdamW with moments in 8 bits
     bare_head: bool = True  #: trains a token head without a bias, as reward models have
-    may_be_remote: bool = False  #: with the option ``url`` it has the backend elsewhere; no extra brings that
+    may_be_remote: bool = False  #: with the option ``url`` the backend runs elsewhere; no extra installs it
     whole_matrices: tuple[str, ...] = ()  #: options of ``backend`` that exclude tensor parallelism
-    redivides: bool = True  #: goes on from the states of another number of ranks, and of another layout
-    fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
-    masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
-    adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
+    redivides: bool = True  #: resumes from the states of another number of ranks, or of another layout
+    fills_device: bool = False  #: a cache without a configured size takes all that ``gpu_memory_utilization`` allows
+    masks_unknown_ids: bool = False  #: supports the setting of this name, of train and rollout engines
+    adds_adapters: bool = False  #: reads each weight by ``WeightSnapshot.tensor``; else weights arrive merged
     deterministic_on: tuple[str, ...] = ()  #: types of devices where repeated calls have the same results, bit for bit
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
-    """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
+    """Report why it does not support a model, by its ``config.json`` and head (``causal`` or ``token``), or ""."""
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """Columns of a rollout engine's samples besides log-probs and versions, which a loss may name."""
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:
-    """What the engine ``name`` states; the default if it states nothing, is unknown, or cannot be imported."""
+    """Return the declaration of the engine ``name``; the default if there is none, or it cannot be imported."""
     try:
         return _read_info(point, name)
     except (ClassNotFound, MissingExtra):
@@ -115,21 +116,21 @@ def engine_class(point: ExtensionPoint, name: str) -> Any:
     ``package.module:Class``.
 
     Raises:
-        EngineError: there is no such engine; gives the nearest name. From the function: it has made something else.
+        EngineError: there is no such engine; gives the nearest name. From the function: it has returned something else.
         MissingExtra: its backend is not installed; names the extra.
     """
     try:
-        made = _import(point.place(name))
+        factory = _import(point.place(name))
     except ClassNotFound as error:
         raise EngineError(str(error)) from error
-    if not callable(made):
-        raise EngineError(f"{name} is a {type(made).__name__}, which makes no engine")
-    if inspect.isclass(made):
-        return made
+    if not callable(factory):
+        raise EngineError(f"{name} is a {type(factory).__name__}, not an engine")
+    if inspect.isclass(factory):
+        return factory
 
-    @wraps(made)
+    @wraps(factory)
     def make(*arguments: Any, **options: Any) -> Any:
-        engine = made(*arguments, **options)
+        engine = factory(*arguments, **options)
         if fault := _find_missing_methods(point, engine):
             raise EngineError(f"{name} returned a {type(engine).__name__}, which {fault}")
         return engine
@@ -138,32 +139,31 @@ def engine_class(point: ExtensionPoint, name: str) -> Any:
 
 
 def _find_missing_methods(point: ExtensionPoint, engine: Any) -> str:
-    """Say that an engine, or a class, has no method of an engine, nor finds its methods itself; "" if it has one."""
+    """Report an engine, or its class, that has no method of an engine, nor a ``__getattr__`` for it; "" for others."""
     methods, _ = _INTERFACES[point.group]
     has_one = any(hasattr(engine, name) for name in (*methods, "__getattr__"))
     return "" if has_one else f"has none of {', '.join(methods)}"
 
 
 def _find_fault(point: ExtensionPoint, name: str) -> str:
-    """Why an engine of others cannot be one; "" if it may be."""
+    """Report a class or function from outside this package that cannot make an engine; "" for others."""
     if (place := point.place(name)).startswith(f"{_ENGINES}."):
         return ""
-    made, (_, arguments) = _import(place), _INTERFACES[point.group]
-    if inspect.isclass(made) and (fault := _find_missing_methods(point, made)):
-        return f"{name} is no engine: it {fault}"
-    if not callable(made):
-        return f"{name} is a {type(made).__name__}, which makes no engine"
-    try:
-        inspect.signature(made).bind(*arguments)
-    except TypeError as error:
-        return f"{name} cannot be made from {', '.join(arguments)}: {error}"
-    except ValueError:  # some C functions have no signature
-        return ""
+    factory, (_, arguments) = _import(place), _INTERFACES[point.group]
+    if inspect.isclass(factory) and (fault := _find_missing_methods(point, factory)):
+        return f"{name} is not an engine: it {fault}"
+    if not callable(factory):
+        return f"{name} is a {type(factory).__name__}, not an engine"
+    with suppress(ValueError):  # some C functions have no signature
+        try:
+            inspect.signature(factory).bind(*arguments)
+        except TypeError as error:
+            return f"{name} cannot be made from {', '.join(arguments)}: {error}"
     return ""
 
 
 def engine_place(point: ExtensionPoint, name: str) -> str:
-    """``package.module:Class`` of an engine, which is not imported. Raises as :func:`engine_class`."""
+    """Return ``package.module:Class`` of an engine without importing it. Raises as :func:`engine_class`."""
     try:
         info = _read_info(point, name)
     except ClassNotFound as error:
@@ -176,8 +176,8 @@ def engine_place(point: ExtensionPoint, name: str) -> str:
 def validate_engine(
     point: ExtensionPoint, name: str, options: Mapping[str, Any], where: str, runs_here: bool = True
 ) -> list[ConfigError]:
-    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend, which only
-    an engine that ``runs_here`` has to find."""
+    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend, which has
+    to be installed only if the engine ``runs_here``."""
     try:
         info, fault = _read_info(point, name), _find_fault(point, name)
     except (ClassNotFound, MissingExtra) as error:
@@ -188,26 +188,26 @@ def validate_engine(
     if runs_here and (absent := absent_package(point, name, options)):
         missing = ConfigError(where, str(MissingExtra(info.distribution or absent, absent)))
         if info.may_be_remote:
-            missing = ConfigError(f"{where}_options.url", f"{absent} is not installed here: give its server's URL")
+            missing = ConfigError(f"{where}_options.url", f"{absent} is not installed here: set its server's URL")
         return [missing, *errors]
     return errors
 
 
 def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any]) -> str:
-    """The import name of the backend of an engine, if it is not installed here."""
+    """Return the import name of an engine's backend if it is not installed here, else ""."""
     package = engine_info(point, name).package
     is_remote = "url" in options  # a server that has the package itself
     return package if package and importlib.util.find_spec(package) is None and not is_remote else ""
 
 
 def require_peft() -> None:
-    """Raise MissingExtra unless it is there."""
+    """Raise MissingExtra unless peft is installed."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra("peft", "lora")
 
 
 def require_bitsandbytes() -> None:
-    """Raise MissingExtra unless it is there, in a version that multiplies by packed weights as they are stored."""
+    """Raise MissingExtra unless bitsandbytes is installed, in a version that multiplies by packed weights as stored."""
     try:
         major, minor = map(int, importlib.metadata.version("bitsandbytes").split(".")[:2])
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -216,7 +216,7 @@ def require_bitsandbytes() -> None:
         raise MissingExtra("bitsandbytes>=0.50", "bitsandbytes")
 
 
-def find_train_errors(  # noqa: PLR0913 -- what is asked of it
+def find_train_errors(  # noqa: PLR0913 -- the settings to check
     name: str,
     info: EngineInfo,
     sizes: ParallelSizes,
@@ -224,42 +224,42 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     bare_head: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """What is asked of a train engine that it cannot do."""
+    """List the settings that a train engine does not support."""
     above = {key: size for key, size in asdict(sizes).items() if size > 1}
     errors = [
-        f"{key} is {size}, but {name} supports 1 only here"
+        f"{key} is {size}, but {name} supports only 1"
         for key, size in above.items()
         if info.divides is not None and key not in info.divides
     ]
     errors += [
-        f"{key} needs tensor_parallel_size 1, which is {sizes.tensor_parallel_size}"
+        f"{key} needs tensor_parallel_size 1, not {sizes.tensor_parallel_size}"
         for key in info.whole_matrices
         if options.get(key) and sizes.tensor_parallel_size > 1
     ]
     if bare_head and not info.bare_head:
         errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
     if lora is not None and not info.adapters:
-        errors.append(f"{name} trains whole models only here: adapters need fsdp2 or deepspeed")
+        errors.append(f"{name} trains only whole models: adapters need fsdp2 or deepspeed")
     elif lora is not None and sizes.tensor_parallel_size > 1:
-        errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
+        errors.append(f"adapters cannot be split: tensor_parallel_size must be 1, not {sizes.tensor_parallel_size}")
     if lora is not None and lora.quantize_base is not None and not info.quantizes:
-        errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2 or deepspeed")
+        errors.append(f"{name} cannot quantize the model: lora.quantize_base needs fsdp2 or deepspeed")
     return errors
 
 
 def find_optimizer_errors(
     name: str, info: EngineInfo, config: OptimizerConfig, tensor_parallel_size: int = 1
 ) -> list[str]:
-    """What is asked of a train engine's optimizer that it cannot do."""
+    """List the settings of an optimizer that a train engine does not support."""
     if not {"adamw": True, "sgd": info.sgd, "adamw_8bit": info.adamw_8bit}[config.name]:
-        return [f"{name} does not support {config.name} here: use adamw, or fsdp2"]
+        return [f"{name} does not support {config.name}: use adamw, or fsdp2"]
     if config.name == "adamw_8bit" and tensor_parallel_size > 1 and info.redivides:  # rows, but not their parts
-        return [f"adamw_8bit needs tensor_parallel_size 1, which is {tensor_parallel_size}"]
+        return [f"adamw_8bit needs tensor_parallel_size 1, not {tensor_parallel_size}"]
     return []
 
 
 def find_rollout_errors(name: str, info: EngineInfo, tensor_parallel_size: int) -> list[str]:
-    """What is asked of a rollout engine that it cannot do."""
+    """List the settings that a rollout engine does not support."""
     if info.divides is None or tensor_parallel_size == 1:
         return []
     return [f"tensor_parallel_size is {tensor_parallel_size}, but the {name} rollout engine runs on one device"]
@@ -271,7 +271,7 @@ def raise_engine_errors(errors: list[str]) -> None:
 
 
 def read_options(kind: type[T], options: Mapping[str, Any], where: str = "backend") -> T:
-    """A mapping as a dataclass. Raises an ``EngineError`` that lists every fault, with keys below ``where``."""
+    """Parse a mapping into a dataclass. Raises an ``EngineError`` that lists every fault, with keys below ``where``."""
     parsed, errors = parse(kind, dict(options), where)
     if parsed is None:
         raise EngineError("; ".join(map(str, errors)))

@@ -2,9 +2,10 @@
 """The sections of a job's settings that all train engines share: how ranks divide the work, and the optimizer."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.common.errors import EngineError
@@ -38,8 +39,7 @@ class ParallelSizes:
 class Layout:
     """The ranks as a grid, the last dimension running fastest: ``ddp x shard x pipeline x context x tensor``.
 
-    Consecutive ranks form a model replica, as ``BaseWorkload.data_parallel_size`` requires.
-    """
+    Consecutive ranks form a model replica, as ``BaseWorkload.data_parallel_size`` requires."""
 
     ddp: int = 1
     shard: int = 1
@@ -50,17 +50,16 @@ class Layout:
     @classmethod
     def of(cls, world_size: int, sizes: ParallelSizes) -> "Layout":
         """Divide ``world_size`` ranks. Raises an ``EngineError`` if the sizes do not divide them."""
-        parts = {
-            "ddp_size": sizes.ddp_size,
-            "pipeline_parallel_size": sizes.pipeline_parallel_size,
-            "context_parallel_size": sizes.context_parallel_size,
-            "tensor_parallel_size": sizes.tensor_parallel_size,
-        }
-        product = math.prod(parts.values())
+        pipeline, context, tensor = (
+            sizes.pipeline_parallel_size,
+            sizes.context_parallel_size,
+            sizes.tensor_parallel_size,
+        )
+        product = sizes.ddp_size * pipeline * context * tensor
         if world_size % product:
-            factors = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+            factors = " x ".join(f"{name} {size}" for name, size in asdict(sizes).items() if size > 1)
             raise EngineError(f"{world_size} ranks cannot be divided by {factors} = {product}")
-        return cls(sizes.ddp_size, world_size // product, *list(parts.values())[1:])
+        return cls(sizes.ddp_size, world_size // product, pipeline, context, tensor)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -76,12 +75,8 @@ class Layout:
         return self.ddp * self.shard
 
     def coordinates(self, rank: int) -> "Layout":
-        """Position of ``rank`` in the grid, 0 to size - 1 in each dimension."""
-        position = []
-        for size in reversed(self.shape):
-            rank, at = divmod(rank, size)
-            position.append(at)
-        return Layout(*reversed(position))
+        """Return the position of ``rank`` in the grid, 0 to size - 1 in each dimension."""
+        return Layout(*map(int, np.unravel_index(rank, self.shape)))
 
 
 @dataclass(frozen=True)
@@ -104,8 +99,8 @@ class OptimizerConfig:
     """Maximum global gradient norm; None: no clipping."""
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """``adamw_8bit`` is AdamW with the moments of matrices in 8 bits (arXiv:2110.02861), by the extra ``bitsandbytes``;
-    ``sgd`` is plain gradient descent, with optional ``momentum``."""
+    """``adamw_8bit`` is AdamW with the moments of matrices in 8 bits (arXiv:2110.02861), with the extra
+    ``bitsandbytes``; ``sgd`` is plain gradient descent, with optional ``momentum``."""
 
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Momentum of ``sgd``."""
@@ -120,8 +115,8 @@ class OptimizerConfig:
     """Optimizer steps at which the decay ends, warm-up included. None: the steps of the run."""
 
     skip_nonfinite: Annotated[int, Ge(0)] = 0
-    """Maximum updates in a row that are skipped, on all ranks, because their loss or gradient norm is not finite; the
-    next one is refused, as the first one is with 0."""
+    """Maximum consecutive updates that all ranks skip because the loss or gradient norm is not finite; the next one
+    raises an error. 0: the first one does."""
 
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
@@ -134,6 +129,6 @@ class OptimizerConfig:
             raise ValueError("min_lr and decay_steps need a schedule that decays: linear or cosine")
 
     def over(self, steps: int) -> "OptimizerConfig":
-        """The same with ``decay_steps`` set, if the schedule needs it and it is not."""
+        """Return the configuration with ``decay_steps`` set, if the schedule needs it and it is not."""
         is_set = self.schedule == "constant" or self.decay_steps is not None
         return self if is_set else replace(self, decay_steps=steps)

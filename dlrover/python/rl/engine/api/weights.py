@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way between engines: versioned, fingerprinted, verified; and engines that can be offloaded."""
+"""Weights in transfer between engines: versioned, fingerprinted, verified; and engines that can be offloaded."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -15,18 +15,17 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.names import hint
 
 DeviceKind: TypeAlias = Literal["cpu", "cuda", "meta"]
-"""Where an engine's tensors are: on the host, on its device (the host stands in for a missing one), or nowhere."""
+"""The place of an engine's tensors: the host, its device (the host stands in for a missing one), or none."""
 
 Part: TypeAlias = Literal["all", "weights", "kv_cache"]
-"""What :meth:`Offloadable.cuda` brings back."""
+"""The tensors that :meth:`Offloadable.cuda` brings back."""
 
 
 class Offloadable(Protocol):
-    """An engine that can give its device memory to another one and take it back. Results do not depend on it, but for
-    rounding where adapters are added to received weights.
+    """An engine that can give its device memory to another one and take it back. Results do not depend on it, except
+    for rounding where adapters are added to received weights.
 
-    A call that needs what is not on the device raises an ``EngineError`` that names the call that brings it back.
-    """
+    A call that needs absent tensors raises an ``EngineError`` that names the call that brings them back."""
 
     def cpu(self) -> None:
         """Move everything to host memory; a key-value cache is dropped."""
@@ -38,16 +37,16 @@ class Offloadable(Protocol):
         """Release all tensors on host and device. Only new weights bring the engine back."""
 
     def place(self) -> DeviceKind:
-        """Where the weights are."""
+        """Return the place of the weights."""
 
     def footprint(self) -> dict[str, int]:
-        """Bytes on the device by kind: ``weights``, ``gradients``, ``optimizer``, ``kv_cache``; without 0s."""
+        """Return the bytes on the device by kind: ``weights``, ``gradients``, ``optimizer``, ``kv_cache``; no 0s."""
 
 
 @dataclass(frozen=True)
 class WeightStamp:
-    """Identifies weights: equal stamps mean the same bits under the same names; where adapters are added to some, the
-    same bits of both, whose sums may differ between kinds of devices as far as rounding goes."""
+    """Identifies weights: equal stamps mean the same bits under the same names. With adapters they mean the same bits
+    of both; the sums may differ by rounding between kinds of devices."""
 
     version: int  #: the train engine's
     fingerprint: str  #: 16 hex digits over the names, dtypes, shapes and CRCs of all tensors
@@ -58,7 +57,7 @@ class WeightStamp:
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """An open file that has the bytes of a snapshot, for other processes of this machine."""
+    """An open file with the bytes of a snapshot, for other processes of this node."""
 
     path: str  # /proc/PID/fd/NUMBER
     starts: Mapping[str, int]  # of each tensor's bytes
@@ -68,8 +67,7 @@ class SnapshotFile:
 class WeightSnapshot:
     """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store).
 
-    :meth:`tensor` gives a parameter; ``buffers`` and ``file`` have it without the adapter that belongs to it, if any.
-    """
+    :meth:`tensor` returns a parameter with its adapter, if any; ``buffers`` and ``file`` have it without."""
 
     version: int  #: the train engine's
     buffers: Mapping[str, Any]  #: bytes of each tensor, ``uint8``: numpy arrays, or tensors on a device
@@ -80,13 +78,13 @@ class WeightSnapshot:
     """This process has compared the bytes with the fingerprints, and nothing else writes to them. Not pickled."""
 
     file: SnapshotFile | None = None
-    """Open as long as the buffers are in use; not pickled either."""
+    """Open as long as the buffers are in use. Not pickled."""
 
     adapters: "Adapters | None" = None
-    """To be added to the tensors in ``buffers``."""
+    """Adapters to add to the tensors in ``buffers``."""
 
     lock_pages: Callable[[torch.device], bool] | None = None
-    """Locks the memory of all bytes for the device that will read them, if it can be; not pickled either."""
+    """Locks the memory of all bytes for the device that will read them, if possible. Not pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         host = self.on_host()
@@ -95,7 +93,7 @@ class WeightSnapshot:
 
     @property
     def stamp(self) -> WeightStamp:
-        """Computed from the tensors' fingerprints: no buffer is read."""
+        """The stamp by the tensors' fingerprints: no buffer is read."""
         whole = blake2b(digest_size=8)
         for name in sorted(self.fingerprints):
             whole.update(f"{name}|{self.dtypes[name]}|{self.shapes[name]}|{self.fingerprints[name]}\n".encode())
@@ -110,7 +108,7 @@ class WeightSnapshot:
         return added + sum(int(buffer.nbytes) for buffer in self.buffers.values())
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Any:
-        """A view of the received bytes: never write to it. A tensor with an adapter is computed, on ``device``."""
+        """Return a view of the received bytes: never write to it. An adapter is added on ``device``, to a copy."""
         base = self.bare_tensor(name)
         if self.adapters is None or name + DOWN not in self.adapters.factors.buffers:
             return base
@@ -118,40 +116,39 @@ class WeightSnapshot:
         return add_adapter(base, down, up, self.adapters.scale, device, base.dtype)
 
     def on_host(self) -> "WeightSnapshot":
-        """The same with all bytes in host memory, for other processes."""
+        """Return the snapshot with all bytes in host memory, for other processes."""
         if all(isinstance(buffer, np.ndarray) for buffer in self.buffers.values()):
             return self
         host = take_snapshot(((name, self.bare_tensor(name)) for name in self.buffers), self.version)
         return replace(host, adapters=self.adapters)
 
     def merged(self) -> "WeightSnapshot":
-        """The same weights without adapters beside them."""
+        """Return the weights with their adapters added."""
         if self.adapters is None:
             return self
         return take_snapshot(((name, self.tensor(name)) for name in self.buffers), self.version)
 
     def bare_tensor(self, name: str) -> Any:
-        """:meth:`tensor` without an adapter."""
+        """Return a tensor without its adapter."""
         buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
         if not isinstance(buffer, np.ndarray):
             return buffer.view(dtype).view(shape)
         if not buffer.size:
             return torch.empty(shape, dtype=dtype)
-        # The bytes may be read-only shared memory, of which torch.from_numpy and torch.frombuffer warn.
+        # The bytes may be read-only shared memory, about which torch.from_numpy and torch.frombuffer warn.
         return torch.from_dlpack(buffer).view(dtype).reshape(shape)
 
 
 DOWN, UP = ".lora_A", ".lora_B"
-"""Behind the name of the weight that an adapter is added to."""
-
+"""Suffixes of an adapter's matrices, after the name of their weight."""
 
 _BLOCK = 1 << 24
 """Elements that are computed at a time."""
 
 
 def add_adapter(base: Any, down: Any, up: Any, scale: float, device: torch.device | str, dtype: Any) -> Any:
-    """A new tensor ``W + scale B A`` (Hu et al., arXiv:2106.09685, equation 3) on ``device``, computed there in float32
-    and cast to ``dtype``."""
+    """Compute a new tensor ``W + scale B A`` (Hu et al., arXiv:2106.09685, equation 3) on ``device`` in float32, cast
+    to ``dtype``."""
     down, up = (factor.to(device, torch.float32) for factor in (down, up))
     merged = torch.empty(base.shape, dtype=dtype, device=device)
     rows = max(1, _BLOCK // base.shape[1])
@@ -169,7 +166,7 @@ class Adapters:
 
 
 def adapted_stamp(base: WeightStamp, factors: WeightStamp, scale: float) -> WeightStamp:
-    """The stamp of weights with adapters added."""
+    """Return the stamp of weights with adapters added."""
     both = f"{base.fingerprint}|{factors.fingerprint}|{scale!r}"
     return WeightStamp(factors.version, blake2b(both.encode(), digest_size=8).hexdigest())
 
@@ -188,10 +185,8 @@ def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnaps
 
 def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], serving: int) -> None:
     """Compare a received snapshot with the shapes of the model that will adopt it, and with the version served now.
-
-    Raises:
-        WeightSyncError: names every missing, unknown, reshaped, cut or corrupted tensor, or the older version.
-    """
+    Raises a WeightSyncError that names every missing, unknown, reshaped, truncated or corrupted tensor, and an older
+    version."""
     described = snapshot.shapes.keys() & snapshot.dtypes.keys() & snapshot.fingerprints.keys()
     faults = [f"'{name}' has no shape, dtype or fingerprint" for name in snapshot.buffers if name not in described]
     arrived = {name: snapshot.shapes[name] for name in snapshot.buffers if name in described}
@@ -205,7 +200,7 @@ def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, 
                 faults.append(f"the adapter of '{name}' has shapes {up} and {down}, which do not give {base}")
         faults += filter(None, (_find_damage(factors, name) for name in factors.buffers))
     if snapshot.version < serving:
-        faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
+        faults.append(f"version {snapshot.version} is older than {serving}, which is served now")
     if faults:
         raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
 
@@ -222,7 +217,7 @@ def _find_damage(snapshot: WeightSnapshot, name: str) -> str:
 def describe_shape_mismatches(
     expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Differences between a model's shapes and others, by name; empty if they match."""
+    """List the differences between a model's shapes and received ones; empty if they match."""
     faults = [f"'{name}' is missing" for name in expected if name not in actual]
     for name, shape in actual.items():
         if name not in expected:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, rotary embeddings and attention layers of models like Llama in fewer passes over memory, for which a step of a
-small model on a CPU waits as much as for arithmetic; values and gradients are equal up to rounding.
-"""
+"""Norms, rotary embeddings and attention layers of models like Llama in fewer passes over memory, which limit the steps
+of small models on a CPU as much as arithmetic; values and gradients are equal up to rounding."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +14,7 @@ class RmsNorm(torch.autograd.Function):
     """``y = w n`` with ``n = x / sqrt(mean x^2 + eps)`` (Zhang and Sennrich, arXiv:1910.07467, equation 4).
 
     Then ``dw = sum dy n`` and, with ``g = w dy``, ``dx = (g - n mean(g n)) / sqrt(mean x^2 + eps)``. LayerNorm's
-    one-pass gradient with mean 0 is smaller by ``mean(g) / sqrt(mean x^2 + eps)``.
-    """
+    one-pass gradient with mean 0 is smaller by ``mean(g) / sqrt(mean x^2 + eps)``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, eps: float) -> Any:
@@ -44,7 +42,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def install_cpu_kernels(module: Any, attention: Attention) -> None:
-    """Replace a Hugging Face model's norms and attention in place; other models and devices are left alone."""
+    """Replace a Hugging Face model's norms and attention in place; other models and devices do not change."""
     if module.config.get_text_config().model_type in FAMILIES:
         for part in module.modules():
             if type(part).__name__.endswith("RMSNorm"):
@@ -99,8 +97,7 @@ def _attention(
 class Rotation(torch.autograd.Function):
     """Rotary position embedding (Su et al., arXiv:2104.09864): with ``x``, ``c = cos`` and ``s = sin`` in halves,
     ``y_1 = c_1 x_1 - s_1 x_2`` and ``y_2 = c_2 x_2 + s_2 x_1``. Then ``dx_1 = c_1 dy_1 + s_2 dy_2`` and
-    ``dx_2 = c_2 dy_2 - s_1 dy_1``.
-    """
+    ``dx_2 = c_2 dy_2 - s_1 dy_1``."""
 
     @staticmethod
     def forward(ctx: Any, heads: Any, cos: Any, sin: Any) -> Any:

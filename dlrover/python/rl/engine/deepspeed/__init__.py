@@ -11,11 +11,11 @@ from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fa
 @dataclass(frozen=True)
 class DeepSpeedOptions:
     zero_stage: Literal[1, 2, 3] = 3
-    """The ranks divide 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+    """The ranks divide the optimizer's state (1), the gradients too (2), the weights too (3)."""
 
     optimizer_on_host: bool = False
-    """The float32 weights and the optimizer's state are in the host's memory, with the gradients that a step is taken
-    with, and torch's threads take it (ZeRO-Offload). With ``precision: bf16`` a device has the weights in bf16."""
+    """Hold the float32 weights, their gradients and the optimizer's state in host memory, and take the step on the CPU
+    (ZeRO-Offload). With ``precision: bf16`` a device has the weights in bf16."""
 
 
 INFO = EngineInfo(

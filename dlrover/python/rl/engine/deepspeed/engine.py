@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model, and its checkpoints.
 
-Each rank writes its own file, for the same layout.
+Each rank writes a file, which only the same layout can read.
 """
 
 import logging
@@ -41,7 +41,7 @@ from dlrover.python.rl.engine.training.stepping import (
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for an accelerator when it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for an accelerator on import
 try:
     import deepspeed
 except ImportError as error:
@@ -71,10 +71,10 @@ class DeepSpeedBackend(TrainBackend):
         config, settings, stage = setup.config, setup.settings, setup.options.zero_stage
         self._has_gradients, self._is_divided = False, stage == 3
         self._on_host = setup.options.optimizer_on_host and config is not None
-        # Recomputing activations gathers divided parameters again.
+        # Reentrant: recomputing activations gathers divided parameters again.
         self.module = module = setup.empty_module(reentrant=self._is_divided)
         read = make_reader(module, setup.spec) if loaded else None
-        # Configured to sum gradients in float32, DeepSpeed would take another optimizer for ZeRO 1.
+        # Configured to sum gradients in float32, DeepSpeed would choose another optimizer for ZeRO 1.
         on_device = config is not None and not self._on_host
         sums_otherwise = on_device and stage == 1 and settings.precision == "bf16"
         ds_config = self._make_config(sums_otherwise)
@@ -89,7 +89,7 @@ class DeepSpeedBackend(TrainBackend):
             self.passes, self._zero, *_ = deepspeed.initialize(
                 model=module, optimizer=None if config is None else _make_optimizer(module, config), config=ds_config
             )
-        if sums_otherwise:  # let ZeRO 1 over bf16 weights do it, as it does with an optimizer on the host
+        if sums_otherwise:  # let ZeRO 1 over bf16 weights sum in float32, as it does with an optimizer on the host
             self._zero.gradient_accumulation_dtype = torch.float32
             self._zero.use_separate_grad_accum = self._zero.use_grad_accum_attribute = True
         known_ids = find_known_ids(setup.spec.tokenizer, self.limits[0], settings.mask_unknown_ids)
@@ -104,7 +104,7 @@ class DeepSpeedBackend(TrainBackend):
     # -- making -------------------------------------------------------------------------------------------------------
 
     def _make_config(self, sums_otherwise: bool) -> dict[str, Any]:
-        """DeepSpeed's configuration. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
+        """Configure DeepSpeed. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
         config, settings = self.setup.config, self.setup.settings
         on_cuda = torch.device(settings.device).type == "cuda"
         trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
@@ -113,7 +113,7 @@ class DeepSpeedBackend(TrainBackend):
             "reduce_bucket_size": min(trained or _BUCKET, _BUCKET),
             "overlap_comm": on_cuda,
             "memory_efficient_linear": False,
-            "stage3_param_persistence_threshold": 0,  # small ones kept whole could not be offloaded
+            "stage3_param_persistence_threshold": 0,  # small parameters, if whole, could not be offloaded
         }
         if self._on_host:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda}
@@ -122,7 +122,7 @@ class DeepSpeedBackend(TrainBackend):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": (config.max_grad_norm if config else None) or 0.0,
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # torch's gives the same bits wherever it steps
+            "zero_force_ds_cpu_optimizer": False,  # torch's gives the same bits on every device
             "steps_per_print": 1 << 62,
             # Non-finite gradients are refused before a step.
             "bf16": {"enabled": settings.precision == "bf16", "check_grad_overflow": False},
@@ -132,7 +132,7 @@ class DeepSpeedBackend(TrainBackend):
         }
 
     def _init_optimizer(self, config: OptimizerConfig) -> list[Any]:
-        """This rank's masters, each the parts of many parameters; their moments start as zeros."""
+        """Return this rank's masters, each with parts of many parameters; their moments start as zeros."""
         zero = self._zero
         masters = list(zero.fp32_partitioned_groups_flat if self._is_divided else zero.single_partition_of_fp32_groups)
         for number, master in enumerate(masters):
@@ -151,7 +151,7 @@ class DeepSpeedBackend(TrainBackend):
             parked.hold("weights", self._masters)
             for master in self._masters:
                 parked.hold("optimizer", zero.optimizer.state[master].values())
-        if self._is_divided:  # buffers that stay on the device between steps
+        if self._is_divided:  # buffers stay on the device between steps
             buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
             parked.hold("gradients", buckets if self._on_host else [zero.grad_partitions_flat_buffer, *buckets])
         elif self._on_host:
@@ -170,7 +170,7 @@ class DeepSpeedBackend(TrainBackend):
             return self.reader.read(engine, micro, temperature, wants_entropy)
 
         def backward(value: Any) -> None:
-            engine.backward(value * self.setup.ranks.world_size)  # DeepSpeed takes the mean over the ranks
+            engine.backward(value * self.setup.ranks.world_size)  # DeepSpeed averages over the ranks
 
         return accumulate_gradients(micros, batch, loss, read, backward, self.setup.settings.device)
 
@@ -198,7 +198,7 @@ class DeepSpeedBackend(TrainBackend):
     def drop_gradients(self) -> None:
         if not self._has_gradients:
             return
-        # DeepSpeed drops gradients in a step that it skips because they are not finite.
+        # DeepSpeed drops gradients when it skips a step because they are not finite.
         skipped: dict[str, Any] = {"_get_norm_groups": lambda: [math.nan]}
         if not self._is_divided:
             skipped = {"check_overflow": lambda **_: setattr(self._zero, "overflow", True)}
@@ -233,7 +233,7 @@ class DeepSpeedBackend(TrainBackend):
     # -- states -------------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
-        """Weights by name, masters by number."""
+        """See ``TrainBackend``; masters are by number."""
         setup, locate, moments = self.setup, self.parked.locate, None
         adapted = setup.settings.lora is not None
         model = {each.name: locate(each.local) for each in self.shards if each.master is not None or not adapted}
@@ -254,8 +254,8 @@ class DeepSpeedBackend(TrainBackend):
         parts = (state["model"][shard.name] for shard in self.shards if shard.name in state["model"])
         if other := {str(part.dtype) for part in parts} - {str(DTYPES[precision])}:
             raise EngineError(
-                f"the state has weights of {', '.join(sorted(other))}, and the engine is of precision {precision}:"
-                " save the model in Hugging Face format to continue in another one"
+                f"the state has weights of {', '.join(sorted(other))}, but the engine's precision is {precision}:"
+                " to change it, save the model in Hugging Face format"
             )
         restore_state(self.local_state(), state)
 
@@ -284,13 +284,13 @@ class DeepSpeedBackend(TrainBackend):
 
 
 def _make_optimizer(module: Any, config: OptimizerConfig) -> Any:
-    matrices: list[Any] = []
-    others: list[Any] = []
-    for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
-        (matrices if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained]
+    matrices = [parameter for parameter, count in zip(trained, dimensions, strict=True) if count >= 2]
+    vectors = [parameter for parameter, count in zip(trained, dimensions, strict=True) if count < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay, "of_matrices": True},
-        {"params": others, "weight_decay": 0.0, "of_matrices": False},
+        {"params": vectors, "weight_decay": 0.0, "of_matrices": False},
     ]
     return build_optimizer(config, groups)
 
@@ -308,19 +308,16 @@ def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
         raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
     raise EngineError(
         f"the checkpoint '{path}' is of layout {written} (the ranks' grid and the ZeRO stage), not {layout}:"
-        " save the model in Hugging Face format to continue in another one"
+        " to change it, save the model in Hugging Face format"
     )
 
 
 class DeepSpeedTrainEngine(BackendTrainEngine):
-    """All ranks have different rows, and divide what ``backend: {zero_stage: ...}`` says.
+    """Gives each rank different rows, and divides the model by ``backend: {zero_stage: ...}``.
 
     With ``precision: bf16`` a rank has its parameters in bf16, and its part of their masters and gradients in float32.
-    A checkpoint can only be read in the layout, stage and precision that wrote it.
-
-    Raises:
-        MissingExtra: deepspeed is not installed (on import).
-    """
+    A checkpoint can only be read in the layout, stage and precision that wrote it. Raises MissingExtra on import if
+    deepspeed is not installed."""
 
     name, info = "deepspeed", INFO
 
@@ -328,15 +325,13 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
         settings = self._setup.settings
         device = torch.device(settings.device)
         if get_accelerator().device_name() != device.type:
-            raise EngineError(
-                f"the device is '{device}', but DeepSpeed was set up for '{get_accelerator().device_name()}' on import:"
-                " set DS_ACCELERATOR"
-            )
+            chosen = get_accelerator().device_name()
+            raise EngineError(f"the device is '{device}', but DeepSpeed chose '{chosen}' on import: set DS_ACCELERATOR")
         self.layout = Layout.of(rendezvous.world_size, settings.parallel)
         os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed takes its device from there
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if device.type == "cpu":
-            # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all others.
+            # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all later ones.
             __compatible_ops__["deepspeed_shm_comm"] = False
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         deepspeed.init_distributed(dist_init_required=False)
@@ -346,7 +341,7 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
     def _make(self, parked: ParkedTensors, loaded: bool) -> DeepSpeedBackend:
         return DeepSpeedBackend(self._setup, parked, loaded)
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         if self._setup.ranks.owns_group:
             deepspeed.comm.destroy_process_group()
-        super()._leave()
+        super()._leave_group()

@@ -20,23 +20,20 @@ from dlrover.python.rl.engine.training.adapters import (
 
 
 def allocate(module: Any, device: str, dtype: torch.dtype, divide: Callable[[list[Any]], object]) -> None:
-    """Replace a module's parameters, which are on the meta device, by zeros; ties are kept.
-
-    ``divide`` is called with a list of each parameter as soon as it has memory.
-    """
+    """Replace a module's parameters on the meta device by zeros; tied ones stay tied. ``divide`` is called with each
+    parameter, in a list, as soon as it has memory."""
     for names in list_aliases(module):
         old = module.get_parameter(names[0])
         zeros = torch.zeros(old.shape, dtype=dtype, device=device)
         new = torch.nn.Parameter(zeros, requires_grad=old.requires_grad)
         tie_parameter(module, names, new)
         divide([new])
-    module.to(device)  # the buffers: the parameters are there
+    module.to(device)  # only the buffers still move
 
 
 def make_reader(module: Any, spec: ModelSpec) -> Callable[[str], Any]:
-    """A function from the first name of a parameter or saved buffer of a module, whose parameters are on the meta
-    device, to the whole tensor on the host. Raises as :func:`bind_weights`.
-    """
+    """Return a function that reads a parameter or saved buffer of a module by its first name: the whole tensor on the
+    host. The module's parameters are on the meta device. Raises as :func:`bind_weights`."""
     aliases, buffers, quantized = list_aliases(module), list_saved_buffers(module), quantized_layers(module)
     shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
     shapes |= {name: tuple(layer.shape) for name, layer in quantized.items()}
@@ -55,7 +52,7 @@ class ZeroParameter:
     name: str  # in the module, the first one if it is tied
     parameter: Any  # the module's; empty between passes if the ranks divide it
     master: Any = None
-    """``[elements]``, float32: this rank's part of the flat parameter, from ``start`` on, in the optimizer's memory;
+    """``[elements]``, float32: this rank's part of the flat parameter from ``start`` on, in the optimizer's memory;
     empty if other ranks have all of it, None if it is not trained."""
 
     start: int = 0
@@ -67,7 +64,7 @@ class ZeroParameter:
 
     @property
     def local(self) -> Any:
-        """Memory of the passes: a flat part, the last ranks' padded, if the ranks divide it; else the whole."""
+        """Memory of the passes: a flat part, padded on the last ranks, if the ranks divide it; else the whole."""
         return self.parameter.ds_tensor if self.is_divided else self.parameter
 
     @property
@@ -80,7 +77,7 @@ class ZeroParameter:
 
     @torch.no_grad()
     def write(self, whole: Any, rank: int, locate: Callable[[Any], Any]) -> None:
-        """Copy in this rank's part of a whole tensor; ``locate`` gives the memory of a tensor."""
+        """Write this rank's part of a whole tensor; ``locate`` gives the memory of a tensor."""
         local = self.local
         if self.quantized is not None:
             memory = local.new_empty(self.stored_shape)
@@ -93,9 +90,8 @@ class ZeroParameter:
             _copy_part(locate(self.master), flat, self.start)
 
     def whole(self, dtype: torch.dtype | None, device: str, ranks: Ranks, locate: Callable[[Any], Any]) -> Any:
-        """The whole tensor in ``dtype``, by default that of the master, or of the passes if it is not trained. A
-        collective.
-        """
+        """Gather the whole tensor in ``dtype``, by default float32 if it is trained, else the precision of the passes.
+        A collective."""
         local = locate(self.local)
         if self.quantized is not None:
             packed = self._gather(local.to(device), ranks) if self.is_divided else local
@@ -105,13 +101,13 @@ class ZeroParameter:
             if self.is_divided or local.dtype != dtype:  # casts on the device
                 local = local.to(device).to(dtype)
             return self._gather(local, ranks) if self.is_divided else local
-        master = locate(self.master).to(device)  # is more precise
+        master = locate(self.master).to(device)  # more precise
         if self.is_divided:
             return self._gather(master.to(dtype), ranks)
         flat = torch.zeros(self.parameter.numel(), dtype=master.dtype, device=device)
         flat[self.start : self.start + master.numel()] = master
         if ranks.world_size > 1:
-            sum_tensors([flat.view(torch.int32)], None)  # of bits: -0.0 + 0.0 is another number
+            sum_tensors([flat.view(torch.int32)], None)  # sums bits, since -0.0 + 0.0 is 0.0
         return flat.view(self.shape).to(dtype)
 
     def _gather(self, local: Any, ranks: Ranks) -> Any:
@@ -126,7 +122,7 @@ def _copy_part(target: Any, flat: Any, start: int) -> None:
 
 
 def list_parameters(module: Any, zero: Any, rank: int) -> list[ZeroParameter]:
-    """All parameters of a module; those that DeepSpeed's optimizer ``zero`` steps, if there is one, with masters."""
+    """List all parameters of a module, with masters if DeepSpeed's optimizer ``zero`` steps them."""
     quantized, shards = quantized_layers(module), []
     for name, parameter in module.named_parameters():
         master, start = None, 0
@@ -137,7 +133,7 @@ def list_parameters(module: Any, zero: Any, rank: int) -> list[ZeroParameter]:
 
 
 def _find_master(parameter: Any, zero: Any, rank: int) -> tuple[Any, int]:
-    """This rank's part of the master of a flat parameter, and where it starts."""
+    """Return this rank's part of the master of a flat parameter, and its start."""
     if hasattr(parameter, "ds_tensor"):
         group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
         size = parameter.ds_tensor.numel()

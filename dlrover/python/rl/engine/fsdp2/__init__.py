@@ -10,18 +10,18 @@ from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fa
 @dataclass(frozen=True)
 class Fsdp2Options:
     compile_layers: bool = False
-    """``torch.compile`` makes the kernels of norms, MLPs and projections: fewer passes over memory, equal results up to
-    rounding. The first pass of each process, with gradients and without, waits for it, up to some minutes."""
+    """Compile norms, MLPs and projections with ``torch.compile``: fewer passes over memory, equal results up to
+    rounding. The first pass of each process, with gradients and without, waits for it, for up to some minutes."""
 
     optimizer_on_host: bool = False
-    """The float32 weights and the optimizer's state are in the host's memory, 16 bytes a parameter with gradients and
-    AdamW, and torch's threads take the step. A device has the weights of the passes and the gradients: in bf16 6 bytes
-    a parameter instead of 18, or 8 instead of 16 where ranks shard the model."""
+    """Hold the float32 weights and the optimizer's state in host memory, 16 bytes per parameter with gradients and
+    AdamW, and take the step on the CPU. The device holds the weights of the passes and the gradients: in bf16 6 bytes
+    per parameter instead of 18, or 8 instead of 16 if ranks shard the model."""
 
     keep_processes: bool = False
-    """On CUDA under Ray: when a rank is lost, the others abort NCCL, keep their processes and CUDA contexts, and meet
-    the new one; one that has not left within 10 seconds gets a new process. NCCL's watchdog is off then, so a broken
-    link without a lost process is found after ``hang_after_s``. On CPUs they always stay."""
+    """On CUDA under Ray: when a rank is lost, the others abort NCCL, keep their processes and CUDA contexts, and join
+    the new one; a rank that does not abort within 10 seconds gets a new process. NCCL's watchdog is disabled, so a
+    broken link without a lost process is detected after ``hang_after_s``. On CPUs the processes always stay."""
 
 
 INFO = EngineInfo(

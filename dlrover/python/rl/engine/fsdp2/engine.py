@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default train engine: a Hugging Face model and its optimizer under FSDP2, with this rank's shards."""
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,7 @@ from dlrover.python.rl.engine.fsdp2.shards import CopySums, Grid, ParameterShard
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.chunked_head import ChunkedHead
-from dlrover.python.rl.engine.model.loading import (
-    DTYPES,
-    find_known_ids,
-    find_limits,
-    layers_of,
-    list_aliases,
-)
+from dlrover.python.rl.engine.model.loading import DTYPES, find_known_ids, find_limits, layers_of, list_aliases
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
@@ -37,9 +30,8 @@ from dlrover.python.rl.engine.training.adapters import check_adapters, fresh_ada
 from dlrover.python.rl.engine.training.backend import (
     TrainBackend,
     TrainSetup,
-    model_tensor,
-    optimizer_tensor,
     read_checkpoint,
+    stored_name,
     write_checkpoint,
 )
 from dlrover.python.rl.engine.training.redivide import merge_states, place
@@ -48,25 +40,17 @@ from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngi
 
 
 def compile_layers(module: Any) -> None:
-    """Let ``torch.compile`` make the kernels of the parts of decoder layers (attention, MLP, norms), each at its first
-    call: one compilation for all layers and any number of tokens, and another one without gradients.
+    """Compile the parts of decoder layers (attention, MLP, norms), each at its first call: once for all layers and any
+    number of tokens, and again without gradients.
 
-    The layers themselves stay as they are, since FSDP2 and gradient checkpointing change how they are called, and so
-    does attention over packed documents, which divides a row otherwise in each batch. Raises EngineError if the model
-    does not name its layers.
-    """
+    The layers themselves are not compiled, since FSDP2 and gradient checkpointing change their calls; nor is packed
+    attention, whose documents differ in each batch. Raises EngineError if the model does not name its layers."""
     layers = layers_of(module)
     if not layers:
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be compiled")
-    _keep_attention()
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for part in (part for layer in layers for part in layer.children()):
         part.forward = torch.compile(part.forward, dynamic=True)
-
-
-@functools.cache
-def _keep_attention() -> None:
-    """Code that is compiled calls packed attention as it is, in this process."""
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
 
 
 class Fsdp2Backend(TrainBackend):
@@ -82,20 +66,20 @@ class Fsdp2Backend(TrainBackend):
             compile_layers(module)
         else:
             install_cpu_kernels(module, attention.packed_attention)
-        made = _materialize(setup, module, grid, loaded)
+        materialized = _materialize(setup, module, grid, loaded)
+        vocabulary = materialized.vocabulary
         self.module = self.passes = module
-        self.shards, self.buffers = made.shards, made.buffers
+        self.shards, self.buffers = materialized.shards, materialized.buffers
         self.packs, self.limits = attention.can_pack(module), find_limits(module)
-        chunked = ChunkedHead.of(module) if self.packs and settings.head == "causal" and not made.vocabulary else None
+        chunked = ChunkedHead.of(module) if self.packs and settings.head == "causal" and not vocabulary else None
         known_ids = find_known_ids(spec.tokenizer, self.limits[0], settings.mask_unknown_ids)
         self.reader = OutputReader(
-            settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary, chunked, known_ids
+            settings.head, settings.device, self.packs, 0, grid.context, vocabulary, chunked, known_ids
         )
+        self.copy_sums: CopySums | None = None
         if setup.config is not None:
-            self.optimizer = MasterOptimizer(setup.config, made.shards.trained)
-        copied = setup.config is not None and grid.copies is not None
-        self.copy_sums = CopySums(made.shards.trained, grid.copies) if copied else None
-        # What is on the device:
+            self.optimizer = MasterOptimizer(setup.config, self.shards.trained)
+            self.copy_sums = CopySums(self.shards.trained, grid.copies) if grid.copies is not None else None
         parked.hold("weights", [shard.master for shard in self.shards if not shard.on_host])
         parked.hold("weights", [to_local_tensor(shard.parameter) for shard in self.shards])
         parked.hold("weights", module.buffers())
@@ -104,7 +88,7 @@ class Fsdp2Backend(TrainBackend):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Enclose passes through the module: free gathered parameters afterwards, also after a failure."""
+        """Enclose passes through the module: free gathered parameters afterwards, even after a failure."""
         try:
             yield
         except BaseException:
@@ -132,7 +116,7 @@ class Fsdp2Backend(TrainBackend):
         return self.shards.take_gradients(None if self.copy_sums is None else self.copy_sums.finish)
 
     def gradient_norm(self) -> float:
-        """Summed in the ranks' order. Parameters that tensor-parallel ranks share count once, and so do copies."""
+        """Sum in the ranks' order, and count copies and the parameters that tensor-parallel ranks share once."""
         trained, grid = self.shards.trained, self.shards.grid
         norms = torch.stack([torch.linalg.vector_norm(shard.gradient) for shard in trained]).double()
         copies = [grid.layout.tensor if shard.tensor_dim is None else 1 for shard in trained]
@@ -151,7 +135,7 @@ class Fsdp2Backend(TrainBackend):
 
     def update(self, version: int, norm: float) -> float:
         for shard in self.shards.trained:
-            shard.hand_over()
+            shard.copy_gradient_to_host()
             note_progress()
         return super().update(version, norm)
 
@@ -190,15 +174,15 @@ class Fsdp2Backend(TrainBackend):
         return {"layout": list(grid.layout.shape), "places": places, "model": model, "optimizer": moments}
 
     def _checkpoint_tensors(self) -> dict[str, Any]:
-        """The live tensors by name, in a form that tells which part of the whole each is. Beside a quantized model its
-        adapters alone: the model is read again from its files."""
+        """Return the live tensors by name, as DTensors if ranks divide them. A quantized model is read from its files
+        again: only its adapters are saved."""
         is_quantized = any(shard.quantized is not None for shard in self.shards)
         saved = self.shards.trained if is_quantized else self.shards
-        tree = {model_tensor(shard.name): shard.as_dtensor(shard.master.detach()) for shard in saved}
-        tree |= {model_tensor(name): buffer for name, buffer in self.buffers.items()}
+        tree = {stored_name(shard.name): shard.as_dtensor(shard.master.detach()) for shard in saved}
+        tree |= {stored_name(name): buffer for name, buffer in self.buffers.items()}
         for shard, state in self.optimizer.state() if self.optimizer else ():
             for kind, tensor in state.items():
-                tree[optimizer_tensor(shard.name, kind)] = shard.as_dtensor(tensor) if tensor.ndim else tensor
+                tree[stored_name(shard.name, kind)] = shard.as_dtensor(tensor) if tensor.ndim else tensor
         return tree
 
     def write_checkpoint(self, path: Path, version: int) -> None:
@@ -232,7 +216,7 @@ def _materialize(setup: TrainSetup, module: Any, grid: Grid, loaded: bool) -> Ma
 
 
 class Fsdp2TrainEngine(BackendTrainEngine):
-    """Only the ranks that shard or split the model exchange it: copies exchange gradients and small sums."""
+    """Exchanges parameters only among the ranks that shard or split the model; copies exchange gradients."""
 
     name, info = "fsdp2", INFO
 
@@ -251,12 +235,12 @@ class Fsdp2TrainEngine(BackendTrainEngine):
         """See ``BaseTrainEngine``; later steps are equal within float32 rounding. Raises as :func:`merge_states`."""
         backend, adapters, model = self._revive(), self._setup.adapters, self._setup.spec.name
 
-        def noted() -> Iterator[Mapping[str, Any]]:
+        def checked() -> Iterator[Mapping[str, Any]]:
             for state in states:
                 check_adapters(adapters, state, model, lambda: backend.local_state()["model"])
                 self.version, self._skipped = int(state["version"]), int(state["skipped"])
                 yield state
 
-        merge_states(backend.local_state(), noted())
+        merge_states(backend.local_state(), checked())
         backend.refresh()
         self._has_weights = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a module on the meta device and a source of weights to a rank's part of the module."""
+"""Materialization: a module on the meta device gets this rank's part of its weights from a source."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from dlrover.python.rl.engine.model.loading import (
 from dlrover.python.rl.engine.model.outputs import VocabularyShard
 
 Absent: TypeAlias = Callable[[str, tuple[int, ...]], Any]
-"""``absent(name, shape)``: the whole tensor that a source lacks, or None if it must have it."""
+"""``absent(name, shape)`` makes the whole tensor that a source lacks, or returns None if the source must have it."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,28 @@ class MaterializeOptions:
     precision: torch.dtype = torch.float32  # of the passes; trained parameters have float32 masters
     prefix: str = ""  # of the base model's names in the module
     rename: Callable[[str], str] | None = None  # from the module's names to the source's
-    absent: Absent = lambda name, shape: None  # makes tensors that the source lacks
-    on_host: bool = False  # the masters of trained parameters are in the host's memory
+    absent: Absent = lambda name, shape: None
+    on_host: bool = False  # the masters of trained parameters are in host memory
 
 
 @dataclass(frozen=True, eq=False)
 class MaterializedModule:
-    """A module that computes, with this rank's part of its parameters. Every rank of the grid has to call it."""
+    """A module that computes with this rank's part of its parameters. All ranks of the grid have to call it."""
 
     module: Any
     shards: Shards
-    buffers: Mapping[str, Any]  # the saved ones, by name, whole on every rank
+    buffers: Mapping[str, Any]  # the saved buffers by name, whole on every rank
     vocabulary: VocabularyShard | None  # this rank's part of the logits, if ranks divide them
 
 
 def materialize(
     module: Any, source: WeightReader | None, grid: Grid, options: MaterializeOptions
 ) -> MaterializedModule:
-    """Divide a module between the ranks, allocate its parameters, and read their values; each rank reads its part only.
+    """Divide a module among the ranks, allocate its parameters, and read their values; each rank reads only its part.
 
     ``module`` has its parameters on the meta device, and is changed in place; without a ``source`` they become zeros.
-    Buffers that the source lacks keep their values.
-
-    Raises:
-        EngineError: the module cannot be divided; the source lacks tensors, or has them in other shapes; or a buffer is
-            on the meta device.
-    """
+    Buffers that the source lacks keep their values. Raises an ``EngineError`` if the module cannot be divided, a buffer
+    is on the meta device, or the source lacks tensors or has them in other shapes."""
     vocabulary: VocabularyShard | None = None
     summed: list[str] = []
     for parameter in module.parameters():
@@ -89,7 +85,7 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
         fully_shard(part, mesh=grid.shards, mp_policy=policy)
     fully_shard(module, mesh=grid.shards, mp_policy=policy)
     for part in module.modules():
-        if isinstance(part, FSDPModule):  # Gradients add up: the loss carries the normaliser.
+        if isinstance(part, FSDPModule):  # gradients add up: the loss carries the normaliser
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -121,7 +117,7 @@ OWN_PLAN = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
-"""For Llama-like models without a plan: the linear layers of each decoder layer."""
+"""Styles of the linear layers of each decoder layer, for Llama-like models without a plan."""
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SUMMED = "replicated_with_grad_allreduce"
@@ -131,13 +127,9 @@ _VOCABULARY = ("embed_tokens", "lm_head")
 def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list[str]]:
     """Split a model whose parameters are on the meta device over a mesh, in place.
 
-    Returns:
-        This rank's part of the vocabulary (None if its size cannot be divided), and the names of parameters that every
-        rank has but uses for its own heads only, so their gradients add up.
-
-    Raises:
-        EngineError: heads or widths cannot be divided (gives the numbers), or the plan has an unknown style.
-    """
+    Returns this rank's part of the vocabulary (None if its size cannot be divided), and the names of parameters that
+    every rank has but uses for its own heads only, so that their gradients add up. Raises an ``EngineError`` if heads
+    or widths cannot be divided, or the plan has an unknown style."""
     config, ranks = module.config.get_text_config(), mesh.size()
     names = {
         "num_attention_heads": "attention heads",
@@ -152,9 +144,8 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
     summed = [name for name, style in plan.items() if style == _SUMMED]
     styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
     if unknown := {style for style in plan.values() if style not in {*_STYLES, _SUMMED}}:
-        raise EngineError(
-            f"{type(module).__name__} splits by {', '.join(sorted(unknown))}, which fsdp2 does not support"
-        )
+        kinds = ", ".join(sorted(unknown))
+        raise EngineError(f"{type(module).__name__} splits by {kinds}, which fsdp2 does not support")
     with _keeping_ties(module):
         parallelize_module(module, mesh, styles)
         shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None
@@ -164,11 +155,11 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
 
 @contextmanager
 def _keeping_ties(module: Any) -> Iterator[None]:
-    """Afterwards the parameter of a tied one's first name is under the other names again."""
+    """Tie parameters again after the block, to the one under their first name."""
     ties = [names for names in list_aliases(module) if len(names) > 1]
     yield
-    for first, *others in ties:
-        tie_parameter(module, others, module.get_parameter(first))
+    for first, *aliases in ties:
+        tie_parameter(module, aliases, module.get_parameter(first))
 
 
 def _plan(module: Any) -> dict[str, str]:

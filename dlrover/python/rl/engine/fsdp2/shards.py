@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks as process groups, and a model's parameters on this rank: shards, gradients and their sums, and whole
-tensors again."""
+"""The ranks' process groups, and a model's parameters on this rank: shards, gradients and their sums."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,13 +16,13 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
-from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, gather_parts, group_by_size, sum_tensors
 from dlrover.python.rl.engine.training.adapters import QuantizedLinear, quantized_layers
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """This rank among the others. Ranks that share a sequence shard the parameters too: ``shard * context`` ranks."""
+    """This rank's place in the layout, and its groups. Ranks that share a sequence shard the parameters too."""
 
     layout: Layout  # sizes of the dimensions
     place: Layout  # this rank's coordinates
@@ -73,17 +72,17 @@ class ParameterShard:
     names: tuple[str, ...]  # in the module, several if it is tied
     parameter: Any  # the module's: plain, or a DTensor
     master: Any
-    """Plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory, unless a
-    trained parameter is computed with in lower precision, or its master is in the host's memory."""
+    """Plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory, unless
+    passes use a lower precision, or the master is in host memory."""
 
     shape: tuple[int, ...]  # of the whole parameter
     sharded: bool = False  # the ranks of `Grid.shards` divide its first dimension (after `tensor_dim`)
     tensor_dim: int | None = None  # the dimension that the ranks of `Grid.tensors` divide
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
-    on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
+    on_host: bool = False  # the master is in host memory, wherever the parameter is
     quantized: QuantizedLinear | None = None  # the layer whose frozen weight it is; parameter and master are packed
-    _gradient: Any = None  # of a master on the host, where the parameter is
-    _handed_over: Any = None  # the same on the host; kept, since new memory is slow
+    _gradient: Any = None  # of a master on the host, on the parameter's device
+    _host_gradient: Any = None  # its copy on the host, reused since new memory is slow
 
     @property
     def name(self) -> str:
@@ -91,7 +90,7 @@ class ParameterShard:
 
     @property
     def gradient(self) -> Any:
-        """Of the master, in float32 and where the parameter is; None before a backward pass."""
+        """The master's gradient, in float32 on the parameter's device; None before a backward pass."""
         return self._gradient if self.on_host else self.master.grad
 
     @gradient.setter
@@ -117,7 +116,7 @@ class ParameterShard:
             self.quantized.store(part, self.master, grid.shard_rank)
 
     def ranges(self, grid: Grid) -> Ranges:
-        """This rank's part of the whole parameter; of a quantized one the rows that it lies in."""
+        """Return this rank's part of the whole parameter; for a quantized one the rows that contain it."""
         if self.quantized is not None:
             return self.quantized.rows_of(grid.shard_rank), slice(None)
         bounds = [(0, size) for size in self.shape]
@@ -128,24 +127,22 @@ class ParameterShard:
         return tuple(slice(*bound) for bound in bounds)
 
     def whole(self, local: Any, grid: Grid) -> Any:
-        """The whole tensor of which each rank has a part like ``local``. A collective."""
+        """Gather the whole tensor of which each rank has a part like ``local``. A collective."""
         if self.sharded:
             rows = self.parameter.shape[0] // (grid.layout.tensor if self.tensor_dim == 0 else 1)
-            # Divided as torch.chunk does: the last ranks may have fewer rows.
+            # torch.chunk has divided the rows: the last ranks may have fewer.
             local = gather_padded(local, -(-rows // grid.shard_size), grid.shards.get_group())[:rows]
         if self.tensor_dim is not None:
-            parts = [torch.empty_like(local) for _ in range(grid.layout.tensor)]
-            dist.all_gather(parts, local.contiguous(), group=grid.tensors.get_group())
-            local = torch.cat(parts, dim=self.tensor_dim)
+            local = torch.cat(gather_parts(local, grid.tensors.get_group()), dim=self.tensor_dim)
         return local
 
     def as_dtensor(self, local: Any) -> Any:
-        """``local``, a part like the master, in the form that a distributed checkpoint divides."""
+        """Return ``local``, a part like the master, as a DTensor if ranks divide the parameter."""
         if not isinstance(self.parameter, DTensor):
             return local
         mesh, placements = self.parameter.device_mesh, self.parameter.placements
         shape, stride = torch.Size(self.shape), self.parameter.stride()
-        if local.shape != self.master.shape:  # scales of its rows
+        if local.shape != self.master.shape:  # the scales of its rows
             shape = torch.Size((self.shape[0], *local.shape[1:]))
             stride = torch.empty(shape, device="meta").stride()
         if self.on_host:  # from_local would make a copy on the mesh's device
@@ -154,7 +151,7 @@ class ParameterShard:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def take_gradient(self) -> None:
-        """Move the parameter's gradient to its master's, in float32, adding to it."""
+        """Add the parameter's gradient to its master's, in float32, and clear it."""
         gradient, parameter = self.parameter.grad, self.parameter
         if gradient is None or self.master is parameter:
             return
@@ -166,32 +163,32 @@ class ParameterShard:
         else:
             self.gradient += gradient
 
-    def hand_over(self) -> None:
-        """Bring the gradient to a master on the host."""
+    def copy_gradient_to_host(self) -> None:
+        """Copy the gradient to a master on the host."""
         if not self.on_host:
             return
-        if self._handed_over is None:
-            self._handed_over = torch.empty_like(self.master)
-        copy_to_host(self._gradient, self._handed_over)
-        self.master.grad, self._gradient = self._handed_over, None
+        if self._host_gradient is None:
+            self._host_gradient = torch.empty_like(self.master)
+        copy_to_host(self._gradient, self._host_gradient)
+        self.master.grad, self._gradient = self._host_gradient, None
 
     @torch.no_grad()
     def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
-        """Copy the master to the parameter, if that has other memory; ``locate`` gives the memory of both."""
+        """Copy the master to the parameter if it has separate memory; ``locate`` gives the memory of both."""
         if self.on_host or self.master.dtype != self.parameter.dtype:
             target = locate(to_local_tensor(self.parameter))
             target.copy_(locate(self.master).to(target.device))  # cast there
 
 
 def _chunk(bound: tuple[int, int], parts: int, part: int) -> tuple[int, int]:
-    """Part ``part`` of ``parts``, as ``torch.chunk`` cuts; the last ones may be empty."""
+    """Return part number ``part`` of ``parts``, as ``torch.chunk`` cuts them; the last ones may be empty."""
     start, stop = bound
     size = -(-(stop - start) // parts)
     return min(start + part * size, stop), min(start + (part + 1) * size, stop)
 
 
 def to_local_tensor(parameter: Any) -> Any:
-    """A parameter's memory on this rank as a plain tensor."""
+    """Return a parameter's memory on this rank as a plain tensor."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -205,8 +202,7 @@ class Shards:
 
     @classmethod
     def of(cls, module: Any, grid: Grid, summed: Collection[str], on_host: bool = False) -> "Shards":
-        """Those of a module whose parameters are divided and allocated; the masters of trained ones may be
-        ``on_host``."""
+        """List the shards of a module whose parameters are divided and allocated, perhaps with masters ``on_host``."""
         quantized, items = quantized_layers(module), []
         for names in list_aliases(module):
             layer = quantized.get(names[0])
@@ -214,8 +210,7 @@ class Shards:
                 items.append(_make_shard(module, names, summed, on_host))
                 continue
             packed, is_divided = to_local_tensor(layer.weight), isinstance(layer.weight, DTensor)
-            shape = tuple(layer.shape)
-            items.append(ParameterShard(names, layer.weight, packed, shape, is_divided, quantized=layer))
+            items.append(ParameterShard(names, layer.weight, packed, tuple(layer.shape), is_divided, quantized=layer))
         return cls(grid, tuple(items))
 
     def __iter__(self) -> Iterator[ParameterShard]:
@@ -226,7 +221,7 @@ class Shards:
         return [shard for shard in self.items if shard.trained]
 
     def take_gradients(self, sum_copies: Callable[[], None] | None = None) -> list[Any]:
-        """The masters' gradients, summed over copies of the model; zeros for unused parameters."""
+        """Return the masters' gradients, summed over copies of the model; zeros for unused parameters."""
         trained = self.trained
         for shard in trained:
             shard.take_gradient()
@@ -252,7 +247,7 @@ def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on
                 sharded = True
             elif isinstance(placement, Shard):
                 tensor_dim = placement.dim
-        # Keep one view: each call makes another tensor, and this one holds the gradient.
+        # One view for all uses: each call makes another tensor, and this one has the gradient.
         master = to_local_tensor(parameter)
     on_host = on_host and parameter.requires_grad
     if on_host:
@@ -263,33 +258,32 @@ def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on
         names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed, on_host
     )
     if master.dtype != parameter.dtype:
-        # Gradients of micro-batches add up in float32.
+        # The gradients of micro-batches add up in float32.
         parameter.register_post_accumulate_grad_hook(lambda _: shard.take_gradient())
     return shard
 
 
 LARGE = 1 << 18
-"""Elements of a gradient that is summed where it is; smaller ones are joined up to as many, since each sum has a
-latency."""
+"""Maximum elements of gradients that are joined for one sum, since each sum has a latency."""
 
 T = TypeVar("T")
 
 
 class CopySums:
-    """Gradients summed over the copies of a model while the backward pass still makes others.
+    """Sums gradients over the copies of a model while the backward pass computes others.
 
     ::
 
-        last backward pass of a step --> a part's gradients are there --> its sum over the copies begins -,
-        the pass is over             --> the sums of what it did not reach begin -------------------------+-> waited for
+        last backward pass of a step --> a part's gradients are complete --> its sum over the copies starts -,
+        end of the pass              --> the sums of all other parts start ----------------------------------+-> wait
 
-    Parts are summed in one order, which is the order of a backward pass, on every rank, whichever gradients come first.
-    A step sums all of them, also if it fails on some ranks: the sums of the next one would meet what is left of this
-    one."""
+    Every rank sums the parts in the same order, the order of a backward pass, whichever gradients come first. A step
+    sums all of them even if it fails on some ranks, since the next step's sums would match the remaining ones."""
 
     def __init__(self, shards: Sequence[ParameterShard], group: Any) -> None:
         self._group = group
-        self._parts = list(_join_small(shard for shard in reversed(shards) if not shard.summed))
+        early = (shard for shard in reversed(shards) if not shard.summed)
+        self._parts = list(group_by_size(early, lambda shard: int(shard.master.numel()), LARGE))
         if summed := [shard for shard in shards if shard.summed]:  # over tensor-parallel ranks first, after the pass
             self._parts.append(summed)
         self._reset()
@@ -299,11 +293,11 @@ class CopySums:
 
     def _reset(self) -> None:
         self._is_stepping = self._is_last_pass = False
-        self._begun: list[tuple[Any, Any, list[Any]]] = []  # of a part: its sum under way, the memory, the gradients
+        self._running: list[tuple[Any, Any, list[Any]]] = []  # for each part: its sum, the memory, the gradients
         self._missing = [{shard.name for shard in part} for part in self._parts]
 
     def begin_at_last(self, micros: Sequence[T]) -> Iterator[T]:
-        """The micro-batches of a step: the backward pass of the last one completes the gradients."""
+        """Yield the micro-batches of a step: the backward pass of the last one completes the gradients."""
         self._is_stepping = True
         for number, micro in enumerate(micros, start=1):
             self._is_last_pass = number == len(micros)
@@ -316,22 +310,22 @@ class CopySums:
             raise EngineError(f"one backward pass gave '{shard.name}' two gradients: copies of it cannot be summed")
         shard.take_gradient()
         self._missing[index].remove(shard.name)
-        while len(self._begun) < len(self._parts) and not self._missing[len(self._begun)]:
-            self._begin_next()
+        while len(self._running) < len(self._parts) and not self._missing[len(self._running)]:
+            self._start_next()
 
-    def _begin_next(self) -> None:
-        gradients = [shard.gradient for shard in self._parts[len(self._begun)]]
+    def _start_next(self) -> None:
+        gradients = [shard.gradient for shard in self._parts[len(self._running)]]
         flat = gradients[0]  # a single one is summed in place
         if len(gradients) > 1 or not flat.is_contiguous():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._begun.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
+        self._running.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
 
     def finish(self) -> None:
-        """The gradients of all shards, each of which has one by now, are sums over the copies."""
+        """Complete the sums of all shards, each of which has a gradient by now."""
         self._is_last_pass = False
-        while len(self._begun) < len(self._parts):
-            self._begin_next()
-        for work, flat, gradients in self._begun:
+        while len(self._running) < len(self._parts):
+            self._start_next()
+        for work, flat, gradients in self._running:
             work.wait()  # waits: for the process group's timeout
             if flat is gradients[0]:
                 continue
@@ -343,8 +337,8 @@ class CopySums:
         self._reset()
 
     def forget(self) -> None:
-        """The step that has begun, if any, has failed: let the other ranks' sums end."""
-        works = [work for work, *_ in self._begun]
+        """Let the other ranks' sums end after the current step, if any, has failed."""
+        works = [work for work, *_ in self._running]
         missing = self._parts[len(works) :] if self._is_stepping else []
         self._reset()
         for part in missing:
@@ -353,20 +347,3 @@ class CopySums:
             works.append(dist.all_reduce(zeros, group=self._group, async_op=True))
         for work in works:
             work.wait()  # waits: for the process group's timeout
-
-
-def _join_small(shards: Iterable[ParameterShard]) -> Iterator[list[ParameterShard]]:
-    small: list[ParameterShard] = []
-    elements = 0
-    for shard in shards:
-        size = shard.master.numel()
-        if size >= LARGE:
-            yield [shard]
-            continue
-        small.append(shard)
-        elements += size
-        if elements >= LARGE:
-            yield small
-            small, elements = [], 0
-    if small:
-        yield small

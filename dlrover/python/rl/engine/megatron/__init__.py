@@ -11,7 +11,7 @@ from dlrover.python.rl.engine.model.model_shape import by_library
 @dataclass(frozen=True)
 class MegatronOptions:
     cpu_shim: bool = False
-    """Run on a machine without CUDA, for tests: calls of megatron-core that name CUDA go to the host."""
+    """Run on a node without CUDA, for tests: megatron-core's CUDA calls go to the CPU."""
 
 
 def _find_fault(config: Any, head: str) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models that Megatron's GPT can compute, and their weights under both names: the tensors of a parameter,
-their order, and the part of a tensor-parallel rank. Arithmetic on tensors; nothing needs Megatron.
+their order, and the part of a tensor-parallel rank. Nothing here imports Megatron.
 """
 
 import math
@@ -35,11 +35,11 @@ class TransformerShape:
     qkv_bias: bool
     qk_norm: bool  # queries and keys are normalised by head (Qwen3)
     head: Literal["causal", "token"]  # a vocabulary projection, or one score for each token
-    known_ids: int  # ids from this one on have no probability, padding among them
+    known_ids: int  # ids from this one on, such as padding, have no probability
 
     @classmethod
     def of(cls, config: Any, head: Literal["causal", "token"]) -> "TransformerShape":
-        """Read a Hugging Face configuration; an ``EngineError`` lists everything that Megatron's GPT cannot compute."""
+        """Read a Hugging Face configuration. Raises an ``EngineError`` that lists all that Megatron cannot compute."""
         if faults := list(find_faults(config)):
             raise EngineError(f"megatron cannot run this model: {'; '.join(faults)}")
         kind, heads, rope = config.model_type, config.num_attention_heads, config.rope_parameters
@@ -63,7 +63,7 @@ class TransformerShape:
         )
 
     def check_split(self, tensor: int, pipeline: int) -> None:
-        """Raise an ``EngineError`` if these sizes do not divide the model."""
+        """Raise an ``EngineError`` unless these sizes divide the model."""
         for label, number in (("key-value heads", self.kv_heads), ("MLP columns", self.intermediate)):
             if number % tensor:
                 raise EngineError(f"{number} {label} cannot be divided by tensor_parallel_size {tensor}")
@@ -73,7 +73,7 @@ class TransformerShape:
 
 def find_faults(config: Any) -> Iterator[str]:
     if config.model_type not in TYPES:
-        yield f"its type is '{config.model_type}', and the supported ones are {', '.join(TYPES)}"
+        yield f"its type is '{config.model_type}', not {', '.join(TYPES[:-1])} or {TYPES[-1]}"
         return
     if config.hidden_act != "silu":
         yield f"its activation is '{config.hidden_act}', not 'silu'"
@@ -82,21 +82,21 @@ def find_faults(config: Any) -> Iterator[str]:
             yield f"it has {name}"
     windowed = getattr(config, "use_sliding_window", config.model_type == "mistral")
     if windowed and getattr(config, "sliding_window", None) is not None:
-        yield f"its attention slides over a window of {config.sliding_window} tokens"
+        yield f"its attention has a sliding window of {config.sliding_window} tokens"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ("default", "llama3"):
         yield f"its rotary positions are of type '{rope['rope_type']}'"
     elif rope.get("rope_type") == "llama3" and tuple(map(rope.get, _LLAMA3)) != (1.0, 4.0, 8192):
-        yield "its llama3 rotary positions have other bounds than Llama 3's (1, 4, 8192)"
+        yield "its llama3 rotary positions differ from Llama 3's bounds (1, 4, 8192)"
 
 
 Form: TypeAlias = Literal["whole", "vocab", "columns", "qkv", "gate_up"]
-"""How a parameter consists of its tensors, and how tensor-parallel ranks split it:
+"""The form of a parameter: its tensors, and the parts of tensor-parallel ranks.
 
 * ``whole``: the tensor itself, the same on every rank;
 * ``vocab``: rows, padded with zeros until the ranks divide them;
 * ``columns``: columns of a matrix;
-* ``qkv``: for each key-value head its query heads, its key and its value, one below the other; ranks have whole groups;
+* ``qkv``: for each key-value head its query heads, its key and its value, stacked; ranks have whole groups;
 * ``gate_up``: a rank's rows of the gate above its rows of the up projection."""
 
 
@@ -112,7 +112,7 @@ class Parameter:
     last: bool = False  # outside the layers: it is on the last pipeline stage, not on the first
 
     def stage(self, shape: TransformerShape, stages: int) -> int:
-        """The pipeline stage that has it; the first one of a tied embedding's two."""
+        """Return the pipeline stage that has it; for a tied embedding, which is on two, the first."""
         if self.layer is None:
             return stages - 1 if self.last else 0
         return self.layer * stages // shape.layers
@@ -123,23 +123,22 @@ class Parameter:
 
 
 def list_parameters(shape: TransformerShape) -> list[Parameter]:
-    """All of a model's, in the order of Hugging Face's names."""
+    """List a model's parameters, in the order of Hugging Face's names."""
     hidden, vocab = shape.hidden, shape.vocab
-    embedding = ("embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    table = [_single(*embedding, (vocab, hidden), "vocab")]
-    for layer in range(shape.layers):
-        table += _list_layer(shape, layer)
-    table.append(_single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "whole", last=True))
+    outside: list[tuple[str, str, tuple[int, ...], Form]] = [
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight", (vocab, hidden), "vocab"),
+        ("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "whole"),
+    ]
     if shape.head == "token":
-        table.append(_single("output_layer.weight", "score.weight", (1, hidden), "whole", last=True))
-        table.append(_single("output_layer.bias", "score.bias", (1,), "whole", last=True))
+        outside.append(("output_layer.weight", "score.weight", (1, hidden), "whole"))
+        outside.append(("output_layer.bias", "score.bias", (1,), "whole"))
     elif not shape.tied:
-        table.append(_single("output_layer.weight", "lm_head.weight", (vocab, hidden), "vocab", last=True))
-    return table
-
-
-def _single(name: str, source: str, shape: tuple[int, ...], form: Form, last: bool = False) -> Parameter:
-    return Parameter(name, None, (source,), (shape,), form, last)
+        outside.append(("output_layer.weight", "lm_head.weight", (vocab, hidden), "vocab"))
+    first, *last = [
+        Parameter(name, None, (source,), (size,), form, last=number > 0)
+        for number, (name, source, size, form) in enumerate(outside)
+    ]
+    return [first, *(part for layer in range(shape.layers) for part in _list_layer(shape, layer)), *last]
 
 
 def _list_layer(shape: TransformerShape, layer: int) -> list[Parameter]:
@@ -173,7 +172,7 @@ def _list_layer(shape: TransformerShape, layer: int) -> list[Parameter]:
 
 
 def split(parameter: Parameter, tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    """A tensor-parallel rank's part of a parameter, from whole Hugging Face tensors."""
+    """Return a tensor-parallel rank's part of a parameter, from whole Hugging Face tensors."""
     first = tensors[0]
     match parameter.form:
         case "whole":
@@ -191,7 +190,7 @@ def split(parameter: Parameter, tensors: Sequence[Any], shape: TransformerShape,
 
 
 def join(parameter: Parameter, parts: Sequence[Any], shape: TransformerShape) -> list[Any]:
-    """The Hugging Face tensors of a parameter from the ``parts`` of all tensor-parallel ranks, in their order."""
+    """Return the Hugging Face tensors of a parameter, from the ``parts`` of all tensor-parallel ranks in order."""
     match parameter.form:
         case "whole":
             return [parts[0]]
@@ -210,5 +209,5 @@ def join(parameter: Parameter, parts: Sequence[Any], shape: TransformerShape) ->
 
 
 def pad_vocab(vocab: int, ranks: int) -> int:
-    """Rows of the embedding that tensor-parallel ranks divide."""
+    """Round the embedding's rows up to a number that tensor-parallel ranks divide."""
     return math.ceil(vocab / ranks) * ranks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets megatron-core compute on a machine without CUDA: for tests, and slow.
+"""A shim that lets megatron-core compute on a node without CUDA: for tests, and slow.
 
-Inside a ``with`` block CUDA devices are replaced by the host, and the functions of ``torch.cuda`` that megatron-core
-calls do nothing or answer for the host. "The device's" random state is the host's, so dropout has to be 0.
+Inside a ``with`` block the CPU replaces CUDA devices, and the functions of ``torch.cuda`` that megatron-core calls do
+nothing or answer for the CPU. Both share one random state, so dropout has to be 0.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ _HOST = torch.device("cpu")
 
 
 class CpuShim(TorchFunctionMode):
-    """A reentrant ``with`` block in which CUDA is the host. Raises an ``EngineError`` on a machine with CUDA."""
+    """A reentrant ``with`` block in which CUDA is the CPU. Raises an ``EngineError`` on a node with CUDA."""
 
     def __init__(self) -> None:
         if torch.cuda.is_available():
-            raise EngineError("cpu_shim is for machines without CUDA: remove the option")
-        _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")
+            raise EngineError("cpu_shim is for nodes without CUDA: remove the option")
+        _LOG.warning("cpu_shim is on: megatron-core computes on the CPU, for tests only")
         super().__init__()
         self._depth = 0
         self._originals: list[tuple[Any, str, Any]] = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train engine on megatron-core: its process groups, and its GPT with an optimizer, whose passes go through
-Megatron's pipeline schedules and whose sums go through its data parallelism."""
+"""The train engine on megatron-core: process groups, and a GPT with an optimizer, whose passes use Megatron's pipeline
+schedules and whose gradients are summed by its data parallelism."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -67,27 +67,22 @@ class MegatronBackend(TrainBackend):
         self.limits = shape.vocab, shape.max_positions
         config, settings = setup.config, setup.settings
         with context:
-            self.module = self.passes = build_gpt(
-                shape,
-                stage.layout,
-                stage.place,
-                DTYPES[settings.precision],
-                settings.gradient_checkpointing,
-                settings.device,
-            )
+            precision, recompute = DTYPES[settings.precision], settings.gradient_checkpointing
+            self.module = build_gpt(shape, stage.layout, stage.place, precision, recompute, settings.device)
+            self.passes = self.module
             self.module.requires_grad_(config is not None)
             if config is not None:
                 sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
                 self.passes = DistributedDataParallel(self.module.config, sums, self.module)
         self.shards = MegatronShards(self.module, shape, stage, self.passes if config is not None else None)
-        self._is_gathered = True  # the module has all ranks' slices of the last step
+        self._is_gathered = True  # the module has the slices of all ranks after the last step
         if stage.is_last:
 
             def select_read_tokens(_head: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-                hidden, *others = arguments
+                hidden = arguments[0]
                 if self.module.config.sequence_parallel:  # ranks share the row
                     hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-                return (hidden[self._reads], *others)  # [tokens, 1, hidden]
+                return (hidden[self._reads], *arguments[1:])  # [tokens, 1, hidden]
 
             self.module.output_layer.register_forward_pre_hook(select_read_tokens)
         parked.hold("weights", [shard.tensor for shard in self.shards])
@@ -96,17 +91,6 @@ class MegatronBackend(TrainBackend):
             self.optimizer = MasterOptimizer(config, list(self.shards))
             parked.hold("gradients", [shard.tensor.main_grad for shard in self.shards])
             parked.hold("optimizer", self.optimizer.tensors())
-
-    @torch.no_grad()
-    def load(self) -> None:
-        """Read this rank's part of the weights. Raises an ``EngineError`` if tensors are missing or of other shapes."""
-        spec, shapes = self.setup.spec, self.shapes()
-        wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
-        if self._shape.tied:
-            wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
-        read = bind_weights(spec.source_of(wanted, "model"), wanted, shapes, spec.absent, "model")
-        for shard in self.shards:
-            shard.write(self.shards.part(shard, [read(name, ()) for name in shard.parameter.sources]))
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -137,11 +121,12 @@ class MegatronBackend(TrainBackend):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-            parallel_state.get_global_memory_buffer().buffer.clear()  # of gathered tokens, which others may need now
+            parallel_state.get_global_memory_buffer().buffer.clear()  # frees the gathered tokens
         return results
 
     def _read(self, logits: Any, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, Any]:
-        """Outputs ``[actions]`` (``[actions, 1 + n]`` with candidates) and entropies of ``[1, actions, vocab]``."""
+        """Return outputs ``[actions]`` (``[actions, 1 + n]`` with candidates) and entropies for logits ``[1, actions,
+        vocab]``."""
         if self._shape.head == "token":
             return logits[0].squeeze(-1).float(), None
         ranks, rank = self._stage.layout.tensor, self._stage.place.tensor
@@ -156,7 +141,7 @@ class MegatronBackend(TrainBackend):
         if not micros:
             return
         if micros[0].top:
-            raise EngineError("the megatron engine does not support `top`: a teacher needs 'fsdp2' or 'deepspeed'")
+            raise EngineError("the megatron engine does not support 'top': a teacher needs 'fsdp2' or 'deepspeed'")
 
         def finish(micro: MicroBatch, logits: Any) -> tuple[Any, Any, Any]:
             outputs, entropies = self._read(logits, micro, temperature, entropy)
@@ -186,18 +171,18 @@ class MegatronBackend(TrainBackend):
             def read(micro: MicroBatch, wants_entropy: bool) -> tuple[Any, Any]:
                 return self._read(logits, micro, temperature, wants_entropy)
 
-            # The schedule runs the backward pass through the stages; here the loss is only captured.
+            # The schedule runs the backward pass through the stages: only the loss is needed here.
             sums = accumulate_gradients([micro], batch, loss, read, values.append, self.setup.settings.device)
             for name, amount in sums.items():
                 totals[name] = totals.get(name, 0.0) + amount
             return values[0], torch.zeros((), dtype=torch.int), None
 
         self._run(micros, finish, forward_only=False)
-        # One rank reports for a model replica, whose last ranks all compute the same loss.
+        # One rank reports for a model replica: the ranks of its last stage all compute the same loss.
         return totals if self._stage.is_last and self._stage.place.tensor == 0 else {}
 
     def reduce_gradients(self) -> list[Any]:
-        """Hand each master its gradient, which Megatron has summed in float32."""
+        """Give each master its gradient, which Megatron has summed in float32."""
         with self._context:
             finalize_model_grads([self.passes])
         for shard in self.shards:
@@ -205,7 +190,7 @@ class MegatronBackend(TrainBackend):
         return [shard.master.grad for shard in self.shards]
 
     def gradient_norm(self) -> float:
-        """Summed in the ranks' order."""
+        """Sum in the ranks' order."""
         norms = [torch.linalg.vector_norm(shard.master.grad).double() for shard in self.shards if shard.counts]
         return math.sqrt(sum(self.setup.ranks.gather(sum(float(norm * norm) for norm in norms))))
 
@@ -229,7 +214,7 @@ class MegatronBackend(TrainBackend):
         super().refresh()
 
     def _gather(self) -> None:
-        """Exchange the slices that the data-parallel ranks have stepped. All of these ranks call it, on the device."""
+        """Exchange the slices that the data-parallel ranks have stepped. A collective, on the device."""
         if not self._is_gathered:
             with self._context:
                 self.passes.start_param_sync()
@@ -238,9 +223,9 @@ class MegatronBackend(TrainBackend):
     # -- weights and states -------------------------------------------------------------------------------------------
 
     def _whole(self, shard: MegatronShard, dtype: Any = None) -> Any:
-        """The tensor with the slices of all data-parallel ranks; ``named_weights`` joins what others split."""
+        """Join the slices of all data-parallel ranks; ``named_weights`` joins tensor-parallel parts."""
         if dtype == shard.tensor.dtype and self.parked.on_device:
-            self._gather()  # the next pass needs them, too
+            self._gather()  # the next pass needs them too
             return shard.tensor.detach()
         own = self.parked.locate(shard.master).to(self.setup.settings.device).to(dtype)
         return shard.whole(own, self._stage.data)
@@ -274,14 +259,9 @@ class MegatronBackend(TrainBackend):
 
 
 class MegatronTrainEngine(BackendTrainEngine):
-    """``parallel`` gives tensor and pipeline sizes; the remaining ranks hold copies of the model, with different rows,
-    and divide its optimizer (ZeRO-1).
-
-    Megatron's process groups belong to the process: engines of one process have equal sizes.
-
-    Raises:
-        MissingExtra: megatron-core is not installed (on import).
-    """
+    """Divides the model by the tensor and pipeline sizes of ``parallel``; the remaining ranks hold copies of it, with
+    different rows, and divide its optimizer (ZeRO-1). Megatron's process groups belong to the process: its engines have
+    equal sizes. Raises MissingExtra on import if megatron-core is not installed."""
 
     name, info = "megatron", INFO
 
@@ -293,10 +273,18 @@ class MegatronTrainEngine(BackendTrainEngine):
         if known_ids is not None:
             self._shape = replace(self._shape, known_ids=known_ids)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)
-        self._context = self._choose_context()
+        self._context: AbstractContextManager[Any] = nullcontext()
+        if setup.options.cpu_shim:
+            from dlrover.python.rl.engine.megatron.cpu_shim import CpuShim
+
+            self._context = CpuShim()
+        elif torch.device(settings.device).type != "cuda":
+            raise EngineError(
+                f"megatron-core needs CUDA, but the device is '{settings.device}': for tests, set cpu_shim"
+            )
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         with ranks.close_on_failure(), self._context:
-            self._owns_groups = _divide(self.layout, rendezvous.timeout_s)
+            self._owns_groups = _make_groups(self.layout, rendezvous.timeout_s)
         self._stage = Stage(
             self.layout,
             self.layout.coordinates(ranks.rank),
@@ -306,49 +294,40 @@ class MegatronTrainEngine(BackendTrainEngine):
         )
         return ranks
 
-    def _choose_context(self) -> AbstractContextManager[Any]:
-        if self._setup.options.cpu_shim:
-            from dlrover.python.rl.engine.megatron.cpu_shim import CpuShim
-
-            return CpuShim()
-        device = self._setup.settings.device
-        if torch.device(device).type != "cuda":
-            raise EngineError(
-                f"megatron-core needs CUDA, and the device is '{device}': the option cpu_shim lets it run there for"
-                " tests"
-            )
-        return nullcontext()
-
     def _make(self, parked: ParkedTensors, loaded: bool) -> MegatronBackend:
         backend = MegatronBackend(self._setup, self._shape, self._stage, self._context, parked)
         if loaded:
-            backend.load()
+            spec, shapes = self._setup.spec, backend.shapes()
+            wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
+            if self._shape.tied:
+                wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
+            read = bind_weights(spec.source_of(wanted, "model"), wanted, shapes, spec.absent, "model")
+            for shard in backend.shards:
+                shard.write(backend.shards.part(shard, [read(name, ()) for name in shard.parameter.sources]))
         return backend
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         if self._owns_groups:
             parallel_state.destroy_model_parallel()
-        super()._leave()
+        super()._leave_group()
 
 
-def _divide(layout: Layout, timeout_s: float) -> bool:
-    """Make Megatron's process groups. False if they exist; an ``EngineError`` if those are of other sizes."""
+def _make_groups(layout: Layout, timeout_s: float) -> bool:
+    """Make Megatron's process groups. Returns False if they exist; raises an ``EngineError`` if their sizes differ."""
     if not parallel_state.model_parallel_is_initialized():
+        minutes: Any = timeout_s / 60  # need not be an integer
         parallel_state.initialize_model_parallel(
-            layout.tensor,
-            layout.pipeline,
-            order="tp-cp-ep-pp-dp",
-            distributed_timeout_minutes=timeout_s / 60,  # need not be an integer
+            layout.tensor, layout.pipeline, order="tp-cp-ep-pp-dp", distributed_timeout_minutes=minutes
         )
         state = torch.cuda.get_rng_state()
-        model_parallel_cuda_manual_seed(0)  # sequence parallel asks for a random state, which without dropout is unused
+        model_parallel_cuda_manual_seed(0)  # sequence parallel requires a random state, which dropout 0 leaves unused
         torch.cuda.set_rng_state(state)
         return True
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     if (tensor, pipeline) != (layout.tensor, layout.pipeline):
         raise EngineError(
-            f"this process runs megatron with tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline}"
-            f" already, not {layout.tensor} and {layout.pipeline}"
+            f"this process already runs megatron with tensor_parallel_size {tensor} and pipeline_parallel_size"
+            f" {pipeline}, not {layout.tensor} and {layout.pipeline}"
         )
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's GPT for the numbers of a model, with attention over packed documents that needs no Transformer Engine."""
+"""Megatron's GPT with the sizes of a model, and attention over packed documents without Transformer Engine."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def make_packed_params(documents: Documents) -> PackedSeqParams:
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm of this rank's tokens, for which megatron-core's wrapper of PyTorch's is not. Megatron sums the gradient
-    of a weight that is marked so over the ranks that share a row."""
+    """RMSNorm in sequence parallel, which megatron-core's wrapper of PyTorch's does not support: Megatron sums the
+    gradient of a marked weight over the ranks that share a row."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -54,9 +54,8 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        """Causal attention within each document: ``query`` ``[tokens, heads, dim]`` of this rank's heads, ``key`` and
-        ``value`` ``[tokens, key-value heads, dim]``; returns ``[tokens, heads * dim]``.
-        """
+        """Compute causal attention within each document: ``query`` ``[tokens, heads, dim]`` of this rank's heads,
+        ``key`` and ``value`` ``[tokens, key-value heads, dim]``; returns ``[tokens, heads * dim]``."""
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         return attend(queries, keys, values, packed_seq_params.documents)[0].flatten(1)
 
@@ -64,10 +63,8 @@ class PackedAttention(MegatronModule):
 def build_gpt(
     shape: TransformerShape, layout: Layout, place: Layout, precision: torch.dtype, checkpointing: bool, device: str
 ) -> Any:
-    """A module in which this rank's weights have memory and no values yet.
-
-    Its forward pass takes ``packed_seq_params`` and gives logits ``[1, tokens, vocab / tensor]`` on the last stage.
-    """
+    """Build a module in which this rank's weights have memory and no values yet. Its forward pass takes
+    ``packed_seq_params`` and returns logits ``[1, tokens, vocab / tensor]`` on the last stage."""
     config = _config(shape, layout, precision, checkpointing, on_host=torch.device(device).type == "cpu")
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
@@ -91,7 +88,7 @@ def build_gpt(
     if module.post_process and shape.head == "token":
         module.output_layer = ScoreHead(shape.hidden, 1)
     elif module.post_process:
-        module.output_layer.sequence_parallel = False  # it gets whole rows, and sums the gradient over its parts
+        module.output_layer.sequence_parallel = False  # its inputs are whole rows
     return module.to(device=device, dtype=precision)
 
 
@@ -99,6 +96,7 @@ def _config(
     shape: TransformerShape, layout: Layout, precision: torch.dtype, checkpointing: bool, on_host: bool
 ) -> TransformerConfig:
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fusions = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout")
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -120,25 +118,22 @@ def _config(
         pipeline_model_parallel_size=layout.pipeline,
         pipeline_dtype=precision,
         variable_seq_lengths=True,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # required by it, of dense models too
+        moe_token_dispatcher_type="alltoall",  # required by variable lengths, even for dense models
         params_dtype=precision,
         bf16=precision == torch.bfloat16,
         calculate_per_token_loss=True,  # the loss carries its normaliser: nothing is divided
         perform_initialization=False,
         use_cpu_initialization=on_host,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        **{f"{fusion}_fusion": False for fusion in fusions},
         **(recomputing if checkpointing else {}),
     )
 
 
 class ScoreHead(torch.nn.Linear):
-    """One score for each token in place of the vocabulary projection."""
+    """A score for each token in place of the vocabulary projection."""
 
     def forward(self, hidden: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
-        """Scores ``[tokens, batch, 1]``, in the form in which Megatron calls its output layer."""
+        """Return scores ``[tokens, batch, 1]``, with the signature of Megatron's output layer."""
         return super().forward(hidden), None

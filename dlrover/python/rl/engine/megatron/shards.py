@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of Megatron's GPT on this rank, and the slices of them that its optimizer steps.
+"""The parameters of Megatron's GPT on this rank, and the slices that its optimizer steps.
 
 ::
 
     buffer of weights   |-- a parameter --|- another -| ...    the same on all data-parallel ranks
     masters, moments    |-- of rank 0 ---|--- of rank 1 ---|   float32, divided (ZeRO-1, arXiv:1910.02054)
 
-A checkpoint has them under Hugging Face's names, each rank its part: any layout or engine with these can read it.
+A checkpoint stores each rank's part under Hugging Face's names, for any layout and engine.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ from dlrover.python.rl.engine.megatron.conversion import (
     pad_vocab,
     split,
 )
-from dlrover.python.rl.engine.training.backend import model_tensor, optimizer_tensor
+from dlrover.python.rl.engine.model.ranks import gather_parts
+from dlrover.python.rl.engine.training.backend import stored_name
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
 
@@ -48,14 +49,14 @@ class Stage:
         return self.place.pipeline == self.layout.pipeline - 1
 
     def from_stage(self, tensor: Any, stage: int) -> Any:
-        """Replace ``tensor`` by that of another pipeline stage, in place. A collective of all stages."""
+        """Overwrite ``tensor`` with pipeline stage ``stage``'s. A collective of all stages."""
         if self.layout.pipeline > 1:
             dist.broadcast(tensor, dist.get_process_group_ranks(self.pipeline)[stage], group=self.pipeline)
         return tensor
 
 
 Locate: TypeAlias = Callable[[Any], Any]
-"""Gives the memory of a tensor, which may be on the host now."""
+"""Returns the current memory of a tensor, on the device or the host."""
 
 
 @dataclass(eq=False)
@@ -66,9 +67,9 @@ class MegatronShard:
     parameter: Parameter
     tensor: Any  # the module's
     master: Any  # this rank's slice, in float32; in the tensor's memory if that is float32 too, or frozen
-    counts: bool  # in the gradient norm; False if another rank that splits the matrices has the same
-    slices: tuple[slice, ...]  # of the flat tensor, by data-parallel rank; they may be empty; () if one has all
-    rank: int  # of these
+    counts: bool  # in the gradient norm; False if another tensor-parallel rank has the same
+    slices: tuple[slice, ...]  # of the flat tensor, by data-parallel rank, perhaps empty; () if it is not divided
+    rank: int  # this data-parallel rank
 
     @property
     def decays(self) -> bool:
@@ -79,7 +80,7 @@ class MegatronShard:
         return bool(self.master.dtype == self.tensor.dtype)
 
     def own(self, whole: Any) -> Any:
-        """This rank's slice, flat, of a tensor of the same size; all of it, as it is, if it is not divided."""
+        """Return this rank's flat slice of a tensor of the same size; all of it if it is not divided."""
         return whole.reshape(-1)[self.slices[self.rank]] if self.slices else whole
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class MegatronShard:
             locate(self.master).copy_(self.own(whole))
 
     def whole(self, own: Any, group: Any) -> Any:
-        """All ranks' slices as one tensor. A collective of the data-parallel ranks."""
+        """Gather all ranks' slices as one tensor. A collective of the data-parallel ranks."""
         if not self.slices:
             return own
         whole = own.new_empty(self.tensor.numel())
@@ -112,7 +113,7 @@ class MegatronShards:
     """All parameters of a module on this rank."""
 
     def __init__(self, module: Any, shape: TransformerShape, stage: Stage, trained: Any = None) -> None:
-        """``trained``: Megatron's data parallelism of the module, unless it is frozen."""
+        """List the shards; ``trained`` is Megatron's data parallelism of the module, unless it is frozen."""
         self._shape, self._stage = shape, stage
         self._table = list_parameters(shape)
         named, slices = dict(module.named_parameters()), {} if trained is None else _divide(trained, stage)
@@ -121,7 +122,7 @@ class MegatronShards:
             if parameter.stage(shape, stage.layout.pipeline) == stage.place.pipeline:
                 name = parameter.local_name(shape, stage.layout.pipeline)
                 self._own[index] = self._make_shard(name, parameter, named.pop(name), slices, counts=True)
-        # Of a tied embedding the last stage has a copy, under the head's name.
+        # The last stage has a copy of a tied embedding, under the head's name.
         self._copies = [self._make_shard(name, self._table[0], named[name], slices, counts=False) for name in named]
 
     def _make_shard(
@@ -140,30 +141,27 @@ class MegatronShards:
         yield from self._copies
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of every tensor of the whole model."""
+        """Return the shape of every tensor of the whole model, by name."""
         return dict(pair for item in self._table for pair in zip(item.sources, item.shapes, strict=True))
 
     @torch.no_grad()
     def part(self, shard: MegatronShard, tensors: list[Any]) -> Any:
-        """This rank's part of whole Hugging Face tensors."""
+        """Return this rank's part of whole Hugging Face tensors."""
         return split(shard.parameter, tensors, self._shape, self._stage.place.tensor, self._stage.layout.tensor)
 
     @torch.no_grad()
     def named_weights(
         self, read: Callable[[MegatronShard, Any], Any], device: str, dtype: Any = None
     ) -> Iterator[tuple[str, Any]]:
-        """Hugging Face's name and whole tensor of everything. ``read(shard, dtype)`` gives this rank's part on the
-        device. A collective."""
+        """Yield Hugging Face's name and the whole tensor of each weight. A collective. ``read(shard, dtype)`` returns
+        this rank's part on the device."""
         layout, dtype = self._stage.layout, dtype or next(iter(self)).master.dtype
         for index, item in enumerate(self._table):
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
                 part = read(self._own[index], dtype)
-                parts = [part]
-                if item.form != "whole" and layout.tensor > 1:
-                    parts = [torch.empty_like(part) for _ in range(layout.tensor)]
-                    dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
-                tensors = join(item, parts, self._shape)
+                is_split = item.form != "whole" and layout.tensor > 1
+                tensors = join(item, gather_parts(part, self._stage.tensors) if is_split else [part], self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):
@@ -171,7 +169,7 @@ class MegatronShards:
 
 
 def _divide(passes: Any, stage: Stage) -> dict[Any, tuple[slice, ...]]:
-    """Of each parameter the slices that the data-parallel ranks have of its bucket, whose gradients they reduce."""
+    """Divide each parameter as the data-parallel ranks divide its bucket of gradients."""
     ranks, slices = dist.get_world_size(stage.data), dict[Any, tuple[slice, ...]]()
     if ranks == 1:
         return dict.fromkeys((parameter for buffer in passes.buffers for parameter in buffer.params), ())
@@ -185,7 +183,7 @@ def _divide(passes: Any, stage: Stage) -> dict[Any, tuple[slice, ...]]:
 
 
 _DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0}
-"""The dimension of each of the tensors that the tensor-parallel ranks divide."""
+"""The dimension of a parameter's tensors that the tensor-parallel ranks divide."""
 
 
 class CheckpointTensors:
@@ -207,17 +205,16 @@ class CheckpointTensors:
         self._mesh = DeviceMesh.from_group(stage.tensors, "cpu") if stage.layout.tensor > 1 else None
         self.tensors: dict[str, Any] = {}
         for shard in shards:
-            self._copy_parts(shard, shard.master.detach(), model_tensor)
+            self._copy_parts(shard, shard.master.detach())
         if optimizer is None:
             return
         for shard, state in optimizer.state():
             for kind in ("exp_avg", "exp_avg_sq"):
-                moment = optimizer.read(state, kind)
-                self._copy_parts(shard, moment, lambda name, kind=kind: optimizer_tensor(name, kind))
+                self._copy_parts(shard, optimizer.read(state, kind), kind)
             for source in shard.parameter.sources:
-                self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
+                self.tensors[stored_name(source, "step")] = state["step"].to("cpu", copy=True)
 
-    def _copy_parts(self, shard: MegatronShard, own: Any, rename: Any) -> None:
+    def _copy_parts(self, shard: MegatronShard, own: Any, kind: str = "") -> None:
         item, tensor = shard.parameter, shard.whole(own, self._stage.data)
         for source, whole, part in zip(item.sources, item.shapes, join(item, [tensor], self._local), strict=True):
             copy = part.to("cpu", copy=True).contiguous()
@@ -225,30 +222,28 @@ class CheckpointTensors:
                 dimensions, stride = [Shard(_DIVIDED[item.form])], torch.empty(whole, device="meta").stride()
                 shape = torch.Size(whole)
                 copy = DTensor.from_local(copy, self._mesh, dimensions, run_check=False, shape=shape, stride=stride)
-            self.tensors[rename(source)] = copy
+            self.tensors[stored_name(source, kind)] = copy
 
     def all_names(self) -> list[str]:
-        """Names of the whole model's tensors, other stages' too."""
-        kinds = () if self._optimizer is None else ("step", "exp_avg", "exp_avg_sq")
-        sources = list(self._shards.shapes())
-        return [model_tensor(name) for name in sources] + [optimizer_tensor(name, k) for name in sources for k in kinds]
+        """List the names of the whole model's tensors, other stages' too."""
+        kinds = ("",) if self._optimizer is None else ("", "step", "exp_avg", "exp_avg_sq")
+        return [stored_name(name, kind) for kind in kinds for name in self._shards.shapes()]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy the tensors into the masters and moments that they were copied from."""
+        """Copy the tensors back into the masters and moments."""
         for shard in self._shards:
-            shard.write(self._join_parts(shard, model_tensor))
+            shard.write(self._join_parts(shard))
         if self._optimizer is None:
             return
         for shard, state in self._optimizer.state():
             for kind in ("exp_avg", "exp_avg_sq"):
-                whole = self._join_parts(shard, lambda name, kind=kind: optimizer_tensor(name, kind))
-                self._optimizer.write(state, kind, shard.own(whole))
-            state["step"].copy_(self.tensors[optimizer_tensor(shard.parameter.sources[0], "step")])
+                self._optimizer.write(state, kind, shard.own(self._join_parts(shard, kind)))
+            state["step"].copy_(self.tensors[stored_name(shard.parameter.sources[0], "step")])
 
-    def _join_parts(self, shard: MegatronShard, rename: Any) -> Any:
-        tensors = [self.tensors[rename(source)] for source in shard.parameter.sources]
+    def _join_parts(self, shard: MegatronShard, kind: str = "") -> Any:
+        tensors = [self.tensors[stored_name(source, kind)] for source in shard.parameter.sources]
         parts = [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
         joined = split(shard.parameter, parts, self._local, 0, 1)
-        missing = len(shard.tensor) - len(joined)  # rows that fill up the vocabulary
+        missing = len(shard.tensor) - len(joined)  # rows that pad the vocabulary
         return torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]) if missing else joined

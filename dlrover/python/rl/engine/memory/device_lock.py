@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock on a device, shared by the processes of one node; waiting processes get it in the order of asking.
+"""A lock on a device, shared by the processes of one node, which get it in the order of their requests.
 
 ::
 
@@ -7,7 +7,7 @@
       ORDER                    locked (flock) while the queue changes
       000000012.wait           a process that waits for the device or has it; locked by that process
       000000013.wait           ... the lowest number that is locked has the device
-      ....memory               how much each process has on the device
+      ....memory               the bytes of each process on the device
 
 A process that dies leaves the queue, because the kernel releases its locks.
 """
@@ -29,13 +29,12 @@ _POLL_S = 0.002
 
 
 class DeviceLock:
-    """The right to compute on a device, and where not all engines fit, to have more than a few bytes there. One role at
-    a time has it.
+    """The right of one role at a time to compute on a device, and if not all engines fit, to hold their bytes there.
 
     Args:
         folder: shared by all processes that use the device, in the node's memory. Its owner removes it.
         owner: the role's name in messages: ``ROLLOUT[0]``.
-        memory: what this process has on the device, for messages of the waiting ones.
+        memory: this process's bytes on the device, for the messages of waiting processes.
     """
 
     def __init__(self, folder: Path, owner: str, memory: DeviceMemory | None = None) -> None:
@@ -51,9 +50,8 @@ class DeviceLock:
         return self._entry is not None
 
     def acquire(self, timeout_s: float = 600.0) -> None:
-        """Wait for the device. Raises an ``EngineError`` if this role has it already, or does not get it in time; names
-        the holder, its bytes and the queue.
-        """
+        """Wait for the device. Raises an ``EngineError`` if this role has it already, or does not get it in time: this
+        one names the holder, its bytes and the queue."""
         if self._entry is not None:
             raise EngineError(f"{self._owner} has the device already")
         entry = self._enqueue()
@@ -71,7 +69,7 @@ class DeviceLock:
         self._publish()
 
     def release(self) -> None:
-        """Pass the device on. Bytes that this role still has on it stay in the ledger."""
+        """Give the device to the next role. Bytes that this role still has on it stay in the ledger."""
         if self._entry is None:
             raise EngineError(f"{self._owner} does not have the device")
         self._publish()
@@ -96,7 +94,7 @@ class DeviceLock:
 
     def _publish(self) -> None:
         if self._memory is not None:
-            with suppress(OSError):  # a full disk costs a message
+            with suppress(OSError):  # only messages need it
                 self._ledger.publish(self._memory.by_owner())
 
     @contextmanager
@@ -104,7 +102,7 @@ class DeviceLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder / "ORDER", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for a process that lists a few files; one that dies lets go
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for a process that lists a few files; death releases it
             yield
         finally:
             os.close(descriptor)
@@ -115,10 +113,10 @@ class DeviceLock:
             path = self._folder / f"{last + 1:09}{_SUFFIX}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process looks at an entry behind its own
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process reads an entry behind its own
                 self._write(descriptor, "waiting_s")
             except BaseException:
-                os.close(descriptor)  # lets go: the next one that waits removes the file
+                os.close(descriptor)  # unlocked: the next process that waits removes the file
                 raise
         return path, descriptor
 
@@ -130,7 +128,7 @@ class DeviceLock:
             os.close(entry[1])
 
     def _list_ahead(self, own: Path) -> list[dict[str, Any]]:
-        """The entries of the living processes before this one; an entry of a dead one is removed."""
+        """List the entries of the living processes before this one; a dead process's entry is removed."""
         ahead = []
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             if path.name >= own.name:
@@ -145,16 +143,15 @@ class DeviceLock:
         return ahead
 
     def _format_timeout(self, ahead: list[dict[str, Any]], timeout_s: float) -> str:
-        first, *others = ahead
-        pid, owner = first.get("pid", 0), first.get("owner", "an unknown role")
+        first, owners = ahead[0], [entry.get("owner", "an unknown role") for entry in ahead]
+        pid, owner = first.get("pid", 0), owners[0]
         since_s = time.time() - first.get("since_s", first.get("waiting_s", time.time()))
         record = self._ledger.others().get(first.get("ledger", ""))
         usage = "no reported bytes"
         if record:
             total = sum(sum(kinds.values()) for kinds in record[1].values())
             usage = f"{total:,} bytes: {format_owner_bytes(record[1])}"
-        names = ", ".join(each.get("owner", "an unknown role") for each in others)
-        waiting = f"; waiting before it: {names}" if others else ""
+        waiting = f"; waiting before it: {', '.join(owners[1:])}" if len(owners) > 1 else ""
         return (
             f"{self._owner} did not get the device within {timeout_s:g} s: {owner} (process {pid}) has had it for"
             f" {since_s:.1f} s, with {usage}{waiting}"
@@ -162,5 +159,5 @@ class DeviceLock:
 
     def _write(self, descriptor: int, time_key: str) -> None:
         entry = {"owner": self._owner, "pid": os.getpid(), "ledger": self._ledger.name, time_key: time.time()}
-        with suppress(OSError):  # for messages: a full disk keeps no role from the device
+        with suppress(OSError):  # only messages need it
             os.pwrite(descriptor, json.dumps(entry).encode().ljust(512), 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting of device memory by owner, for offload, device locks and out-of-memory messages.
 
-On a machine without an accelerator the host stands in for one: what is brought "to the device" is copied to separate
-storage and accounted for, so offload can be tested with a capacity anywhere.
+On a node without an accelerator the CPU stands in for one: tensors brought "to the device" are copied to separate
+storage and accounted for, so offload can be tested anywhere.
 """
 
 import fcntl
@@ -28,10 +28,9 @@ _SUFFIX = ".memory"
 
 
 class MemoryLedger:
-    """What each process of a node has on a device: a file per holder. For messages, never for decisions.
+    """The bytes of each process of a node on a device, a file for each. For messages, never for decisions.
 
-    The kernel's lock on a file shows that its process lives. ``name`` is that of this holder's file.
-    """
+    The kernel's lock on a file shows that its process lives. ``name`` is the stem of this process's file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)
@@ -50,7 +49,7 @@ class MemoryLedger:
         os.pwrite(self._descriptor, record, 0)
 
     def others(self) -> dict[str, tuple[int, OwnerBytes]]:
-        """The other holders' last records, by name: process and bytes. Files of dead processes are removed."""
+        """Return the other processes' last records by name: pid and bytes. Files of dead processes are removed."""
         records: dict[str, tuple[int, OwnerBytes]] = {}
         for path in self._folder.glob(f"*{_SUFFIX}"):
             if path == self._path:
@@ -73,7 +72,7 @@ class MemoryLedger:
 
 
 def read_living(path: Path) -> dict[str, Any] | None:
-    """The content of a file that a living process has locked; None if that process is dead."""
+    """Read a file that a living process has locked; None if that process is dead."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -84,7 +83,7 @@ def read_living(path: Path) -> dict[str, Any] | None:
 
 
 def format_owner_bytes(owners: OwnerBytes) -> str:
-    """``actor: 40 of weights + 80 of optimizer``; empty if there are no owners."""
+    """Format as ``actor: 40 of weights + 80 of optimizer``; empty if there are no owners."""
     return ", ".join(
         f"{owner}: " + " + ".join(f"{size:,} of {kind}" for kind, size in kinds.items())
         for owner, kinds in owners.items()
@@ -96,15 +95,13 @@ Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buff
 
 @dataclass
 class DeviceMemory:
-    """The tensors that engines of this process have on one device.
-
-    A tensor counts with its whole storage, once, until it is garbage or its storage is emptied (``resize_(0)``).
-    """
+    """The tensors of this process's engines on one device. A tensor counts with its whole storage, once, until it is
+    garbage or its storage is emptied (``resize_(0)``)."""
 
     device: str = "cpu"  # a torch device; "cpu" stands in for one
     capacity: int | None = None  # bytes; None: the device's own limit
     peak: int = 0  # most bytes at a time, sampled at every call of hold()
-    ledger: MemoryLedger | None = field(default=None, repr=False)  # shows the account to other processes
+    ledger: MemoryLedger | None = field(default=None, repr=False)  # shows the bytes to other processes
     _storages: dict[int, tuple[StorageWeakRef, str, Kind]] = field(default_factory=dict, repr=False)
     _owners: dict[str, int] = field(default_factory=dict, repr=False)
 
@@ -114,7 +111,7 @@ class DeviceMemory:
         return name if self._owners[name] == 1 else f"{name} {self._owners[name]}"
 
     def allocate(self, owner: str, kind: Kind, shape: Sequence[int], dtype: Any) -> Any:
-        """Zeros on the device, accounted to ``owner``."""
+        """Make zeros on the device, accounted to ``owner``."""
         nbytes = math.prod(shape) * int(dtype.itemsize)
         return self._place(owner, kind, nbytes, lambda: torch.zeros(tuple(shape), dtype=dtype, device=self.device))
 
@@ -131,7 +128,7 @@ class DeviceMemory:
         return tensor
 
     def free_bytes(self, share: float = 1.0) -> int | None:
-        """Bytes left within ``share`` of the device, the allocator's cache included; None without a limit."""
+        """Return the bytes left within ``share`` of the device, including the allocator's cache; None: no limit."""
         limits = [] if self.capacity is None else [int(self.capacity * share) - self.total()]
         if torch.device(self.device).type == "cuda":
             free, whole = torch.cuda.mem_get_info(self.device)
@@ -154,11 +151,11 @@ class DeviceMemory:
                 self._storages[storage._cdata] = StorageWeakRef(storage), owner, kind
         self.peak = max(self.peak, self.total())
         if self.ledger is not None:  # freeing memory does not update it
-            with suppress(OSError):  # a full disk costs a message
+            with suppress(OSError):  # only messages need it
                 self.ledger.publish(self.by_owner())
 
     def release(self, tensor: Any) -> None:
-        """No longer account for a tensor that its last user is about to free."""
+        """Stop accounting for a tensor that its last user is about to free."""
         self._storages.pop(tensor.untyped_storage()._cdata, None)
 
     def total(self) -> int:
@@ -192,19 +189,17 @@ class DeviceMemory:
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
-            raise OutOfDeviceMemory(
-                f"{owner} ran out of memory while computing on {self.device}: {self._format_usage()}"
-            ) from error
+            usage = self._format_usage()
+            raise OutOfDeviceMemory(f"{owner} ran out of memory while computing on {self.device}: {usage}") from error
 
     def _out_of_memory(self, owner: str, kind: Kind, nbytes: int) -> OutOfDeviceMemory:
-        return OutOfDeviceMemory(
-            f"{owner} asks for {nbytes:,} bytes of {kind} on {self.device}: {self._format_usage()}"
-        )
+        usage = self._format_usage()
+        return OutOfDeviceMemory(f"{owner} asks for {nbytes:,} bytes of {kind} on {self.device}: {usage}")
 
     def _format_usage(self) -> str:
         capacity = "" if self.capacity is None else f" of {self.capacity:,}"
-        others = {} if self.ledger is None else self.ledger.others()
-        reports = "".join(f"; process {pid} reports {format_owner_bytes(owners)}" for pid, owners in others.values())
+        records = {} if self.ledger is None else self.ledger.others()
+        reports = "".join(f"; process {pid} reports {format_owner_bytes(owners)}" for pid, owners in records.values())
         own = format_owner_bytes(self.by_owner()) or "none by this process"
         return f"{self.total():,}{capacity} bytes are in use ({own}{reports})"
 
@@ -218,6 +213,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _count_bytes(reference: StorageWeakRef) -> int:
-    """Bytes of a storage, 0 once it is garbage."""
+    """Count the bytes of a storage, 0 once it is garbage."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else int(storage.nbytes())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload: tensors that move between device and host, through host memory whose pages are locked, and the state of an
-engine whose tensors another library moves.
+"""Offload: tensors that move between a device and page-locked host memory, and the state of an engine whose tensors
+another library moves.
 
 A tensor that moves stays the same object, with its views, ties and wrappers: its storage is emptied on the device.
 """
@@ -29,16 +29,16 @@ _READ_ONLY = 0x08  # cudaHostRegisterReadOnly: CUDA refuses a mapping without wr
 
 
 class HostPages:
-    """A mapping of memory, whose pages are locked from :meth:`lock` until this object is garbage. It keeps the mapping
-    and not the other way round: views of the mapping stay valid."""
+    """A mapping of memory whose pages are locked from :meth:`lock` until this object is garbage. Views of the mapping
+    stay valid after that."""
 
     def __init__(self, mapping: mmap.mmap, *, read_only: bool = False) -> None:
         self.mapping, self.is_locked = mapping, False
         self._flags, self._is_refused = _READ_ONLY if read_only else 0, False
 
     def lock(self, device: torch.device) -> bool:
-        """Lock the pages for a device, if that is CUDA; returns True if they are. If the driver refuses, copies are
-        slower, which a process logs once."""
+        """Lock the pages for a CUDA device; returns True if they are locked. If the driver refuses, copies are slower,
+        which is logged once per process."""
         if device.type == "cuda" and not (self.is_locked or self._is_refused):
             address = np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data
             with torch.cuda.device(device):
@@ -53,7 +53,7 @@ class HostPages:
 
 
 def _unregister(process: int, address: int, device: torch.device) -> None:
-    if process == os.getpid():  # and not forked from it
+    if process == os.getpid():  # not in a forked process
         with torch.cuda.device(device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 _forget_error(device)
@@ -65,16 +65,14 @@ def _warn(error: str) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA reports an error a second time, with the next kernel."""
+    """Consume an error, which CUDA reports again with the next kernel."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 class HostBlock:
-    """Memory for copies of a device's tensors: ``bytes``, ``uint8 [nbytes]``, zeros at first.
-
-    Page-locked if the device is CUDA, and no larger: torch rounds its own page-locked memory up to a power of two.
-    """
+    """Memory for copies of a device's tensors: ``bytes``, ``uint8 [nbytes]``, zeros at first. It is page-locked if the
+    device is CUDA, and no larger: torch rounds its own page-locked memory up to a power of two."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.is_for_cuda = device.type == "cuda"
@@ -98,9 +96,8 @@ _KINDS: dict[Part, tuple[Kind, ...]] = {
 
 
 class OffloadState:
-    """Where the weights and the key-value cache of a rollout engine are, if another library holds the tensors. A meta
-    tensor of each size stands in for them: it counts, and has no storage.
-    """
+    """The places of a rollout engine's weights and key-value cache, if another library holds the tensors. A meta tensor
+    of each size stands in for them: it is accounted for, and has no storage."""
 
     def __init__(self, memory: DeviceMemory, name: str) -> None:
         self.place: DeviceKind = "meta"  # of the weights
@@ -113,7 +110,7 @@ class OffloadState:
         return [kind for kind in _KINDS[part] if kind not in self._present]
 
     def bring(self, kind: Kind, nbytes: int | None = None) -> None:
-        """Account for ``kind`` before it is brought; None: as many bytes as before."""
+        """Account for ``kind`` before it is brought; ``nbytes`` None: as many as before."""
         self._nbytes[kind] = self._nbytes[kind] if nbytes is None else nbytes
         stand_in = torch.empty(self._nbytes[kind], dtype=torch.uint8, device="meta")
         self._memory.hold(self._owner, kind, [stand_in])
@@ -138,7 +135,7 @@ class OffloadState:
 
 
 def divide_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes of each of ``ranks`` devices that share ``nbytes``, rounded up."""
+    """Return the bytes of each of ``ranks`` devices that share ``nbytes``, rounded up."""
     return -(-nbytes // ranks)
 
 
@@ -215,15 +212,13 @@ class ParkedTensors:
             self._storages[storage._cdata] = _MovableStorage(storage, kind, storage.nbytes())
 
     def to_host(self) -> None:
-        """Copy all to host memory and free the device's. After a failure :meth:`to_device` brings back what has moved.
-
-        Raises:
-            EngineError: a tensor shares its memory with a numpy array, so it can never be freed; nothing has moved.
+        """Copy all to host memory and free the device's. After a failure :meth:`to_device` brings moved tensors back.
+        Raises an ``EngineError`` before it moves any if one shares its memory with a numpy array and cannot be freed.
         """
         if fixed := sum(not each.storage.resizable() for each in self._storages.values()):
             raise EngineError(
-                f"{fixed} tensors of {self.owner} cannot be moved: numpy() was called on them and pins their memory"
-                " for good; copy a tensor before calling numpy()"
+                f"{fixed} tensors of {self.owner} cannot be moved, because numpy() was called on them: copy a tensor"
+                " before calling numpy()"
             )
         self.on_device = False
         for each in self._storages.values():
@@ -268,7 +263,7 @@ class ParkedTensors:
         self._storages.clear()
 
     def locate(self, tensor: Any) -> Any:
-        """``tensor``, or a view of its copy in host memory while it is offloaded, which the next move changes."""
+        """Return ``tensor``, or while it is offloaded a view of its copy in host memory, valid until the next move."""
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None or storage.host is None:
             return tensor.detach()
@@ -282,7 +277,7 @@ class _MovableStorage:
     kind: Kind
     nbytes: int
     host: Any = None  # its bytes while it is offloaded
-    block: HostBlock | None = None  # their memory, which is kept for a CUDA device: locking takes longer than copying
+    block: HostBlock | None = None  # their memory, reused for a CUDA device: locking takes longer than copying
 
     def bytes(self) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed documents, for any Hugging Face model that lets its attention be chosen.
+"""Attention over packed documents, for any Hugging Face model whose attention is configurable.
 
-Each document attends to itself alone. On CUDA in half precision that is one FlashAttention call for all documents; else
-one call of SDPA for each run of documents of equal length.
+Each document attends to itself alone. On CUDA in half precision this is one FlashAttention call for all documents; else
+one SDPA call for each run of documents of equal length.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -23,7 +24,7 @@ NAME = "dlrover_packed"
 """The value of a model's ``attn_implementation``."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers that mix tokens by attention alone, as :func:`packed_attention` computes it."""
+"""Kinds of layers that :func:`packed_attention` can compute."""
 
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # absent in older versions of torch
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "is_causal"})
@@ -31,7 +32,7 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "is_causal
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """How a packed row divides into documents; passed to the model as its argument ``documents``."""
+    """The documents in a packed row; passed to the model as its argument ``documents``."""
 
     lengths: tuple[int, ...]  # tokens of each document
     device: str = "cpu"
@@ -44,21 +45,21 @@ class Documents:
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if every layer is attention of a supported kind that ``attn_implementation`` chooses, and rotary
-    embeddings are those of any row."""
+    """Return True if ``attn_implementation`` selects the attention of every layer, all of supported kinds, and rotary
+    embeddings do not depend on the length of the row."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return False
-    # Scores that are capped, or have a sink, are no SDPA: the model's own attention computes these.
+    # SDPA cannot compute capped scores or attention sinks: the model's own attention does.
     if not getattr(model, "_supports_sdpa", False) or find_fixed_positions(model) is not None:
         return False
     return kinds <= LAYER_TYPES and getattr(config, "attn_logit_softcapping", None) is None
 
 
 def find_fixed_positions(model: Any) -> int | None:
-    """Tokens up to which a row's rotary embedding does not depend on the longest row computed with it; None if it never
-    does."""
+    """Return the number of tokens up to which rotary embeddings do not depend on the longest row of the call; None if
+    they never do."""
     config = model.config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
     limits = [
@@ -74,8 +75,7 @@ def check_context_parallel(model: Any, context: int, tensor: int = 1) -> None:
     if not can_pack(model):
         name = type(model).__name__
         raise EngineError(
-            f"{name} mixes tokens by other means than attention, or has a rope of type longrope:"
-            " context_parallel_size must be 1"
+            f"{name} mixes tokens by other means than attention, or uses longrope: context_parallel_size must be 1"
         )
     heads = model.config.get_text_config().num_attention_heads
     if (heads // tensor) % context:
@@ -94,18 +94,17 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Any, None]:
-    """Causal attention within each document, with the signature of ``transformers.AttentionInterface``.
+    """Compute causal attention within each document, with the signature of ``transformers.AttentionInterface``.
 
-    ``query`` is ``[rows, heads, tokens, dim]``, ``key`` and ``value`` ``[rows, key-value heads, tokens, dim]``; the
-    documents are those of the first row, then those of the next. Returns ``[rows, tokens, heads, dim]`` and None.
-    """
+    ``query`` is ``[rows, heads, tokens, dim]``, ``key`` and ``value`` ``[rows, key-value heads, tokens, dim]``;
+    ``documents`` lists the first row's, then the next row's. Returns ``[rows, tokens, heads, dim]`` and None."""
     documents, window = options.pop("documents", None), options.pop("sliding_window", None)
     unsupported = [name for name in options.keys() - _HARMLESS if not (options[name] is None or options[name] is False)]
     causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
     if documents is None:
-        raise EngineError(f"{type(module).__name__} does not pass 'documents' on: the model cannot be packed")
+        raise EngineError(f"{type(module).__name__} does not forward 'documents': the model cannot be packed")
     if unsupported or attention_mask is not None or dropout or not causal:
-        reason = ", ".join(unsupported) or "a mask, dropout or attention that is not causal"
+        reason = ", ".join(unsupported) or "a mask, dropout or non-causal attention"
         raise EngineError(f"{type(module).__name__} needs {reason}, which packed attention does not support")
     if documents.group is not None:
         query, key, value = exchange_tokens_for_heads(query, key, value, documents.group)
@@ -121,7 +120,7 @@ AttentionInterface.register(NAME, packed_attention)
 def attend(  # noqa: PLR0913 - three tensors and how they attend
     query: Any, key: Any, value: Any, documents: Documents, scaling: float | None = None, window: int | None = None
 ) -> Any:
-    """:func:`packed_attention` of one whole row: ``[1, tokens, heads, dim]``."""
+    """Compute :func:`packed_attention` for one whole row: ``[1, tokens, heads, dim]``."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         longest, grouped = max(documents.lengths), query.shape[1] != key.shape[1]
         if grouped and not _HAS_GQA:
@@ -163,9 +162,8 @@ def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None
 
 
 def exchange_tokens_for_heads(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
-    """From all heads of a rank's tokens to all tokens of a share of the heads: ``[rows, heads / ranks, tokens * ranks,
-    dim]`` (Ulysses, arXiv:2309.14509). If there are too few key-value heads to share, each query head gets a copy.
-    """
+    """Exchange all heads of a rank's tokens for all tokens of its share of the heads: ``[rows, heads / ranks, tokens *
+    ranks, dim]`` (Ulysses, arXiv:2309.14509). If there are too few key-value heads, each query head gets a copy."""
     ranks, heads = dist.get_world_size(group), query.shape[1]
     if heads % ranks:
         raise EngineError(f"{ranks} context-parallel ranks cannot share {heads} attention heads")
@@ -175,21 +173,6 @@ def exchange_tokens_for_heads(query: Any, key: Any, value: Any, group: Any) -> l
 
 
 def _exchange(tensor: Any, group: Any) -> Any:
-    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
-    return _Swap.apply(parts, group).movedim(0, 2).flatten(2, 3)
-
-
-class _Swap(torch.autograd.Function):
-    """Part ``i`` of rank ``j`` becomes part ``j`` of rank ``i``: ``[ranks, ...]``. It is its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Any, group: Any) -> Any:
-        ctx.group = group
-        sent = parts.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
-        return _Swap.forward(ctx, gradient, ctx.group), None
+    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()
+    received = all_to_all_single_autograd(parts, None, None, group)
+    return received.movedim(0, 2).flatten(2, 3)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs without all of the logits: the output layer computes them a chunk of tokens at a time, and again in the
-backward pass.
+"""Log-probs without all of the logits: the output layer computes logits for a chunk of tokens at a time, and again in
+the backward pass.
 
-A vocabulary of 152,000 takes 10 GB for the logits of 16,384 tokens in bf16 and their gradient, more than the rest of a
-small model. With chunks it takes :data:`CHUNK_ELEMENTS` logits and their gradient, for one more product of matrices.
+With a vocabulary of 152,000 the logits of 16,384 tokens in bf16 and their gradient take 10 GB, more than the rest of a
+small model. Chunks take :data:`CHUNK_ELEMENTS` logits and their gradient, and one more matrix product.
 """
 
 import functools
@@ -19,19 +19,19 @@ from dlrover.python.rl.common.log import get_logger
 _LOG = get_logger(__name__)
 
 CHUNK_ELEMENTS = 1 << 29
-"""Logits at a time; fewer are computed whole, and kept for the backward pass."""
+"""Maximum logits at a time; if a micro-batch has fewer, all are computed at once and kept for the backward pass."""
 
 RAW_LOGITS = frozenset(
     {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )
-"""Types of models that are known to return what their output layer gives as it is: others scale or cap their logits."""
+"""Types of models whose logits are known to be the outputs of their last layer: others scale or cap them."""
 
 Score: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
-"""From logits ``[tokens, vocab]`` and targets to log-probs ``[tokens, n]`` and entropies ``[tokens]``, or None."""
+"""Maps logits ``[tokens, vocab]`` and targets to log-probs ``[tokens, n]`` and entropies ``[tokens]``, or None."""
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """``score`` of the logits of ``hidden`` (``[tokens, width]``), of ``rows`` tokens at a time: log-probs ``[1,
+    """Applies ``score`` to the logits of ``hidden`` (``[tokens, width]``), ``rows`` tokens at a time: log-probs ``[1,
     tokens, n]``, and entropies. The gradient of ``weight`` is summed in float32 (float64 for float64)."""
 
     @staticmethod
@@ -75,8 +75,8 @@ def _parts(hidden: Any, rows: int) -> list[slice]:
 
 
 class ChunkedHead:
-    """The output layer of a language model, which returns log-probs in place of logits if they are many: within the
-    model's own forward pass, where its weight is whole."""
+    """The output layer of a language model, made to return log-probs in place of many logits: within the model's own
+    forward pass, where its weight is whole."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -86,21 +86,21 @@ class ChunkedHead:
 
     @classmethod
     def of(cls, model: Any) -> "ChunkedHead | None":
-        """None for a model whose logits are not those of its output layer."""
+        """Wrap the output layer of a model; None if the model changes the layer's outputs."""
         layer = getattr(model, "lm_head", None)
         if model.config.model_type not in RAW_LOGITS or type(layer) is not torch.nn.Linear:
             return None
         return cls(layer)
 
     def rows_at_a_time(self, tokens: int) -> int | None:
-        """None: all."""
+        """Return the tokens of a chunk; None if one chunk holds all."""
         rows = max(1, CHUNK_ELEMENTS // int(self._layer.out_features))
         return rows if tokens > rows else None
 
     @contextmanager
     def scoring(self, targets: Any, score: Score, rows: int) -> Iterator[None]:
-        """Inside, the model's "logits" of ``len(targets)`` tokens are their log-probs, ``[1, tokens, n]``, and
-        ``entropies`` is apart, since one that is only measured has no gradient."""
+        """Let the model return the log-probs of ``len(targets)`` tokens, ``[1, tokens, n]``, as its logits. Entropies
+        are in ``entropies``, since an entropy that is only measured has no gradient."""
         self._request = targets, score, rows
         try:
             yield
@@ -116,7 +116,7 @@ class ChunkedHead:
 
 
 LOWEST = -1e4
-"""The lowest centred logit where it is a factor: one of minus infinity has weight 0, and 0 times infinity is NaN."""
+"""The lowest centred logit where it is a factor: minus infinity has weight 0, and 0 times infinity is NaN."""
 
 
 def sums(logits: Any, most: Any, temperature: float) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def gradient(  # noqa: PLR0913 - the factors of the formula
     entropies: Any,
     by_entropy: Any,
 ) -> Any:
-    """The gradient of log-probs at one place of each row, and of entropies unless ``by_entropy`` is None; see
+    """Compute the gradient of log-probs at one place of each row, and of entropies unless ``by_entropy`` is None; see
     ``outputs._TokenLogprobs``. ``by_target`` is 0 where another rank has the place."""
     at_target = torch.arange(logits.shape[1], device=logits.device)[None] == places
     logprobs = (logits.float() - most[:, None]) / temperature - log_total[:, None]
@@ -148,13 +148,13 @@ def gradient(  # noqa: PLR0913 - the factors of the formula
 
 
 def applies_to(logits: Any) -> bool:
-    """Return True if these can be compiled for the device and dtype of ``logits``."""
+    """Return True if the functions above can be compiled for the device and dtype of ``logits``."""
     return bool(logits.is_cuda) and logits.dtype != torch.float64 and _can_compile(logits.device)
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of tokens."""
+    """Compile a function for any number of tokens."""
     return torch.compile(function, dynamic=True)
 
 

@@ -37,10 +37,12 @@ _SAMPLED = 1024
 
 
 class TensorSource:
-    """Tensors in memory; a value may be a function of no arguments that makes the tensor, of a known shape."""
+    """Tensors in memory, of the model ``name``; a value may be a function without arguments that makes the tensor."""
 
-    def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        self._tensors, self._shapes = tensors, shapes
+    def __init__(
+        self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, name: str = ""
+    ) -> None:
+        self._tensors, self._shapes, self.name = tensors, shapes, name
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes or {name: tuple(self.read(name, ()).shape) for name in self._tensors}
@@ -51,10 +53,11 @@ class TensorSource:
 
 
 class SafetensorsSource:
-    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read: the part ``ranges`` of a
-    tensor, on the host, in its stored precision. Raises an EngineError if a file is not there or not whole."""
+    """The ``*.safetensors`` files of a folder. Only the requested part ``ranges`` of a tensor is read, to the host, in
+    its stored precision. Raises an EngineError if a file is missing or incomplete."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self.name = name or str(folder)
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -67,7 +70,7 @@ class SafetensorsSource:
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise EngineError(f"'{path}' is no whole file of safetensors: {error}") from error
+                raise EngineError(f"'{path}' is not a complete safetensors file: {error}") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,12 +82,11 @@ class SafetensorsSource:
 
 
 WeightReader: TypeAlias = TensorSource | SafetensorsSource
-"""Tensors by name."""
 
 
 def fingerprint_files(folder: Path | None) -> str:
-    """Return 16 hex digits over the names, the shapes and the first numbers of all tensors of a model's files, however
-    files divide them; empty without safetensors files."""
+    """Hash the names, shapes and first numbers of all tensors of a model's files to 16 hex digits, however the files
+    divide them; empty without safetensors files."""
     if folder is None or not any(folder.glob("*.safetensors")):
         return ""
     source, whole = SafetensorsSource(folder), blake2b(digest_size=8)
@@ -101,13 +103,13 @@ def match_names(
     prefix: str = "",
     rename: Callable[[str], str] | None = None,
 ) -> dict[str, str]:
-    """First name in a module to the name in a source, without tensors that the source lacks.
+    """Map the first name of a tensor in a module to its name in a source, without tensors that the source lacks.
 
     Args:
-        wanted: a tensor's first name in the module, and all its names: tied ones may stand for it.
-        available: the names that the source has.
+        wanted: all names of each tensor in the module, by the first: the source may have any of a tied one's.
+        available: the names in the source.
         prefix: of the base model's names in the module, which sources of the bare model lack.
-        rename: from the module's names to the source's.
+        rename: turns the module's names into the source's.
     """
     matches = {}
     for first, names in wanted.items():
@@ -129,16 +131,11 @@ def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
     prefix: str = "",
     rename: Callable[[str], str] | None = None,
 ) -> Callable[[str, Ranges], Any]:
-    """Return a function from a tensor's first name in a module and ``ranges`` (empty: all) to its values.
+    """Return a function that reads a tensor by its first name in a module and ``ranges`` (empty: all).
 
-    Args:
-        shapes: of the whole tensors, by first name.
-        absent: ``absent(name, shape)`` makes a tensor that the source may lack; it returns None for others.
-        wanted, prefix, rename: see :func:`match_names`.
-
-    Raises:
-        EngineError: the source lacks tensors, or has them in other shapes.
-    """
+    ``shapes`` are of the whole tensors, by first name; ``absent(name, shape)`` makes a tensor that the source may lack,
+    and returns None for others; the rest is for :func:`match_names`. Raises an EngineError if the source lacks tensors,
+    or has them in other shapes."""
     available = source.shapes()
     matches = match_names(wanted, available, prefix, rename)
     initial = {name: absent(name, shapes[name]) for name in wanted if name not in matches}
@@ -149,7 +146,8 @@ def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
         if tuple(available[at]) != shapes[name]
     ]
     if faults:
-        raise EngineError(f"the checkpoint lacks {', '.join(sorted(faults))}")
+        name = f" '{source.name}'" if source.name else ""
+        raise EngineError(f"the checkpoint{name} lacks {', '.join(sorted(faults))}")
 
     def read(name: str, ranges: Ranges) -> Any:
         return initial[name][ranges] if name in initial else source.read(matches[name], ranges)
@@ -158,7 +156,7 @@ def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
 
 
 def list_saved_tensors(module: Any) -> dict[str, Any]:
-    """Parameters and saved buffers of a module; tied tensors once, under their first name."""
+    """Return the parameters and saved buffers of a module; tied tensors once, under their first name."""
     first_names: dict[int, str] = {}
     tensors = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in tensors.items() if first_names.setdefault(id(tensor), name) == name}
@@ -170,7 +168,7 @@ def list_saved_buffers(module: Any) -> dict[str, Any]:
 
 
 def list_aliases(module: Any) -> list[tuple[str, ...]]:
-    """The names of each parameter of a module, several of a tied one."""
+    """Return the names of each parameter of a module; a tied one has several."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -184,7 +182,7 @@ def tie_parameter(module: Any, names: Sequence[str], parameter: Any) -> None:
 
 
 def layers_of(module: Any) -> list[Any]:
-    """Those that a Hugging Face model names as what is not to be split."""
+    """Return the layers that a Hugging Face model declares as indivisible."""
     units: Sequence[Any] = (
         getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
     )
@@ -193,7 +191,7 @@ def layers_of(module: Any) -> list[Any]:
 
 
 def init_normal(name: str, shape: tuple[int, ...], std: float) -> Any:
-    """Normal numbers, the same in every process: the name is their seed."""
+    """Draw normal numbers, the same in every process: the name is their seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * std
 
@@ -203,7 +201,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True, eq=False)
 class CausalLM:
-    """A Hugging Face model and what engines need to know about it."""
+    """A Hugging Face model, its tokenizer and its limits."""
 
     model: Any  # float32, dropout off
     tokenizer: Any
@@ -211,13 +209,13 @@ class CausalLM:
     pad_id: int
     vocab_size: int  # rows of the input embedding
     max_positions: int | None  # None: the model names no limit
-    known_ids: int | None = None  # ids from this one on are never sampled; None: all may be
+    known_ids: int | None = None  # ids from this one on are never sampled; None: no limit
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         return iter(list_saved_tensors(self.model).items())
 
     def masked(self, is_masked: bool) -> "CausalLM":
-        """The same model without the ids that its tokenizer does not have, if they are to be masked."""
+        """Return the model without the ids that its tokenizer lacks, if these are to be masked."""
         return replace(self, known_ids=find_known_ids(self.tokenizer, self.vocab_size, is_masked))
 
     def check(self, snapshot: WeightSnapshot, serving: int) -> None:
@@ -239,7 +237,7 @@ def check_positions(longest: int, positions: int | None) -> None:
 
 
 def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
-    """Prepare a float32 Hugging Face model and its tokenizer for engines; switches dropout off."""
+    """Prepare a float32 Hugging Face model and its tokenizer for engines; disables dropout."""
     disable_dropout(model)
     model.eval().to(device)
     ends = merge_eos_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
@@ -248,7 +246,7 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
 
 
 def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[int, ...]:
-    """The ids that end a sequence: the tokenizer's first, then those of a generation config."""
+    """Return the ids that end a sequence: the tokenizer's, then the ones ``configured`` in a generation config."""
     ids: list[int] = []
     for value in (tokenizer.eos_token_id, configured):
         if value is not None:
@@ -257,8 +255,8 @@ def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[i
 
 
 def read_eos_ids(model: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """:func:`merge_eos_ids` of a model's files, without its weights: like the library, of ``config.json`` where there
-    is no ``generation_config.json``."""
+    """Read the ids that end a sequence from a model's files: from ``generation_config.json``, else ``config.json``, as
+    Transformers does."""
     folder = find_model_folder(model)
     files = (folder / name for name in ("generation_config.json", "config.json"))
     content: Any = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
@@ -266,29 +264,29 @@ def read_eos_ids(model: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def find_limits(model: Any) -> tuple[int, int | None]:
-    """Rows of the input embedding, and maximum tokens of a sequence; None if the model names no limit."""
+    """Return the rows of the input embedding, and the maximum tokens of a sequence or None."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return model.get_input_embeddings().num_embeddings, longest
 
 
 def count_known_ids(tokenizer: Any) -> int:
-    """One more than the highest id that a tokenizer has; where it skips ids, ``len(tokenizer)`` is less."""
+    """Return one more than a tokenizer's highest id; ``len(tokenizer)`` is less if it skips ids."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
 def find_known_ids(tokenizer: Any, rows: int, is_masked: bool) -> int | None:
-    """:func:`count_known_ids` if a model has ``rows`` beyond them which are to be masked, else None. Such rows fill up
-    an embedding to a round size, as in Qwen's models; their ids have no text."""
+    """Return :func:`count_known_ids` if a model's embedding has more ``rows``, to be masked, else None. Such rows pad
+    the embedding to a round size, as in Qwen's models; their ids have no text."""
     count = count_known_ids(tokenizer) if is_masked else rows
     return count if count < rows else None
 
 
 def find_model_folder(model: str | Path) -> Path:
-    """The folder with a model's files; downloads those of a hub name, or raises an ``EngineError``."""
+    """Return the folder with a model's files, downloaded if ``model`` is a hub name, or raise an ``EngineError``."""
     text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
     if Path(text).is_dir():
         return Path(text)
-    message = f"no model at '{text}': it is no folder"
+    message = f"no model at '{text}': it is not a folder"
     if isinstance(model, Path) or _HUB_NAME.fullmatch(text) is None:
         raise EngineError(message)
     wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -307,7 +305,7 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def load_auto(kind: str, folder: Path) -> Any:
-    """Imported on demand: that takes longer than torch, and of a job's processes only those with a model need it."""
+    """Load with a class of Transformers, imported on demand: that is slow, and only processes with a model need it."""
     return getattr(importlib.import_module("transformers"), kind).from_pretrained(folder)
 
 
@@ -315,10 +313,8 @@ _RANDOM = re.compile("drop|jitter")
 
 
 def disable_dropout(model: Any) -> None:
-    """Set what makes passes in training mode random to 0, in modules and in the configurations that they read.
-
-    Log-probs in training must equal those of sampling.
-    """
+    """Set dropout and other random rates to 0, in modules and in the configurations that they read: log-probs in
+    training must equal the sampler's."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -328,10 +324,8 @@ def disable_dropout(model: Any) -> None:
 
 
 def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: bool = False) -> None:
-    """Freeze a module that is not trained; let a trained one recompute activations, if configured.
-
-    Dropout has to be off: Transformers recomputes in training mode only.
-    """
+    """Freeze a module that is not trained; let a trained one recompute activations, if configured. Dropout has to be
+    off: Transformers recomputes in training mode only."""
     if not trained:
         module.requires_grad_(False)
     elif recompute:
@@ -343,11 +337,8 @@ def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: boo
 def write_atomically(
     path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None, add: FileWriter | None = None
 ) -> Path:
-    """Write model and tokenizer, if any, and what ``add`` writes to the folder ``path``; a reader sees the old folder
-    or the new one, never a part.
-
-    Between the two there is an instant without either: a folder that is not empty cannot be replaced in one step.
-    """
+    """Write model and tokenizer, if any, and the files that ``add`` writes to the folder ``path``. A reader sees the
+    old folder or the new one, never a part; for an instant neither, since a folder cannot be replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
     try:

@@ -21,22 +21,22 @@ from dlrover.python.rl.engine.model.train_module import empty_weights
 _AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "token": "AutoModelForTokenClassification"}
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models that every engine can have, which need no look at their class."""
+"""Types of models that every engine supports, whose class need not be checked."""
 
 _WITH_STATE = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""Types of layers, as Transformers calls them, that not all models with a state declare otherwise."""
+"""Transformers' types of layers with a state, which some models declare in no other way."""
 
 
 def find_class(config: Any, head: str = "causal") -> Any:
-    """The class of a model with this configuration of Transformers; None if the library has none with this head."""
-    import transformers  # on demand, as below: it takes longer than all the rest of a check
+    """Return Transformers' class for a configuration; None if it has none with this head."""
+    import transformers  # on demand, as below: it takes longer than the rest of a check
 
     classes = getattr(transformers, _AUTO_CLASSES[head])._model_mapping
     return classes.get(type(config), None)
 
 
 def find_class_fault(config: Any, head: str = "causal") -> str:
-    """Report a model that Transformers cannot build with this head, such as one of images; "" for others."""
+    """Report a model that Transformers cannot build with this head, such as an image model; "" for others."""
     if find_class(config, head) is not None:
         return ""
     purpose = "that generates text" if head == "causal" else "that can score tokens"
@@ -44,7 +44,7 @@ def find_class_fault(config: Any, head: str = "causal") -> str:
 
 
 def find_state_fault(config: Any, head: str = "causal", model: Any = None) -> str:
-    """Report a ``model`` whose layers keep more than the keys and values of tokens; None: by its class."""
+    """Report a ``model`` (None: its class) whose layers keep more than the keys and values of tokens."""
     model = find_class(config, head) if model is None else model
     if model is None:
         return find_class_fault(config, head)
@@ -56,14 +56,14 @@ def find_state_fault(config: Any, head: str = "causal", model: Any = None) -> st
 
 
 def by_library(find: Callable[[Any, str], str]) -> Callable[[Mapping[str, Any], str], str]:
-    """Give ``find`` what Transformers makes of a ``config.json``, but for dense models, which need no such look."""
+    """Call ``find`` with Transformers' configuration of a ``config.json``, except for dense models, which pass."""
 
     def find_fault(content: Mapping[str, Any], head: str) -> str:
         kind = content.get("model_type")
         if not content or kind in _DENSE:
             return ""
         if kind is None:
-            return "its config.json has no 'model_type': choose a folder of a model in Hugging Face format"
+            return "its config.json has no 'model_type': choose a folder with a model in Hugging Face format"
         import transformers
 
         if kind not in transformers.CONFIG_MAPPING:
@@ -89,46 +89,46 @@ class ModelShape:
     hidden: int
     queries: int  # width of all heads of a token
     keys: int
-    intermediate: int  # width of all MLPs that a token passes in a layer
+    intermediate: int  # width of all MLPs that a token passes through in a layer
     vocabulary: int
     adaptable: Mapping[str, int] = field(default_factory=dict)
-    """The last part of a layer's name to the sum of both sizes of its matrices, which an adapter has times its rank."""
+    """Parameters of an adapter of rank 1, over all layers, by the last part of the layers' names."""
 
     matrices: int = 0  # parameters of the linear layers' matrices, without the output layer's
-    output: str = "lm_head"  # the output layer; empty if it has no weight of its own
-    head: int = 0  # parameters of a head of one score, which is new
-    raw_logits: bool = False  # those of the output layer, which may come in chunks
+    output: str = "lm_head"  # the output layer; empty if it has the embedding's weight
+    head: int = 0  # parameters of a new score head
+    raw_logits: bool = False  # the output layer's outputs are the logits, and may be computed in chunks
 
     def trained_parameters(self, lora: LoraSettings) -> int:
-        """Those of the adapters, and of a new head of one score, which is trained whole unless it has adapters too."""
+        """Count the parameters of the adapters and of a new score head, which is trained whole unless it has one."""
         names = [name.rpartition(".")[2] for name in self.targets_of(lora)]
         sizes = {**self.adaptable, **({self.output: self.head + 1} if self.head else {})}
         whole = 0 if self.output in names else self.head
         return lora.rank * sum(sizes.get(name, 0) for name in names) + whole
 
     def targets_of(self, lora: LoraSettings) -> list[str]:
-        """The names of the layers that get adapters, sorted."""
+        """List the names of the layers that get adapters, sorted."""
         return sorted(self.adaptable) if isinstance(lora.targets, str) else sorted(set(lora.targets))
 
     def find_target_errors(self, lora: LoraSettings) -> list[str]:
-        """Names among the targets that no layer of the model has which can have adapters."""
+        """Report the targets that are not linear layers of the model."""
         layers = [*self.adaptable, *([self.output] if self.output else [])]
         names = [] if isinstance(lora.targets, str) else [name.rpartition(".")[2] for name in lora.targets]
         return [
-            "the output layer has the weight of the embedding, to which no adapters can be added"
+            "the output layer shares the embedding's weight, so it cannot have an adapter"
             if name == _OUTPUT and not self.output
-            else f"no linear layer has the name '{name}'{hint(name, layers)}"
+            else f"no linear layer is named '{name}'{hint(name, layers)}"
             for name in names
             if name not in layers
         ]
 
     @property
     def outside(self) -> int:
-        """Parameters outside of the layers."""
+        """Parameters outside the layers."""
         return max(self.parameters - self.layers * self.layer, 0)
 
     def with_score_head(self) -> "ModelShape":
-        """The same with a head of one score in place of an output layer of its own."""
+        """Return the sizes with a score head in place of a separate output layer."""
         layer = self.vocabulary * self.hidden
         own = layer if self.outside >= 2 * layer else 0
         parameters = self.parameters - own + self.hidden
@@ -136,8 +136,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """``config`` is of Transformers. Builds the model without its weights."""
-        # Imported on demand, as below: it takes longer than all the rest of a check.
+        """Measure the model of a Transformers configuration, built without weights."""
         from transformers import AutoModelForCausalLM
 
         with empty_weights():
@@ -171,8 +170,8 @@ class ModelShape:
 
 
 def shape_of(model: str, fallback: str | None = None) -> ModelShape | None:
-    """That of a folder, of a hub's model in this machine's cache, or of ``fallback``, a ``config.json`` or its folder;
-    None if there is none, or it is not of a language model."""
+    """Return the sizes of a model in a folder or in this node's cache of the hub, or of ``fallback``, a ``config.json``
+    or its folder; None if none is found, or it is not a language model."""
     file = find_config_file(model) or (find_config_file(fallback) if fallback else None)
     return None if file is None else _read_shape(file, file.stat().st_mtime_ns)
 
@@ -185,13 +184,13 @@ def find_config_file(model: str) -> Path | None:
         return path / "config.json"
     try:
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    except ValueError:  # it is no hub's name
+    except ValueError:  # not a hub name
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def read_config(model: str, fallback: str | None = None) -> Mapping[str, Any]:
-    """The ``config.json`` that :func:`shape_of` reads; empty if there is none."""
+    """Read the ``config.json`` that :func:`shape_of` uses; empty if there is none."""
     file = find_config_file(model) or (find_config_file(fallback) if fallback else None)
     content = None
     with suppress(OSError, ValueError):
@@ -200,7 +199,7 @@ def read_config(model: str, fallback: str | None = None) -> Mapping[str, Any]:
 
 
 def count_positions(config: Mapping[str, Any]) -> int | None:
-    """The most tokens of a sequence by a model's ``config.json``; None if it does not say."""
+    """Return the maximum tokens of a sequence by a model's ``config.json``; None if it does not say."""
     parts = [part for part in (config.get("text_config"), config) if isinstance(part, Mapping)]
     count = next((part[key] for part in parts for key in _POSITIONS if isinstance(part.get(key), int)), None)
     ropes = [part.get(key) or {} for part in parts for key in ("rope_scaling", "rope_parameters")]

@@ -14,13 +14,13 @@ from dlrover.python.rl.engine.model import chunked_head
 from dlrover.python.rl.engine.model.attention import Documents
 from dlrover.python.rl.engine.model.chunked_head import LOWEST, ChunkedHead
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
-from dlrover.python.rl.engine.model.ranks import gather_padded
+from dlrover.python.rl.engine.model.ranks import gather_padded, gather_parts
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits in float32 at a time; the others stay in the model's precision."""
+"""Logits that are in float32 at a time."""
 
 CACHED_ELEMENTS = 1 << 18
-"""The same on a host, for its caches."""
+"""The number on a CPU, chosen for its caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class VocabularyShard:
     """This rank's part of the vocabulary, if ranks divide it (tensor parallel)."""
 
     start: int  # its first id
-    group: Any  # ranks that together have all of it
+    group: Any  # the ranks that divide it
 
 
 def token_logprobs(
@@ -39,16 +39,16 @@ def token_logprobs(
     shard: VocabularyShard | None = None,
     known_ids: int | None = None,
 ) -> tuple[Any, Any]:
-    """Log-probs of tokens under ``softmax(logits / temperature)``, and that distribution's entropy.
+    """Compute log-probs of tokens under ``softmax(logits / temperature)``, and that distribution's entropy.
 
-    Computed in float32 (float64 for float64 logits) in chunks; both have exact gradients. Temperature 0 means greedy
-    decoding, whose log-probs are those at temperature 1.
+    Both are computed in float32 (float64 for float64 logits) in chunks, with exact gradients. Temperature 0 means
+    greedy decoding, for which log-probs are computed at temperature 1.
 
     Args:
         logits: ``[tokens, vocab]``, or this rank's columns of it.
         targets: int64 ``[tokens]`` or ``[tokens, n]``: ids in the whole vocabulary.
-        shard: the columns of this rank; the other ranks have to call too.
-        known_ids: ids from this one on have probability 0 and log-prob minus infinity; None: all have logits.
+        shard: this rank's columns; the other ranks have to call too.
+        known_ids: ids from this one on have probability 0 and log-prob minus infinity; None: no limit.
 
     Returns:
         Log-probs in the shape of ``targets``, and entropies ``[tokens]`` in nats, or None.
@@ -62,15 +62,15 @@ def token_logprobs(
 
 
 def _count_columns(logits: Any, shard: VocabularyShard | None, known_ids: int | None) -> int:
-    """The number of this rank's first columns that have a probability."""
+    """Count this rank's columns of known ids, which come first."""
     width = int(logits.shape[1])
     return width if known_ids is None else min(width, max(0, known_ids - (shard.start if shard else 0)))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With ``c = (l - max l) / T``, ``Z = sum exp c`` and ``p = exp(c) / Z``: ``log p_t = c_t - log Z`` and
-    ``H = log Z - sum p c``. Then ``T d(log p_t) / dl = 1_t - p`` and ``T dH / dl = -p (c - log Z + H)``.
-    """
+    """Log-probs and entropy: for ``c = (l - max l) / T``, ``Z = sum exp c`` and ``p = exp(c) / Z`` they are
+    ``log p_t = c_t - log Z`` and ``H = log Z - sum p c``, with ``T d(log p_t) / dl = 1_t - p`` and
+    ``T dH / dl = -p (c - log Z + H)``."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no keywords
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _select_columns(logits: Any, columns: int) -> Any:
-    """The first ``columns``; of none, one that has no probability, for the sums over all ranks."""
+    """Return the first ``columns``; if there are none, one of probability 0, for the sums over all ranks."""
     return logits[:, :columns] if columns else logits.new_full((len(logits), 1), -torch.inf)
 
 
@@ -149,9 +149,8 @@ def _chunks(logits: Any) -> list[slice]:
 
 
 def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None, known_ids: int | None = None) -> Any:
-    """The most likely ids, below ``known_ids``, of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens,
-    count]``, best first. Raises an ``EngineError`` if the vocabulary has fewer.
-    """
+    """Return the most likely ids below ``known_ids`` by logits ``[tokens, vocab]``, or this rank's columns of them:
+    int64 ``[tokens, count]``, best first. Raises an ``EngineError`` if the vocabulary has fewer."""
     logits = logits[:, : _count_columns(logits, shard, known_ids)]
     if shard is None:
         if count > logits.shape[1]:
@@ -159,16 +158,10 @@ def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None,
         return logits.topk(count, dim=1).indices
     values, places = logits.topk(min(count, logits.shape[1]), dim=1)
     missing = count - values.shape[1]
-    mine = [
-        functional.pad(values.float(), (0, missing), value=-torch.inf),
-        functional.pad(places + shard.start, (0, missing), value=-1),
-    ]
-    ranks = dist.get_world_size(shard.group)
-    everyone = [[torch.empty_like(part) for _ in range(ranks)] for part in mine]
-    for part, parts in zip(mine, everyone, strict=True):
-        dist.all_gather(parts, part.contiguous(), group=shard.group)
-    joined, ids = (torch.cat(parts, dim=1) for parts in everyone)
-    best = ids.gather(1, joined.topk(count, dim=1).indices)
+    values = functional.pad(values.float(), (0, missing), value=-torch.inf)
+    ids = functional.pad(places + shard.start, (0, missing), value=-1)
+    values, ids = (torch.cat(gather_parts(part, shard.group), dim=1) for part in (values, ids))
+    best = ids.gather(1, values.topk(count, dim=1).indices)
     if bool((best < 0).any()):
         raise EngineError(f"the {count} most likely ids were requested, but the vocabulary has fewer")
     return best
@@ -188,17 +181,16 @@ class OutputReader:
     known_ids: int | None = None  # see :func:`token_logprobs`
 
     def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, ...]:
-        """Log-probs or scores, float32 ``[actions]``, and entropies or None. With candidates the log-probs are
-        ``[actions, 1 + n]``; so they are with ``micro.top``, and the ids ``[actions, top]`` come third.
+        """Return log-probs or scores, float32 ``[actions]``, and entropies or None. With candidates the log-probs are
+        ``[actions, 1 + n]``; with ``micro.top`` too, and the ids ``[actions, top]`` come third.
 
-        The vocabulary projection runs only where the next token is an action. With context parallel every rank gets the
-        outputs of the whole micro-batch; gradients flow to the rank that computed them.
-        """
+        The vocabulary projection runs only where the next token is an action. In context parallel every rank gets the
+        outputs of the whole micro-batch; gradients flow to the rank that computed them."""
         part, counts = self._divide(micro)
         columns = self._score(model, part, temperature, entropy)
         if self.context is None:
             return columns
-        return tuple(None if values is None else _Join.apply(values, counts, self.context) for values in columns)
+        return tuple(None if values is None else _join(values, counts, self.context) for values in columns)
 
     def _score(self, model: Any, part: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, ...]:
         targets = torch.from_numpy(part.target_ids).to(self.device)
@@ -239,13 +231,13 @@ class OutputReader:
         return model(**arguments).logits[0, keep]
 
     def _divide(self, micro: MicroBatch) -> tuple[MicroBatch, list[int]]:
-        """The part of a micro-batch that this rank computes; ``lengths`` are of the whole. Also the number of actions
-        that each rank reads."""
+        """Return the part of a micro-batch that this rank computes, with the ``lengths`` of the whole, and the number
+        of actions that each rank reads."""
         if self.context is None:
             return micro, [len(micro.reads)]
         rank, ranks = dist.get_rank(self.context), dist.get_world_size(self.context)
         size = -(-len(micro.inputs) // ranks)
-        spare = size * ranks - len(micro.inputs)  # A separate document at the end, whose outputs are not read.
+        spare = size * ranks - len(micro.inputs)  # a separate document at the end, whose outputs are not read
         mine = slice(rank * size, (rank + 1) * size)
         counts = np.bincount(micro.reads // size, minlength=ranks).tolist()
         chosen = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
@@ -261,18 +253,12 @@ class OutputReader:
         return part, counts
 
 
-class _Join(torch.autograd.Function):
-    """The outputs of all ranks. All compute the same with them, so a part's gradient is complete on its rank."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
-        rank, most = dist.get_rank(group), max(counts)
-        ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        if not most:  # of an empty micro-batch, with which a replica meets the others
-            return outputs.clone()
-        everyone = gather_padded(outputs, most, group)
-        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
-        return gradient[ctx.mine], None, None
+def _join(outputs: Any, counts: list[int], group: Any) -> Any:
+    """Gather the outputs of all ranks. All compute the same with them, so only the own part needs a gradient."""
+    most = max(counts)
+    if not most:  # an empty micro-batch, which keeps a replica in step with the others
+        return outputs
+    everyone = gather_padded(outputs.detach(), most, group).split(most)
+    parts = [part[:count] for part, count in zip(everyone, counts, strict=True)]
+    parts[dist.get_rank(group)] = outputs
+    return torch.cat(parts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ragged rows to packed micro-batches without padding, and from their outputs back to the batch's tokens."""
+"""Packing of ragged rows into micro-batches without padding, and of their outputs back into the batch's tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +21,8 @@ Head = Literal["causal", "token"]
 class MicroBatch:
     """Rows of a batch, one after the other in a single row: documents that must not see each other.
 
-    A document ends where it is no longer needed: at the token before its last action (``head: causal``), or at its last
-    action (``head: token``). Documents are sorted by length, longest first, so equal lengths are neighbours.
-    """
+    A document ends at the token before its last action (``head: causal``), or at its last action (``head: token``).
+    Documents are sorted by length, longest first, so equal lengths are neighbours."""
 
     inputs: Ids  # [tokens]
     positions: Ids  # [tokens]: of each input in its document, from 0
@@ -39,26 +38,20 @@ class MicroBatch:
         return self.targets if self.candidates is None else np.column_stack([self.targets, self.candidates])
 
     def padded(self, fill: int) -> tuple[Ids, Ids]:
-        """One document per row, padded on the right; causal attention needs no mask for that.
-
-        Returns ids ``[documents, longest]``, and ``reads`` as indices of their flat form.
-        """
+        """Return ids ``[documents, longest]``, padded on the right, and ``reads`` as indices of their flat form. Causal
+        attention needs no mask for this padding."""
         longest = int(self.lengths.max(initial=1))
         document = np.repeat(np.arange(len(self.lengths)), self.lengths)
         ids = np.full((len(self.lengths), longest), fill, dtype=np.int64)
         ids[document, self.positions] = self.inputs
         return ids, document[self.reads] * longest + self.positions[self.reads]
 
-    def columns(self, batch: Batch, device: str) -> dict[str, Any]:
-        return select_columns(batch, self.flat, device)
-
 
 def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
-    """A batch's numeric columns at the tokens ``flat`` (indices of the flat column), each ``[actions, ...]``.
+    """Select a batch's numeric columns at the tokens ``flat`` (indices of the flat column), each ``[actions, ...]``.
 
-    Ragged columns aligned with the tokens are picked, dense ones repeated over their row's tokens, float64 becomes
-    float32. Others (objects, rows of other lengths) are left out. ``unit`` defaults to the number of each token's row.
-    """
+    Dense columns are repeated over their row's tokens, and float64 becomes float32. Other columns (objects, rows of
+    other lengths than the tokens') are left out. ``unit`` defaults to the number of each token's row."""
     tokens = batch.ragged("tokens")
     row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
     columns = {"unit": np.arange(len(batch)), **batch.columns}
@@ -76,7 +69,7 @@ def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
 
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
-    """Raise an ``EngineError`` if the mask does not match the tokens, or a causal head's is set on a first token."""
+    """Raise an ``EngineError`` unless the mask matches the tokens, without a row's first token for a causal head."""
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
     if not np.array_equal(tokens.offsets, actions.offsets):
         raise EngineError("'action_mask' and 'tokens' have rows of different lengths")
@@ -91,22 +84,22 @@ def check_tokens(tokens: Ragged, vocab_size: int, max_positions: int | None) -> 
     if max_positions is not None and lengths.max(initial=0) > max_positions:
         row = int(lengths.argmax())
         raise EngineError(
-            f"row {row} of the batch, of {lengths[row]} tokens, does not fit the model's {max_positions} positions"
+            f"row {row} of the batch has {lengths[row]} tokens and does not fit the model's {max_positions} positions"
         )
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         row = int(np.searchsorted(tokens.offsets, at, side="right")) - 1
-        raise EngineError(f"row {row} of the batch has the id {ids[at]}, but the model has 0 to {vocab_size - 1}")
+        raise EngineError(f"row {row} of the batch has the id {ids[at]}, but the model has ids 0 to {vocab_size - 1}")
 
 
 def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int = 0) -> list[MicroBatch]:
-    """Divide a batch into micro-batches of about equally many tokens; rows without an action token are left out.
+    """Divide a batch into micro-batches of similar size; rows without an action token are left out.
 
     Args:
         batch: columns ``tokens`` and ``action_mask``; rows with the same number in the dense column ``unit``, if any,
             stay together; ``candidates`` (ragged ``[rows, seq, n]``), if any, are more ids for a causal head.
-        token_budget: of a micro-batch; a row or unit that exceeds it is a micro-batch by itself.
-        at_least: minimum number of micro-batches, the last ones perhaps empty: ranks in lockstep need equally many.
+        token_budget: maximum tokens of a micro-batch; a row or unit that exceeds it is a micro-batch by itself.
+        at_least: minimum number of micro-batches, of which the last ones may be empty: all ranks need the same number.
     """
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
     positions = [np.flatnonzero(mask) for mask in actions]
@@ -135,14 +128,13 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
     """Divide items into few groups of at most ``budget``, of nearly equal sums: indices, longest first.
 
-    The differencing of ``data.sampler.partition`` gives as many groups and is far slower for hundreds of items.
-    """
+    ``data.sampler.partition`` finds no fewer groups and is far slower for hundreds of items."""
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] >= budget]
-    rest = order[len(alone) :]
-    count = max(-(-sum(lengths[item] for item in rest) // budget), at_least - len(alone))
+    small = order[len(alone) :]
+    count = max(-(-sum(lengths[item] for item in small) // budget), at_least - len(alone))
     while True:
-        groups = lightest_first(rest, lengths, count)
+        groups = lightest_first(small, lengths, count)
         if all(sum(lengths[item] for item in group) <= budget for group in groups):
             return alone + groups
         count += 1
@@ -157,8 +149,8 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
     inputs = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     positions = [np.flatnonzero(actions[row]) for row in rows]
     flat = np.concatenate([start + at for start, at in zip(starts, positions, strict=True)])
-    # The output of an action is read at the token before it, or at the action itself: the last one's is a document's
-    # last input both ways.
+    # The output of an action is read at the token before it, or at the action itself. Either way a document's last
+    # input gives the output of its last action.
     begins = np.cumsum(lengths) - lengths
     shift = [begin + length - 1 - at[-1] for begin, length, at in zip(begins, lengths, positions, strict=True)]
     reads = np.concatenate([at + by for at, by in zip(positions, shift, strict=True)])
@@ -167,17 +159,12 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
 
 
 def gather_outputs(
-    batch: Batch,
-    head: Head,
-    results: Iterable[tuple[MicroBatch, tuple[Any, ...]]],
-    entropy: bool = False,
-    top: int = 0,
+    batch: Batch, head: Head, results: Iterable[tuple[MicroBatch, tuple[Any, ...]]], entropy: bool = False, top: int = 0
 ) -> Batch:
-    """The outputs of micro-batches as columns like ``tokens``, 0 outside the action mask.
+    """Return the outputs of micro-batches as columns like ``tokens``, 0 outside the action mask.
 
     ``results`` are micro-batches with outputs (``[actions]``, or ``[actions, 1 + n]`` with candidates), entropies or
-    None, and the most likely ids if requested.
-    """
+    None, and the most likely ids if requested."""
     tokens, name = batch.ragged("tokens"), "logprobs" if head == "causal" else "scores"
     total = len(tokens.values)
     columns: dict[str, Array] = {name: np.zeros(total, dtype=np.float32)}

@@ -6,12 +6,12 @@ import os
 import random
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from dlrover.python.rl.common.sockets import interface_towards, is_loopback, lis
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings
 
+T = TypeVar("T")
+
 
 def seed_random(*parts: int | str) -> None:
-    """Seed Python, numpy and torch from a hash of ``parts``: the same in every process."""
+    """Seed Python, numpy and torch from a hash of ``parts``, equally in every process."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     random.seed(digest)
     np.random.seed(np.frombuffer(digest, dtype="<u4"))
@@ -40,7 +42,7 @@ def get_random_state() -> dict[str, Any]:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Sampling and seeding inside the block change nothing after it."""
+    """Restore the random state after the block."""
     state = get_random_state()
     try:
         yield
@@ -59,7 +61,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def pack_random_state() -> Any:
-    """:func:`get_random_state` as bytes in a tensor: the lengths of its parts, then the parts."""
+    """Return :func:`get_random_state` as bytes in a tensor: the lengths of its parts, then the parts."""
     skeleton, buffers = state_tree.dump(get_random_state())
     parts = [skeleton, *map(bytes, buffers)]
     lengths = struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts))
@@ -85,12 +87,12 @@ BUCKET_ELEMENTS = 1 << 24
 _STORE_BACKLOG = 1024
 
 _LEAVE_TIMEOUT = timedelta(seconds=10)
-"""How long a rank whose engine failed waits for rank 0 to fail, too."""
+"""Longest wait of a rank whose engine failed for rank 0 to fail too."""
 
 
 def serve_store(address: str, port: int, timeout_s: float, clients: int | None = None) -> Any:
-    """A torch store at ``address`` alone, where torch's own servers listen on all; with ``clients`` it waits for that
-    many, this process included. Raises as :func:`listening_socket` does, or torch's DistError if they are late."""
+    """Serve a torch store at ``address`` alone, where torch's own servers listen on all; with ``clients`` it waits for
+    that many, this process included. Raises as :func:`listening_socket` does, or torch's DistError if they are late."""
     with listening_socket(address, _STORE_BACKLOG, port) as listening:
         return dist.TCPStore(
             address,
@@ -99,13 +101,13 @@ def serve_store(address: str, port: int, timeout_s: float, clients: int | None =
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=clients is not None,
-            multi_tenant=True,  # a later group of this process may meet here, too
+            multi_tenant=True,  # a later group of this process may meet here too
             master_listen_fd=listening.detach(),
         )
 
 
 def meet_at_store(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The store of several ranks, at rank 0: returns once all of them have connected."""
+    """Return the ranks' store, at rank 0, once all of them have connected."""
     if rank == 0:
         return serve_store(address, port, timeout_s, world_size)
     deadline_s = time.monotonic() + timeout_s
@@ -115,9 +117,9 @@ def meet_at_store(address: str, port: int, rank: int, world_size: int, timeout_s
 
 
 def use_interface_towards(address: str) -> None:
-    """Let gloo listen on the interface by which ``address`` is reached, and nccl where that is loopback. Gloo would
-    take the address of this host's name, which other hosts may not reach, and nccl one beyond loopback. Variables that
-    are set already stay."""
+    """Let gloo listen on the interface that reaches ``address``, and nccl too if that is loopback. Gloo would use the
+    address of this node's name, which other nodes may not reach, and nccl never uses loopback. Variables that are set
+    already stay."""
     if interface := interface_towards(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if is_loopback(address):
@@ -130,17 +132,17 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    owns_group: bool = False  # the process group was made here, and is destroyed here
+    owns_group: bool = False  # the process group was made here, so it is destroyed here
     timeout_s: float = 300.0  # of a collective
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, device: str = "cpu", always: bool = False) -> "Ranks":
-        """Join the process's default process group; an existing one of the same shape (``torchrun``) is used. A single
-        rank needs one only with ``always``.
+        """Join the default process group, or use an existing one of the same shape (``torchrun``). A single rank needs
+        one only with ``always``.
 
         Raises:
             EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
-            InvalidJob: the address is not one of rank 0's machine.
+            InvalidJob: the address does not belong to rank 0's node.
         """
         rank, world_size = rendezvous.rank, rendezvous.world_size
         if world_size == 1 and not always:
@@ -149,7 +151,7 @@ class Ranks:
             current = (dist.get_rank(), dist.get_world_size())
             if current != (rank, world_size):
                 raise EngineError(
-                    f"this process is rank {current[0]} of {current[1]} already, not {rank} of {world_size}"
+                    f"this process is already rank {current[0]} of {current[1]}, not {rank} of {world_size}"
                 )
             return cls(rank, world_size, timeout_s=rendezvous.timeout_s)
         address, port, timeout_s = rendezvous.master_addr, rendezvous.master_port, rendezvous.timeout_s
@@ -173,12 +175,12 @@ class Ranks:
         return cls(rank, world_size, owns_group=True, timeout_s=timeout_s)
 
     def set_timeout(self, *groups: Any) -> None:
-        """Give other process groups the timeout of the default one; their own default is half an hour."""
+        """Give other process groups this timeout; their default is half an hour."""
         for group in groups:
             _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable ``value``, in the order of the ranks."""
+        """Return every rank's picklable ``value``, in the order of the ranks."""
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -186,7 +188,7 @@ class Ranks:
         return gathered
 
     def sum_scalars(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Sum by name, in the order of the ranks. A rank may lack names: one rank of a replica reports for all."""
+        """Sum by name, in the order of the ranks; a rank may lack names."""
         totals: dict[str, float] = {}
         for part in self.gather(dict(scalars)):
             for name, value in part.items():
@@ -200,7 +202,7 @@ class Ranks:
 
     @contextmanager
     def close_on_failure(self) -> Iterator[None]:
-        """Leave the group if the block fails, so another engine can meet the ranks."""
+        """Leave the group if the block fails, so that the ranks can join another one."""
         try:
             yield
         except BaseException as error:
@@ -218,24 +220,32 @@ class Ranks:
 
 
 def resolve_device(device: str) -> str:
-    """``cuda`` by its number: the process's current one."""
+    """Add the current device's number to ``cuda``."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
 def use_device(device: str) -> None:
-    """Make an accelerator the current one of this thread, which begins with the first: some calls of CUDA name none."""
+    """Make an accelerator this thread's current one, which is the first by default: some CUDA calls name none."""
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(resolve_device(device))
 
 
 def join_rank_errors(errors: Sequence[str]) -> str:
-    """The errors of all ranks in one line; empty if there is none."""
+    """Join the errors of all ranks into one line; empty if there is none."""
     parts = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error]
     return "; ".join(parts)
 
 
+def gather_parts(local: Any, group: Any) -> list[Any]:
+    """Gather a tensor of the same shape from each rank of ``group``, without gradient."""
+    local = local.detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
+    return parts
+
+
 def gather_padded(local: Any, size: int, group: Any) -> Any:
-    """The rows of all ranks of ``group``, each rank's filled up with zeros to ``size``: ``[ranks * size, ...]``."""
+    """Gather the rows of all ranks of ``group``, each padded with zeros to ``size``: ``[ranks * size, ...]``."""
     padded = local.new_zeros((size, *local.shape[1:]))
     padded[: len(local)] = local
     everyone = local.new_empty((size * dist.get_world_size(group), *local.shape[1:]))
@@ -245,7 +255,7 @@ def gather_padded(local: Any, size: int, group: Any) -> Any:
 
 def sum_tensors(tensors: Iterable[Any], group: Any) -> None:
     """Replace each tensor by its sum over a process group, in place; every rank gets the same bits."""
-    for bucket in _buckets(tensors):
+    for bucket in group_by_size(tensors, torch.Tensor.numel, BUCKET_ELEMENTS):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
@@ -253,22 +263,23 @@ def sum_tensors(tensors: Iterable[Any], group: Any) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
-    bucket: list[Any] = []
+def group_by_size(items: Iterable[T], count: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Join consecutive items into groups of at most ``limit`` elements by ``count``; a larger item is alone."""
+    group: list[T] = []
     elements = 0
-    for tensor in tensors:
-        if bucket and elements + tensor.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append(tensor)
-        elements += tensor.numel()
-    if bucket:
-        yield bucket
+    for item in items:
+        if group and elements + count(item) > limit:
+            yield group
+            group, elements = [], 0
+        group.append(item)
+        elements += count(item)
+    if group:
+        yield group
 
 
 def device_environment(settings: RolloutSettings) -> dict[str, str]:
-    """This process's environment, in which the devices of ``settings`` are the only visible ones: the backend numbers
-    them from 0, in their order. Raises an ``EngineError`` if there are too few."""
+    """Return this process's environment with only the devices of ``settings`` visible: the backend numbers them from 0,
+    in their order. Raises an ``EngineError`` if there are too few."""
     env, device = dict(os.environ), torch.device(settings.device)
     if device.type != "cuda":
         return env
@@ -277,7 +288,7 @@ def device_environment(settings: RolloutSettings) -> dict[str, str]:
     visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if len(numbers) < count or (visible and max(numbers[:count]) >= len(visible)):
         raise EngineError(
-            f"tensor_parallel_size {count} needs as many devices: {len(numbers)} are given, from {settings.device} on"
-            f"{f', of {len(visible)} visible ones' if visible else ''}"
+            f"tensor_parallel_size {count} needs {count} devices from {settings.device} on, but {len(numbers)} are"
+            f" given{f' and {len(visible)} are visible' if visible else ''}"
         )
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers[:count])}

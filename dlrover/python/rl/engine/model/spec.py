@@ -43,7 +43,7 @@ _CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassifica
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """All that is needed to build, load and write a model."""
+    """A model that can be built, loaded and written."""
 
     name: str  # folder or hub name, for messages
     folder: Path | None  # of the files; None with `weights`
@@ -52,7 +52,7 @@ class ModelSpec:
     head: Head = "causal"
     weights: WeightReader | None = None  # in place of files
     head_bias: bool = True
-    dtype: torch.dtype = torch.float32  # of the files; the library changes that of a configuration that it builds from
+    dtype: torch.dtype = torch.float32  # of the files; building a model overwrites its configuration's
 
     @classmethod
     def of(cls, model: str | Path, head: Head = "causal", head_bias: bool = True) -> "ModelSpec":
@@ -65,7 +65,7 @@ class ModelSpec:
         except Exception as error:  # Code of any architecture and tokenizer may raise anything.
             why = str(error) or type(error).__name__
             if not (folder / "config.json").is_file():
-                why = "the folder does not hold a causal language model with its tokenizer"
+                why = "the folder does not contain a causal language model with its tokenizer"
             raise EngineError(f"no model can be loaded from '{model}': {why}") from error
         if fault := find_class_fault(config, head):
             raise EngineError(f"no model can be loaded from '{model}': {fault}")
@@ -75,7 +75,8 @@ class ModelSpec:
         return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias, dtype=dtype)
 
     def empty(self) -> Any:
-        """A module: float32 parameters on the meta device, real buffers, no dropout, packed attention if possible."""
+        """Build a module with float32 parameters on the meta device, real buffers, no dropout, and packed attention if
+        possible."""
         module = self._build()
         if attention.can_pack(module):
             module.set_attn_implementation(attention.NAME)
@@ -83,24 +84,22 @@ class ModelSpec:
         return module.eval()
 
     def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
-        """The model's files, or the library's loader if it renames tensors or the files are not safetensors."""
+        """Return the model's files, or Transformers' loader if it renames tensors or the files are not safetensors."""
         source = self.weights
         if source is None and self.folder is not None and any(self.folder.glob("*.safetensors")):
-            source = SafetensorsSource(self.folder)
+            source = SafetensorsSource(self.folder, self.name)
         if source is not None:
             matches = match_names(wanted, source.shapes(), prefix)
             if all(name in matches or name.startswith("score.") for name in wanted):
                 return source
         module, absent = self.load()
-        return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
+        tensors = {name: tensor for name, tensor in module.state_dict().items() if name not in absent}
+        return TensorSource(tensors, name=self.name)
 
     def load(self, **options: Any) -> tuple[Any, set[str]]:
-        """The module as Transformers loads it, float32 and in host memory, whatever the format and names of its files;
-        and the names of new weights, which are random.
-
-        Raises:
-            EngineError: there is no such model, or it lacks weights that are not of a new head.
-        """
+        """Load the module through Transformers, in float32 and host memory, whatever the format and names of its files;
+        also returns the names of new weights, which are random. Raises an ``EngineError`` if the model is missing or
+        lacks weights other than a new head's."""
         location = self.folder if Path(self.name).expanduser().is_dir() else self.name
         try:
             module, report = _CLASSES[self.head].from_pretrained(
@@ -116,7 +115,7 @@ class ModelSpec:
         return module, absent
 
     def absent(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Initial value of a tensor that a source may lack: a new token head is random. None for others."""
+        """Return the initial value of a tensor that a source may lack: a new token head is random. None for others."""
         if self.head != "token" or not name.startswith("score."):
             return None
         if name.endswith("bias"):
@@ -126,8 +125,8 @@ class ModelSpec:
     def save(
         self, path: Path, tensors: Mapping[str, Any], dtype: torch.dtype | None = None, add: FileWriter | None = None
     ) -> None:
-        """Write the model with these weights in ``dtype``, by default that of the model's files, and the tokenizer, in
-        Hugging Face format, atomically, with the files that ``add`` writes into the folder."""
+        """Write the model with these weights in ``dtype``, by default its files', and the tokenizer, in Hugging Face
+        format, atomically, with the files that ``add`` writes into the folder."""
         dtype = dtype or self.dtype
         module = self._build()
         if self.head == "token" and not self.head_bias:
@@ -153,14 +152,14 @@ class ModelSpec:
 
 
 def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
-    """Model, in float32, and tokenizer. Raises an ``EngineError`` if there is no such model, or it lacks weights."""
+    """Load a model, in float32, and its tokenizer. Raises an ``EngineError`` if it is missing or lacks weights."""
     spec = ModelSpec.of(source)
     kind = "sdpa" if getattr(find_class(spec.config), "_supports_sdpa", False) else "eager"
     return as_causal_lm(spec.load(attn_implementation=kind)[0], spec.tokenizer, device)
 
 
 def load_meta_causal_lm(source: str | Path) -> tuple[CausalLM, str]:
-    """A model on the meta device, for engines whose weights another program has; and the folder of its files."""
+    """Return a model on the meta device, for engines whose weights another program holds, and its files' folder."""
     spec = ModelSpec.of(source)
     assert spec.folder is not None
     module = spec.empty()
@@ -177,7 +176,7 @@ def count_weight_bytes(lm: CausalLM, dtype: torch.dtype) -> int:
 
 
 def count_cache_bytes_per_token(lm: CausalLM, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token, over all layers."""
+    """Return the bytes of the keys and values of one token, over all layers."""
     config = lm.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * int(config.num_hidden_layers) * int(heads) * get_head_width(lm) * dtype.itemsize

@@ -15,7 +15,7 @@ END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 
 INITIAL_STD = 0.06
-"""Of the random weights. The usual 0.02 is meant for widths in the thousands and learns slowly at these."""
+"""Standard deviation of the random weights. The usual 0.02 suits widths in the thousands and learns slowly here."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,11 +26,9 @@ CHAT_TEMPLATE = (
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 259 tokens: id ``b`` is the byte ``b``; 256 to 258 are ``SPECIAL_TOKENS``.
-
-    End of sequence is ``<|im_end|>``, padding is ``<|endoftext|>``, and the chat template is ChatML.
-    """
-    # The printable character that byte-level tokenizers write for each byte, as GPT-2 defined them.
+    """Make a tokenizer of 259 tokens: id ``b`` is the byte ``b``; 256 to 258 are ``SPECIAL_TOKENS``. End of sequence is
+    ``<|im_end|>``, padding is ``<|endoftext|>``, and the chat template is ChatML."""
+    # Byte-level tokenizers write each byte as a printable character, as GPT-2 defined them.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     vocabulary = {chr(byte) if byte in printable else chr(next(spare)): byte for byte in range(256)}
@@ -63,8 +61,7 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
     """Write a small Qwen2 with random weights and tied embeddings, and its tokenizer, in Hugging Face format.
 
     The default shape has 0.6 million parameters; ``intermediate`` is ``3 * hidden`` by default, and ``rows`` of the
-    embedding the tokenizer's 259. The process's random state does not change.
-    """
+    embedding the tokenizer's 259. The process's random state does not change."""
     tokenizer = make_byte_tokenizer()
     config = tiny_config(
         tokenizer,
@@ -83,7 +80,7 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, **shape: int) -> Qwen2Config:
-    """A Qwen2 with tied embeddings for the byte tokenizer; ``shape`` has the names of ``Qwen2Config``."""
+    """Configure a Qwen2 with tied embeddings for the byte tokenizer; ``shape`` has the names of ``Qwen2Config``."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
         initializer_range=INITIAL_STD,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of the user that an engine trains: built without weights, sent to each rank, materialised there."""
+"""Users' modules that an engine trains: built without weights, sent to each rank, materialised there."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,35 +12,34 @@ import torch
 from dlrover.python.rl.common.errors import EngineError
 
 WeightOrigin: TypeAlias = str | Path | Mapping[str, Any] | Callable[[str, tuple[int, ...]], Any]
-"""Where weights come from: a folder or hub name; tensors by name, or functions that make them; or one function of a
+"""A source of weights: a folder or hub name; tensors by name, or functions that make them; or one function of a
 parameter's name and shape."""
 
 
 @dataclass(frozen=True)
 class CallShare:
-    """What a rank gets of the divided arguments of a call."""
+    """A rank's part of the divided arguments of a call."""
 
     rows: int = 0  # of this replica; 0 for padding, and if nothing was divided
-    tokens: int = 0  # in this part, to weight results by
+    tokens: int = 0  # in this part; the weight of its results
     of: int = 0  # rows of all replicas; 0 if nothing was divided
     sequences: bool = False  # the ranks of a replica divide the sequences of its rows, too
 
 
 WHOLE = CallShare()
-"""Of a call without divided arguments."""
+"""The share of a call without divided arguments."""
 
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device, whatever their size; their buffers, which are
-    small and often computed by the constructor (rotary frequencies), are real.
-    """
+    """Build modules with their parameters on the meta device, whatever their size; their buffers, which are small and
+    often computed by the constructor (rotary frequencies), are real."""
     plain = torch.nn.Module.register_parameter
 
     def register(module: Any, name: str, parameter: Any) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            parameter._is_hf_initialized = True  # or Transformers draws values for it, which are nowhere
+            parameter._is_hf_initialized = True  # else Transformers initialises it
         plain(module, name, parameter)
 
     torch.nn.Module.register_parameter = register
@@ -51,10 +50,10 @@ def empty_weights() -> Iterator[None]:
 
 
 class TrainModule(torch.nn.Module):
-    """Makes any module one that an engine can train: mix it in before the module's own class.
+    """Lets an engine train any module: mix it in before the module's own class.
 
-    Its public methods can be called through the engine; ``self`` is then the module as a rank has it, with its part of
-    the parameters. Compute with ``self(...)``, not ``self.forward(...)``: the parts come together on the way.
+    Its public methods can be called through the engine; ``self`` is then the module on a rank, with its part of the
+    parameters. Compute with ``self(...)``, which gathers the parts, not ``self.forward(...)``.
 
     ::
 
@@ -68,20 +67,13 @@ class TrainModule(torch.nn.Module):
     """
 
     gradients: ClassVar[Literal["mean", "sum"]] = "mean"
-    """What ``loss.backward()`` gives: the ``mean`` over the rows of all ranks, where each rank's loss is the mean over
+    """Result of ``loss.backward()``: the ``mean`` over the rows of all ranks, where each rank's loss is the mean over
     its own rows; or the ``sum`` of the ranks' gradients, for losses that carry their normaliser."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **config: Any) -> Any:
-        """A Hugging Face model without weights: they are read from ``path`` when the engine is built.
-
-        Args:
-            path: folder or hub name.
-            config: overrides of the model's configuration.
-
-        Raises:
-            EngineError: the class is not a Hugging Face model.
-        """
+        """Build a Hugging Face model without weights: they are read from ``path``, a folder or hub name, when the
+        engine is built. ``config`` overrides the model's configuration."""
         config_class = getattr(cls, "config_class", None)
         if config_class is None:
             raise EngineError(f"{cls.__name__} is not a Hugging Face model: build it within empty_weights()")
@@ -92,43 +84,38 @@ class TrainModule(torch.nn.Module):
 
     @property
     def device(self) -> Any:
-        """Where inputs have to be."""
+        """The device for inputs."""
         tensor = next(self.parameters(), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
     def materialization_source(self) -> WeightOrigin:
-        """Where the weights come from; by default the path given to :meth:`from_pretrained`."""
+        """Return the source of the weights; by default the path given to :meth:`from_pretrained`."""
         source = getattr(getattr(self, "config", None), "name_or_path", "")
         if not source:
             raise EngineError(f"{type(self).__name__} has no weights: define materialization_source()")
         return str(source)
 
     def on_weights_materialized(self) -> None:
-        """Called once on each rank, when the weights are present: make optimizer and schedules here."""
+        """Make optimizer and schedules here: called once on each rank, when the weights are present."""
 
     def source_name(self, name: str) -> str:
-        """A parameter's name where the weights come from."""
+        """Return a parameter's name in the source of the weights."""
         return name
 
     def initial_weight(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A parameter that the source of weights lacks, the same on every rank; None if the source must have it."""
+        """Return a parameter that the source may lack, the same on every rank; None if the source must have it."""
         return None
 
     def export_weight(self, name: str, tensor: Any, whole: Callable[[str], Any]) -> tuple[str, Any] | None:
-        """Name and tensor of a parameter in weight sync and saved files; None to leave it out, as merged adapters.
-
-        Args:
-            name: in the module.
-            tensor: whole, on every rank; read only.
-            whole: gives another parameter by its name, whole. A collective: call it on every rank alike.
-        """
+        """Return the name and tensor of a parameter in weight sync and saved files; None leaves it out, such as merged
+        adapters. ``tensor`` is whole and read-only; ``whole(name)`` returns another whole parameter, a collective: call
+        it on every rank alike."""
         return name, tensor
 
 
 def check_empty(module: Any) -> None:
     """Raise an ``EngineError`` unless it is a :class:`TrainModule` without real parameters. Ties its weights again,
-    since ``accelerate.init_empty_weights`` makes a new parameter of each.
-    """
+    since ``accelerate.init_empty_weights`` separates them."""
     if not isinstance(module, TrainModule):
         raise EngineError(
             f"{type(module).__name__} is not a TrainModule: class Mine(TrainModule, {type(module).__name__})"
@@ -137,7 +124,7 @@ def check_empty(module: Any) -> None:
     if real:
         raise EngineError(
             f"{type(module).__name__} has weights already ('{real[0]}' and {len(real) - 1} more): build it with"
-            " from_pretrained(...) of its own class, or within empty_weights()"
+            f" {type(module).__name__}.from_pretrained(...), or within empty_weights()"
         )
     if hasattr(module, "tie_weights"):
         module.tie_weights()

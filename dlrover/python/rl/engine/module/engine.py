@@ -41,13 +41,13 @@ from dlrover.python.rl.engine.model.loading import (
     list_saved_tensors,
     write_atomically,
 )
-from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_parts
 from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
 from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences
 
 
 def find_weight_source(module: Any) -> WeightReader:
-    """The source that a :class:`TrainModule` names."""
+    """Return the source of a :class:`TrainModule`'s weights."""
     origin = module.materialization_source()
     if isinstance(origin, Mapping):
         return TensorSource(origin)
@@ -65,11 +65,8 @@ def _make(make: Callable[[str, tuple[int, ...]], Any], name: str, shape: tuple[i
 
 
 def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:
-    """Write what a module exports to the folder ``path``, atomically.
-
-    A Hugging Face model is written in its format, as the library's own class, with the tokenizer of its source; any
-    other as ``model.safetensors``.
-    """
+    """Write a module's exported tensors to the folder ``path``, atomically: a Hugging Face model in its format, as the
+    library's class, with the tokenizer of its source; any other module as ``model.safetensors``."""
     if not isinstance(module, PreTrainedModel):
         named = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_atomically(path, None, None, add=lambda folder: save_file(named, folder / "model.safetensors"))
@@ -81,18 +78,15 @@ def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_model_folder(module.config.name_or_path))
     except (OSError, ValueError, EngineError):
-        tokenizer = None  # A new model, or one without text inputs, has none.
+        tokenizer = None  # a new model, or one without text inputs
     write_atomically(path, model, tokenizer, tensors)
 
 
 class ModuleEngine:
     """Runs a :class:`TrainModule`. All ranks call every method together.
 
-    ``label`` is the engine's name in messages, ``payload`` the module without weights, by cloudpickle.
-
-    Raises:
-        EngineError: the module cannot be divided so, or its weights are not where it says.
-    """
+    ``label`` is the engine's name in messages, ``payload`` the module without weights, by cloudpickle. Raises an
+    ``EngineError`` if the module cannot be divided as configured, or its weights are not found."""
 
     def __init__(
         self,
@@ -110,7 +104,7 @@ class ModuleEngine:
         self._expects_weights = False
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ranks = Ranks.connect(rendezvous, settings.device)
-        # Of any optimizer, whenever the module makes it.
+        # Called by every optimizer of the process, whenever the module makes it.
         self._hook = register_optimizer_step_post_hook(self._count_step)
         try:
             self._grid = Grid.of(self._ranks, settings.parallel, settings.device)
@@ -122,7 +116,7 @@ class ModuleEngine:
     def _materialize(self, source: WeightReader | None) -> None:
         module = cloudpickle.loads(self._payload)
         sequences = SharedSequences(module, self._grid) if self._grid.context is not None else None
-        # A user's optimizer needs float32 parameters. Without FSDP's casts, autocast computes in less.
+        # A user's optimizer needs float32 parameters. Without FSDP's casts, autocast lowers the precision.
         low = self._settings.precision == "bf16" and self._grid.shards is not None
         options = MaterializeOptions(
             device=self._settings.device,
@@ -130,12 +124,12 @@ class ModuleEngine:
             rename=module.source_name,
             absent=module.initial_weight,
         )
-        self._made = made = materialize(module, source or find_weight_source(module), self._grid, options)
-        self._gradients = Gradients(module, made.shards, sequences)
-        if made.vocabulary is not None:
+        self._made = materialize(module, source or find_weight_source(module), self._grid, options)
+        self._gradients = Gradients(module, self._made.shards, sequences)
+        if self._made.vocabulary is not None:
             group = self._grid.tensors.get_group()
             head = module.get_output_embeddings()
-            head.register_forward_hook(lambda _module, _args, logits: _Whole.apply(logits, group))
+            head.register_forward_hook(lambda _module, _args, logits: _join_columns(logits, group))
         self._account()
         module.train(self.training)
         module.on_weights_materialized()
@@ -145,19 +139,18 @@ class ModuleEngine:
 
     def call(self, method: str, share: CallShare, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the module. Raises an ``EngineError`` if the weights are not on the device."""
-        made = self._ready(method)
+        module = self._require_ready(method).module
         low = self._settings.precision == "bf16" and self._grid.shards is None
         autocast = torch.autocast(torch.device(self._settings.device).type, torch.bfloat16, enabled=low)
-        with self._gradients.calling(made.module.gradients, share), autocast:
-            result = getattr(made.module, method)(*args, **kwargs)
+        with self._gradients.calling(module.gradients, share), autocast:
+            result = getattr(module, method)(*args, **kwargs)
         self._account()
         return result
 
-    def _ready(self, caller: str) -> MaterializedModule:
+    def _require_ready(self, caller: str) -> MaterializedModule:
         if self._made is None:
-            raise EngineError(
-                f"{self._parked.owner} has released its weights: call cuda() and sync weights before {caller}"
-            )
+            owner = self._parked.owner
+            raise EngineError(f"{owner} has released its weights: call cuda() and sync weights before {caller}")
         if not self._parked.on_device:
             raise EngineError(f"{self._parked.owner} is in host memory: call cuda() before {caller}")
         return self._made
@@ -169,7 +162,7 @@ class ModuleEngine:
             self.version += 1
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode, now and after the weights are materialised again."""
+        """Switch training mode on or off, for later materialised weights too."""
         self.training = mode
         if self._made is not None:
             self._made.module.train(mode)
@@ -177,11 +170,8 @@ class ModuleEngine:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of all that the module exports, cast to ``dtype`` if there is one. A collective.
-
-        Raises:
-            EngineError: the weights are released, or two are exported under one name.
-        """
+        """Yield the name and whole tensor of each exported weight, cast to ``dtype`` if it is given. A collective.
+        Raises an ``EngineError`` if the weights are released, or two are exported under one name."""
         if self._made is None:
             raise EngineError(f"{self._parked.owner} has released its weights: there is nothing to export")
         module, shards = self._made.module, {shard.name: shard for shard in self._made.shards}
@@ -208,7 +198,7 @@ class ModuleEngine:
         return shard.whole(self._parked.locate(shard.master).to(self._settings.device), self._grid)
 
     def publish(self) -> WeightSnapshot | None:
-        """The exported weights in host memory; None on all ranks but the first. A collective."""
+        """Return the exported weights in host memory, on rank 0 only. A collective."""
         if self._ranks.rank == 0:
             return take_snapshot(self.named_weights(), self.version)
         deque(self.named_weights(), maxlen=0)
@@ -219,29 +209,29 @@ class ModuleEngine:
 
         Raises:
             WeightSyncError: a name, shape or byte differs; nothing was changed.
-            EngineError: the module trains, so its weights change by its own steps only; or it is not on the device.
+            EngineError: the module trains, so only its own steps change its weights; or it is not on the device.
         """
         if self._made is None and self._expects_weights:
             verify_snapshot(weights, self._expected(cloudpickle.loads(self._payload)), serving=-1)
             self._materialize(TensorSource({name: partial(weights.tensor, name) for name in weights.buffers}))
         else:
-            made = self._ready("a weight sync")
-            if self._find_optimizers(made.module):
-                raise EngineError(f"{self._parked.owner} has an optimizer: its weights change by its own steps only")
-            verify_snapshot(weights, self._expected(made.module), serving=-1)
-            self._write(made, weights)
+            materialized = self._require_ready("a weight sync")
+            if self._find_optimizers(materialized.module):
+                raise EngineError(f"{self._parked.owner} has an optimizer: only its own steps change its weights")
+            verify_snapshot(weights, self._expected(materialized.module), serving=-1)
+            self._write(materialized, weights)
         self.version = weights.version
         return weights.stamp
 
     @torch.no_grad()
-    def _write(self, made: MaterializedModule, weights: WeightSnapshot) -> None:
-        names = made.module.source_name
-        for shard in made.shards:
-            if (name := names(shard.name)) in weights.buffers:
+    def _write(self, target: MaterializedModule, weights: WeightSnapshot) -> None:
+        rename = target.module.source_name
+        for shard in target.shards:
+            if (name := rename(shard.name)) in weights.buffers:
                 shard.master.copy_(weights.tensor(name)[shard.ranges(self._grid)])
                 shard.refresh()
-        for own, buffer in made.buffers.items():
-            buffer.copy_(weights.tensor(names(own)))
+        for own, buffer in target.buffers.items():
+            buffer.copy_(weights.tensor(rename(own)))
 
     def _expected(self, module: Any) -> dict[str, tuple[int, ...]]:
         tensors = list_saved_tensors(module)
@@ -252,7 +242,7 @@ class ModuleEngine:
         }
 
     def save(self, path: Path) -> None:
-        """Write what the module exports, atomically. A collective; rank 0 writes."""
+        """Write the exported weights, atomically. A collective; rank 0 writes."""
         is_writer = self._ranks.rank == 0
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights() if is_writer}
         if is_writer and self._made is not None:
@@ -264,13 +254,12 @@ class ModuleEngine:
         """Move parameters, gradients, optimizer states and buffers to host memory."""
         if not self._parked.on_device:
             return
-        made = self._ready("cpu()")
-        for kind, tensors in self._tensors(made).items():
+        for kind, tensors in self._list_tensors(self._require_ready("cpu()")).items():
             self._parked.hold(kind, tensors)
         self._parked.to_host()
 
     def cuda(self, part: Part = "all") -> None:
-        """Bring them back; released ones come with the next weights."""
+        """Bring all back; after :meth:`meta` the next weights materialise the module."""
         if part == "kv_cache":
             raise EngineError(f"{self._parked.owner} trains: it has no key-value cache")
         self._expects_weights = self._made is None
@@ -279,11 +268,11 @@ class ModuleEngine:
             self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
 
     def meta(self) -> None:
-        """Release the module with everything that it made."""
+        """Release the module and its tensors."""
         self._made, self._expects_weights = None, False
         self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
         self._gradients = None
-        gc.collect()  # A module and its hooks refer to each other.
+        gc.collect()  # a module and its hooks refer to each other
         self._parked.memory.release_cache()
 
     def place(self) -> DeviceKind:
@@ -301,20 +290,20 @@ class ModuleEngine:
 
     def _account(self) -> None:
         if self._made is not None:
-            for kind, tensors in self._tensors(self._made).items():
+            for kind, tensors in self._list_tensors(self._made).items():
                 self._parked.memory.hold(self._parked.owner, kind, tensors)
 
-    def _tensors(self, made: MaterializedModule) -> dict[Kind, list[Any]]:
-        parameters = [shard.parameter for shard in made.shards]
+    def _list_tensors(self, materialized: MaterializedModule) -> dict[Kind, list[Any]]:
+        parameters = [shard.parameter for shard in materialized.shards]
         states = [
             value
-            for optimizer in self._find_optimizers(made.module)
+            for optimizer in self._find_optimizers(materialized.module)
             for state in optimizer.state.values()
             for value in state.values()
-            if isinstance(value, torch.Tensor) and value.ndim  # AdamW counts its steps on the host.
+            if isinstance(value, torch.Tensor) and value.ndim  # AdamW counts its steps on the host
         ]
         return {
-            "weights": [to_local_tensor(tensor) for tensor in [*parameters, *made.module.buffers()]],
+            "weights": [to_local_tensor(tensor) for tensor in [*parameters, *materialized.module.buffers()]],
             "gradients": [to_local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
             "optimizer": [to_local_tensor(state) for state in states],
         }
@@ -326,16 +315,9 @@ class ModuleEngine:
         return {item for item in attributes if isinstance(item, torch.optim.Optimizer)} | set(self._optimizers)
 
 
-class _Whole(torch.autograd.Function):
-    """Joins the last dimension, which ranks divide. All ranks compute the same with it, so its gradient is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Any, group: Any) -> Any:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        ctx.rank, ctx.size = dist.get_rank(group), part.shape[-1]
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
-        return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size).contiguous(), None
+def _join_columns(part: Any, group: Any) -> Any:
+    """Gather the last dimension, which ranks divide. All compute the same with it, so only the own part needs a
+    gradient."""
+    parts = gather_parts(part, group)
+    parts[dist.get_rank(group)] = part
+    return torch.cat(parts, dim=-1)

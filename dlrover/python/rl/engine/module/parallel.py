@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a user's module work together: shared sequences (context parallel), and gradients, which are
-weighted on the way, and summed over the ranks that FSDP does not reach.
+"""Parallelism of users' modules: shared sequences (context parallel), and gradients, which are weighted and summed over
+the ranks that FSDP does not cover.
 
 ::
 
-    any backward pass --> a layer's gradients, before FSDP sums them  --,
-                      '-> a plain parameter's                         --+--> times the weight --> .grad
-    the pass is over  --> .grad summed over copies of the model and ranks that split its matrices
+    backward pass   --> a layer's gradients, before FSDP sums them  --,
+                    '-> a plain parameter's gradient                --+--> times the weight --> .grad
+    end of the pass --> .grad summed over copies of the model and ranks that split its matrices
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,8 @@ from dlrover.python.rl.engine.model.train_module import CallShare
 class Gradients:
     """Makes ``.grad`` of a module's parameters the sum over all ranks, whatever starts the backward pass.
 
-    Earlier values of ``.grad`` stay. ``weight`` is this rank's factor in the sum. FSDP calls this object where it sums
-    a layer's gradients.
-    """
+    Earlier values of ``.grad`` stay. ``weight`` is this rank's factor in the sum. FSDP calls this object to sum a
+    layer's gradients."""
 
     def __init__(self, module: Any, shards: Shards, sequences: "SharedSequences | None") -> None:
         self._sequences, self.weight = sequences, 1.0
@@ -56,7 +55,7 @@ class Gradients:
         return gradient if self.weight == 1.0 else gradient * self.weight
 
     def _begin(self) -> None:
-        """Before the first gradient of a pass arrives: set aside what is summed over ranks already."""
+        """Save the earlier gradients, which are summed already, before the first gradient of a pass arrives."""
         if not self._sums or self._earlier is not None:
             return
         trained = self._shards.trained
@@ -67,7 +66,7 @@ class Gradients:
 
     @contextmanager
     def calling(self, combine: str, share: CallShare) -> Iterator[None]:
-        """Weight gradients of a call inside, see :func:`compute_gradient_weight`, and drop what a failed pass left."""
+        """Weight the gradients of a call, see :func:`compute_gradient_weight`, and drop them if a pass fails."""
         layout, sequences = self._shards.grid.layout, self._sequences
         self.weight = compute_gradient_weight(combine, share, layout.data_parallel_size, layout.context)
         try:
@@ -90,14 +89,14 @@ class Gradients:
 
 
 def compute_gradient_weight(combine: str, share: CallShare, replicas: int, context: int = 1) -> float:
-    """The factor of a rank's gradient in the sum over all.
+    """Return the factor of a rank's gradient in the sum over all.
 
     Args:
         combine: ``"mean"``: each rank's loss is the mean over its rows (or its part of their sequences), and the result
             the mean over all rows. ``"sum"``: the losses add up.
         share: this rank's part of the call's rows.
-        replicas: of the model.
-        context: ranks of a replica that share sequences; all have the same loss if a call does not divide these.
+        replicas: number of model replicas.
+        context: ranks of a replica that share sequences; they have the same loss if a call does not divide sequences.
     """
     alike = 1 if share.sequences and combine == "sum" else context
     if not share.of:
@@ -108,11 +107,10 @@ def compute_gradient_weight(combine: str, share: CallShare, replicas: int, conte
 
 
 class SharedSequences:
-    """Passes a Hugging Face model, in each forward pass, which part of its sequences it gets.
+    """Tells a Hugging Face model, in each forward pass, its rank's part of the sequences.
 
     Inside :meth:`divided` the ranks' inputs ``[rows, tokens]`` are consecutive parts of the same sequences; else each
-    rank has all of them.
-    """
+    rank has whole sequences."""
 
     def __init__(self, module: Any, grid: Grid) -> None:
         if not hasattr(module, "set_attn_implementation"):

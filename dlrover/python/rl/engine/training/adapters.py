@@ -21,40 +21,35 @@ from dlrover.python.rl.engine.model.loading import init_normal, layers_of, list_
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 ADAPTER = "adapter"
-"""The folder of the adapters, inside the merged model's."""
+"""The adapters' folder inside the merged model's."""
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def add_adapters(module: Any, settings: LoraSettings) -> None:
-    """Add adapters to the target layers of a module on the meta device; only they and a new head of one score are
-    trained then.
-
-    Raises:
-        MissingExtra: peft is not installed.
-        EngineError: the module has no layer of these names.
-    """
+    """Add adapters to the target layers of a module on the meta device, and train only them and a new score head.
+    Raises MissingExtra without peft, and an ``EngineError`` if no layer has a target's name."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtra("peft", "lora") from error
-    targets = _targets(module, settings)
+    targets = _find_targets(module, settings)
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0)
     ends = tuple(f".{target}.weight" for target in targets)
     for name in (name for names in list_aliases(module) if len(names) > 1 for name in names):
         if f".{name}".endswith(ends):
-            raise EngineError(f"no adapters can be added to '{name}': it has the weight of another layer")
+            raise EngineError(f"no adapters can be added to '{name}': it shares another layer's weight")
     try:
         with empty_weights():
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise EngineError(f"no adapters can be added: {error}") from error
     head = getattr(module, "score", None)
-    if isinstance(head, torch.nn.Linear):  # new: it is trained whole, unless it has adapters itself
+    if isinstance(head, torch.nn.Linear):  # new, so it is trained whole unless it has an adapter
         head.requires_grad_(True)
 
 
-def _targets(module: Any, settings: LoraSettings) -> list[str]:
+def _find_targets(module: Any, settings: LoraSettings) -> list[str]:
     layers = {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
     if isinstance(settings.targets, str):
         outputs = module.get_output_embeddings(), getattr(module, "score", None)
@@ -68,7 +63,7 @@ def _targets(module: Any, settings: LoraSettings) -> list[str]:
 
 @contextmanager
 def silenced(module: Any) -> Iterator[None]:
-    """Inside, the module computes as without its adapters: to the bit, since each adds its output times 0."""
+    """Let the module compute as without its adapters, to the bit, since each adds its output times 0."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -83,12 +78,12 @@ def silenced(module: Any) -> Iterator[None]:
 
 
 def model_name(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def fresh_adapter(name: str, shape: tuple[int, ...]) -> Any:
-    """A new adapter: ``A`` random, ``B`` zero, so the outputs do not change. None for other parameters."""
+    """Make a new adapter: ``A`` random, ``B`` zero, so the outputs do not change. None for other parameters."""
     if _UP in name:
         return torch.zeros(shape)
     return init_normal(name, shape, 1 / math.sqrt(3 * shape[-1])) if _DOWN in name else None
@@ -99,7 +94,7 @@ def is_adapter(name: str) -> bool:
 
 
 def synced_name(name: str) -> str:
-    """An adapter's name in weight sync."""
+    """Return an adapter's name in weight sync."""
     return model_name(name.replace(_DOWN, ".").replace(_UP, ".")) + (DOWN if _DOWN in name else UP)
 
 
@@ -108,26 +103,26 @@ def check_adapters(
 ) -> None:
     """Raise WeightSyncError if a state has adapters of other settings, or of another model than the one at ``model``.
 
-    ``own`` is what states of this engine say of its adapters; ``names()`` gives the weights that it trains, which show
-    whether a list of targets has the same layers as ``all-linear``."""
-    was = state.get("lora")
-    if was is None or was == own:  # states of earlier versions do not say it
+    ``own`` is the entry ``lora`` of this engine's states. ``names()`` gives the weights that it trains: they show
+    whether a list of targets names the same layers as ``all-linear``."""
+    stored = state.get("lora")
+    if stored is None or stored == own:  # states of earlier versions lack it
         return
     if own is None:
-        raise WeightSyncError(f"the state is of adapters, lora {dict(was)}, and the engine trains the whole model")
-    other = [key for key in own if own[key] != was.get(key) and key != "model"]
-    is_one_a_list = isinstance(own["targets"], str) != isinstance(was.get("targets"), str)
+        raise WeightSyncError(f"the state is of adapters, lora {dict(stored)}, but the engine trains the whole model")
+    differing = [key for key in own if own[key] != stored.get(key) and key != "model"]
+    is_one_a_list = isinstance(own["targets"], str) != isinstance(stored.get("targets"), str)
     if is_one_a_list and set(names()) == set(state["model"]):
-        other.remove("targets")
-    faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in other]
-    if own["model"] and was.get("model") and own["model"] != was["model"]:
-        faults.append(f"they were trained on other weights than those of the model '{model}'")
+        differing.remove("targets")
+    faults = [f"lora.{key} is {own[key]}, not {stored.get(key)}" for key in differing]
+    if own["model"] and stored.get("model") and own["model"] != stored["model"]:
+        faults.append(f"they were not trained on the weights of the model '{model}'")
     if faults:
         raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
 
 
 def find_pair(name: str, names: Collection[str]) -> tuple[str, str] | None:
-    """The names of ``A`` and ``B`` of a parameter that has an adapter, among the ``names`` of all parameters."""
+    """Return the names of a parameter's adapter, ``A`` and ``B``, among the ``names`` of all parameters, or None."""
     down, up = name.replace(_BASE, _DOWN), name.replace(_BASE, _UP)
     return (down, up) if _BASE in name and down in names and up in names else None
 
@@ -135,11 +130,11 @@ def find_pair(name: str, names: Collection[str]) -> tuple[str, str] | None:
 def write_adapters(
     weights: Mapping[str, Any], adapters: Mapping[str, Any], settings: LoraSettings, base: str, folder: Path
 ) -> None:
-    """Write adapters, by names in weight sync, to the folder of a saved model with these ``weights``: in PEFT's format,
-    for ``PeftModel.from_pretrained`` on the model at ``base``."""
+    """Write adapters, by names in weight sync, into the folder of a saved model with these ``weights``: in PEFT's
+    format, for ``PeftModel.from_pretrained`` on the model at ``base``."""
     from peft import LoraConfig
 
-    whole = {name: weights[name] for name in weights if name.startswith("score.")}  # a head is trained beside them
+    whole = {name: weights[name] for name in weights if name.startswith("score.")}  # the head is trained too
     named, layers = {f"base_model.model.{name}": tensor for name, tensor in whole.items()}, set[str]()
     for name, tensor in adapters.items():
         layer, _, kind = name.rpartition(".weight.")
@@ -161,34 +156,33 @@ def write_adapters(
 
 
 BLOCK = 64
-"""Numbers with one scale in float32."""
+"""Numbers that share a float32 scale."""
 
 _PACKED = BLOCK // 2  # bytes
 
 
 class QuantizedLinear(torch.nn.Linear):
-    """A linear layer that is not trained, in 4-bit NormalFloat (Dettmers et al., arXiv:2305.14314, section 3); its bias
-    stays as it is, and the scales are not quantized again.
+    """A frozen linear layer in 4-bit NormalFloat (Dettmers et al., arXiv:2305.14314, section 3). Its bias and the
+    scales are not quantized.
 
     ::
 
-        weight      a row for each of the ``parts``, of equal size, which ranks divide; its bytes as numbers of the
-                    passes' precision, which FSDP and ZeRO gather as they are
+        weight      a row of equal size for each of the ``parts``, which ranks divide; its bytes are stored as numbers
+                    of the passes' precision, which FSDP and ZeRO gather unchanged
         a row       its share of the blocks, 32 bytes each | their scales, 4 bytes each
     """
 
     def __init__(self, plain: torch.nn.Linear, precision: torch.dtype, parts: int = 1) -> None:
-        """``plain`` is on the meta device, and so is ``weight``, which :meth:`store` fills. The numbers have
-        ``precision`` before and after."""
+        """Take the place of ``plain``. ``weight`` is on the meta device, until :meth:`store` fills it."""
         super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
         self.bias, self.shape = plain.bias, plain.weight.shape
         blocks = -(-plain.weight.numel() // (parts * BLOCK))
-        self.numbers = blocks * BLOCK  # of a part, the last ones of which may have fewer
+        self.numbers = blocks * BLOCK  # of a part; the last parts may have fewer
         row = torch.empty(parts, blocks * (_PACKED + 4) // precision.itemsize, dtype=precision, device="meta")
         self.weight = torch.nn.Parameter(row, requires_grad=False)
 
     def rows_of(self, part: int) -> slice:
-        """The rows of the whole weight that have a part's numbers."""
+        """Return the rows of the whole weight that contain a part's numbers."""
         start, stop = self._span(part)
         return slice(start // self.in_features, -(-stop // self.in_features))
 
@@ -199,20 +193,20 @@ class QuantizedLinear(torch.nn.Linear):
     @torch.no_grad()
     def store(self, rows: Any, memory: Any, part: int = 0) -> None:
         """Quantize a part, given its :meth:`rows_of`, into its row of ``weight``. The same weight, precision and kind
-        of device give the same bits, in any number of parts."""
+        of device give the same bits for any number of parts."""
         from bitsandbytes.functional import quantize_4bit
 
         start, stop = (bound - self.rows_of(part).start * self.in_features for bound in self._span(part))
         packed, scales = _views(memory.zero_())
         if start == stop:
             return
-        there = rows.to(memory.device, memory.dtype).flatten()[start:stop].contiguous()
-        quantized, state = quantize_4bit(there, blocksize=BLOCK, quant_type="nf4")
+        numbers = rows.to(memory.device, memory.dtype).flatten()[start:stop].contiguous()
+        quantized, state = quantize_4bit(numbers, blocksize=BLOCK, quant_type="nf4")
         packed[: len(quantized)].copy_(quantized.flatten())
         scales[: len(state.absmax)].copy_(state.absmax)
 
     def restored(self, weight: Any) -> Any:
-        """The matrix that the layer computes with, from all parts of its ``weight``."""
+        """Return the matrix that the layer computes with, from all parts of its ``weight``."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         packed, scales = _views(weight)
@@ -226,14 +220,14 @@ class QuantizedLinear(torch.nn.Linear):
 
 
 def _views(weight: Any) -> tuple[Any, Any]:
-    """The packed numbers and the scales of all parts, each in one row; of a single part both share its memory."""
+    """Return the packed numbers and the scales of all parts, each in one row, as views if there is one part."""
     content = weight.detach().view(torch.uint8)
     cut = content.shape[-1] // (_PACKED + 4) * _PACKED
     return content[..., :cut].reshape(-1), content[..., cut:].reshape(-1).view(torch.float32)
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weight.T + bias`` of a weight that each pass restores."""
+    """``input @ weight.T + bias`` with a weight that each pass restores."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, layer: QuantizedLinear) -> Any:  # type: ignore[override]
@@ -248,13 +242,8 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_linear_layers(module: Any, precision: torch.dtype, parts: int = 1) -> None:
-    """Replace the linear layers inside the decoder layers of a module on the meta device, for as many ranks to divide
-    as there are ``parts``.
-
-    Raises:
-        MissingExtra: bitsandbytes is not installed, or is too old.
-        EngineError: the module does not name its layers.
-    """
+    """Replace the linear layers in the decoder layers of a module on the meta device, for ``parts`` ranks to divide.
+    Raises as :func:`require_bitsandbytes`, and an ``EngineError`` if the module does not name its layers."""
     require_bitsandbytes()
     if not (layers := layers_of(module)):
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be quantized")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of train backends, and their checkpoints through ``torch.distributed.checkpoint``.
 
-Each rank writes its part. Another layout, and another engine, can read its parts of what a layout has written.
+Each rank writes its part. Ranks of another layout or another engine can read their own parts of it.
 """
 
 import glob
@@ -46,22 +46,18 @@ from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """Parts of a rank's engine that stay the same from its start to its end."""
+    """The constant parts of a rank's engine."""
 
     spec: ModelSpec
     config: OptimizerConfig | None  # None: a frozen engine
     settings: TrainSettings
     options: Any  # of the backend: its ``EngineInfo.options``
-    adapters: Mapping[str, Any] | None = None  # what states say of the adapters, if there are any
+    adapters: Mapping[str, Any] | None = None  # the entry ``lora`` of states, with adapters
     ranks: Ranks = Ranks()
 
     def empty_module(self, parts: int = 1, reentrant: bool = False) -> Any:
-        """The module on the meta device, with adapters, and ready for passes with gradients if it is trained.
-
-        Args:
-            parts: ranks that will divide each quantized matrix.
-            reentrant: how activations are recomputed.
-        """
+        """Build the module on the meta device, with adapters, and prepared for passes with gradients if it is trained.
+        ``parts`` ranks will divide each quantized matrix; ``reentrant`` is the kind of recomputation of activations."""
         module, lora = self.spec.empty(), self.settings.lora
         if lora is not None:
             if lora.quantize_base is not None:
@@ -74,27 +70,16 @@ class TrainSetup:
 class TrainBackend(ABC):
     """This rank's part of a model and, unless frozen, of its optimizer. All ranks call every method together.
 
-    What is here serves a Hugging Face module, and shards whose masters a :class:`MasterOptimizer` steps; a backend
-    whose library does it itself has its own.
-    """
+    The methods here serve a Hugging Face module, and shards whose masters a :class:`MasterOptimizer` steps."""
 
-    packs: bool
-    """It keeps packed documents apart."""
-
-    limits: tuple[int, int | None]
-    """Vocabulary size, and maximum tokens of a row or None."""
-
+    packs: bool  # packed documents do not see each other
+    limits: tuple[int, int | None]  # vocabulary size, and maximum tokens of a row or None
     module: Any
-    passes: Any
-    """The module, or what runs it."""
-
+    passes: Any  # the module, or the library's wrapper that runs it
     reader: OutputReader
     optimizer: MasterOptimizer | None = None
-    shards: Any
-    """This rank's part of each parameter, in the order of the model."""
-
-    buffers: Mapping[str, Any]
-    """The saved ones by name, whole on every rank."""
+    shards: Any  # this rank's part of each parameter, in the order of the model
+    buffers: Mapping[str, Any]  # the saved buffers by name, whole on every rank
 
     def __init__(self, setup: TrainSetup, parked: ParkedTensors) -> None:
         self.setup, self.parked = setup, parked
@@ -104,7 +89,7 @@ class TrainBackend(ABC):
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
-        """Each micro-batch with the values that ``gather_outputs`` takes, without gradient."""
+        """Yield each micro-batch with the values for ``gather_outputs``, without gradient."""
         with self._computing():
             for micro in micros:
                 note_progress()
@@ -118,19 +103,19 @@ class TrainBackend(ABC):
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
     ) -> dict[str, float]:
-        """Add the loss's gradients; returns sums for ``check_loss``, empty on ranks that another one reports for."""
+        """Add the loss's gradients; returns sums for ``check_loss``, empty on all but one rank of a model replica."""
 
     @abstractmethod
     def reduce_gradients(self) -> list[Any]:
-        """Sum the gradients over the ranks; returns this rank's part of them."""
+        """Sum the gradients over the ranks; returns this rank's part."""
 
     @abstractmethod
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: the same bits on every rank."""
+        """Return the norm of the whole gradient: the same bits on every rank."""
 
     @abstractmethod
     def first_bad_gradient(self) -> str:
-        """Name of the first parameter whose gradient is not finite, the same on every rank."""
+        """Return the name of the first parameter whose gradient is not finite, the same on every rank."""
 
     def update(self, version: int, norm: float) -> float:
         """Clip the gradient of norm ``norm`` and take the step after ``version``; returns the learning rate."""
@@ -143,8 +128,8 @@ class TrainBackend(ABC):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
-        """See ``BaseTrainEngine``; unless ``merged``, without the adapters. Without a ``dtype`` a trained model's
-        weights are float32, frozen ones of lower precision too."""
+        """See ``BaseTrainEngine``. Adapters are left out unless ``merged``. Without a ``dtype`` all weights of a
+        trained model are float32."""
         lora, by_name = self.setup.settings.lora, {shard.name: shard for shard in self.shards}
         dtype = dtype or (None if self.setup.config is None else torch.float32)
         for name, shard in by_name.items():
@@ -159,17 +144,17 @@ class TrainBackend(ABC):
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def named_adapters(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of each matrix of an adapter. A collective, as the weights are."""
+        """Yield the name and whole tensor of each matrix of an adapter. A collective."""
         for shard in self.shards:
             if is_adapter(shard.name):
                 yield synced_name(shard.name), self._whole(shard)
 
     @abstractmethod
     def _whole(self, shard: Any, dtype: Any = None) -> Any:
-        """The whole tensor of a shard, by default in the precision of its master. A collective."""
+        """Return the whole tensor of a shard, by default in the precision of its master. A collective."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of :meth:`named_weights`."""
+        """Return the shapes of :meth:`named_weights` by name."""
         shapes = {shard.name: shard.shape for shard in self.shards}
         return shapes | {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
 
@@ -181,8 +166,8 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def local_state(self) -> dict[str, Any]:
-        """``layout``, ``model`` and ``optimizer`` (None if frozen): the live tensors. With adapters, those alone: the
-        rest of the model does not change."""
+        """Return ``layout``, ``model`` and ``optimizer`` (None if frozen): the live tensors. With adapters, ``model``
+        has only these: the rest does not change."""
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
         """See :func:`restore_state`."""
@@ -202,7 +187,7 @@ class TrainBackend(ABC):
     def read_checkpoint(self, path: Path) -> int:
         """Restore :meth:`write_checkpoint`; returns the version. Raises an ``EngineError`` if it does not fit."""
 
-    def release(self) -> None:  # noqa: B027 - most have none
+    def release(self) -> None:  # noqa: B027 - most need none
         """Undo side effects; the backend is not used again, and its tensors are emptied next."""
 
 
@@ -212,12 +197,9 @@ _VERSION, _LAYOUT = "version", "layout"
 def write_folder(path: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
     """Let every rank write its files to a new folder, which then replaces ``path``.
 
-    Whenever a process is killed, :func:`present` finds the old folder or the new one, never a part. Remains of earlier
-    killed writes are removed.
-
-    Raises:
-        EngineError: a rank could not write; on all ranks. The old folder is unchanged, the new one is removed.
-    """
+    Whenever a process is killed, :func:`present` finds the old folder or the new one, never a part. Leftovers of
+    interrupted writes are removed. If a rank cannot write, all ranks raise an ``EngineError``, the old folder stays and
+    the new one is removed."""
     new = path.with_name(f".{path.name}.new-{ranks.gather(uuid.uuid4().hex)[0]}")
 
     def fill() -> None:
@@ -261,18 +243,15 @@ def _list_beside(path: Path, kind: str) -> list[Path]:
 
 
 def present(path: Path) -> Path:
-    """``path``, or the last folder that a killed write had moved aside before the new one was in place."""
-    aside = _list_beside(path, "old")
-    return path if path.exists() or not aside else aside[-1]
+    """Return ``path``, or the last folder that an interrupted write had renamed before the new one was in place."""
+    old = _list_beside(path, "old")
+    return path if path.exists() or not old else old[-1]
 
 
-def model_tensor(name: str) -> str:
-    """A checkpoint's name of the float32 weights of the parameter that Hugging Face calls ``name``."""
-    return f"model/{name}"
-
-
-def optimizer_tensor(name: str, kind: str) -> str:
-    return f"optimizer/{name}/{kind}"
+def stored_name(name: str, kind: str = "") -> str:
+    """Return a checkpoint's name of a parameter's float32 weights, or of its optimizer state ``kind``. ``name`` is
+    Hugging Face's."""
+    return f"optimizer/{name}/{kind}" if kind else f"model/{name}"
 
 
 def write_checkpoint(path: Path, ranks: Ranks, layout: Layout, tensors: Mapping[str, Any], version: int) -> None:
@@ -292,11 +271,8 @@ def read_checkpoint(
     path: Path, ranks: Ranks, layout: Layout, tensors: Mapping[str, Any], names: Collection[str] | None = None
 ) -> int:
     """Read a checkpoint into this rank's ``tensors``, in place; returns the version. The same layout restores the
-    random state too. ``names`` are those of all ranks together, if there are more.
-
-    Raises:
-        EngineError: there is no checkpoint, or it is of another model or optimizer.
-    """
+    random state too. ``names`` lists all ranks' tensors, if there are more. Raises an ``EngineError`` if there is no
+    checkpoint, or it is of another model or optimizer."""
     folder = present(path)
     if not (folder / ".metadata").is_file():
         raise EngineError(f"no checkpoint at '{path}'")
@@ -325,7 +301,7 @@ def _check(path: Path, tensors: Mapping[str, Any], names: Collection[str], store
         for name, tensor in tensors.items()
         if name in stored and tuple(stored[name].size) != tuple(tensor.shape)
     ]
-    kinds = (model_tensor(""), "optimizer/")
-    faults += [f"also has {name}" for name in stored if name.startswith(kinds) and name not in names]
+    extra = [name for name in stored if name.startswith(("model/", "optimizer/")) and name not in names]
+    faults += [f"also has {name}" for name in extra]
     if faults:
         raise EngineError(f"the checkpoint '{path}' is of another model: it {'; '.join(faults[:20])}")

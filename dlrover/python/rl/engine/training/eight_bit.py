@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW with moments in 8 bits (Dettmers et al., arXiv:2110.02861), rounded by bitsandbytes.
 
-A block of numbers has one scale and is part of one row, so that ranks which divide rows divide blocks, too, and go on
-from each other's states without rounding them again. Where an engine steps flat parts of matrices, those are cut into
-blocks. Vectors have moments in float32."""
+A block of numbers has one scale and is part of one row: ranks that divide rows divide blocks too, and resume from each
+other's states without rounding them again. An engine that steps flat parts of matrices cuts these into blocks. Vectors
+have moments in float32."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,19 +14,18 @@ from torch.optim.adamw import adamw
 from dlrover.python.rl.engine.api.registry import require_bitsandbytes
 
 BLOCK = 256
-"""Maximum numbers with one scale in float32."""
+"""Maximum numbers that share a float32 scale."""
 
 PIECE = 1 << 24
-"""Numbers whose moments are in float32 at a time, but for a longer row."""
+"""Numbers whose moments are in float32 at a time, except for a longer row."""
 
 _SCALE = "_scale"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_state(master: Any, of_matrices: bool) -> dict[str, Any]:
-    """Zeros. ``of_matrices``, or of a flat part of some, ``exp_avg`` and ``exp_avg_sq`` are of dtype uint8 and have the
-    master's shape; ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``, or flat.
-    """
+    """Make a state of zeros. For a matrix, or a flat part of matrices, ``exp_avg`` and ``exp_avg_sq`` are uint8 of the
+    master's shape; ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``, or flat."""
     state = {"step": torch.zeros((), device=master.device)}
     if not of_matrices:
         return {**state, **{kind: torch.zeros_like(master, requires_grad=False) for kind in _MOMENTS}}
@@ -39,10 +38,10 @@ def make_state(master: Any, of_matrices: bool) -> dict[str, Any]:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """A step is that of AdamW from the rounded moments; the new ones are rounded after it."""
+    """Takes AdamW's step from the rounded moments, and rounds the new ones after it."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
-        """The state of each parameter is :func:`make_state`'s. Raises MissingExtra without bitsandbytes."""
+        """Start without states, which :func:`make_state` makes. Raises MissingExtra without bitsandbytes."""
         require_bitsandbytes()
         from bitsandbytes import functional
 
@@ -62,13 +61,14 @@ class AdamW8bit(torch.optim.Optimizer):
                     _take_step(group, master, master.grad, [state[kind] for kind in _MOMENTS], state["step"])
 
     def read(self, state: Mapping[str, Any], kind: str) -> Any:
-        """A moment in float32, of the master's shape."""
+        """Return a moment in float32, of the master's shape."""
         codes = state[kind]
         has_codes = is_rounded(state) and codes.numel()
         return self._restore(kind, codes, state[kind + _SCALE]) if has_codes else codes.float()
 
     def write(self, state: Mapping[str, Any], kind: str, moment: Any) -> None:
-        """Round ``moment``. What :meth:`read` gave has other scales then, where the largest number is negative."""
+        """Round ``moment``. Writing what :meth:`read` returned changes a block's scale if its largest number is
+        negative."""
         if not is_rounded(state):
             state[kind].copy_(moment)
         elif moment.numel():
@@ -104,12 +104,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def is_rounded(state: Mapping[str, Any]) -> bool:
-    """Whether the moments are in 8 bits."""
+    """Return True if the moments are in 8 bits."""
     return _MOMENTS[0] + _SCALE in state
 
 
 def _in_blocks(tensor: Any) -> Any:
-    """The rows, or all of a flat part, with zeros up to whole blocks, ``[rows, numbers]``."""
+    """Pad rows, or a flat part, with zeros to whole blocks: ``[rows, numbers]``."""
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()
 

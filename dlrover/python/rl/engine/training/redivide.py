@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a model and its optimizer: out of its own state, or out of the states of ranks that divided it
-otherwise.
+"""States of a rank's part of a model and its optimizer, restored in the same layout or merged for another one.
 
-A state has ``layout``, ``model`` (tensors by name) and ``optimizer`` (None if frozen; else by name the tensors of each
-kind). One for other layouts has ``places``: of each divided parameter the shape of the whole, and where the rank's part
-starts.
+A state has ``layout``, ``model`` (tensors by name) and ``optimizer`` (None if frozen; else the tensors of each kind, by
+name). A state for other layouts has ``places``: for each divided parameter the shape of the whole, and the start of the
+rank's part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,21 +17,19 @@ from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
 
 @torch.no_grad()
 def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Copy a rank's state into ``own``, its live tensors.
+    """Copy a rank's state into ``own``, its live tensors. After an error nothing has changed.
 
     Raises:
-        WeightSyncError: the state is of another model; nothing was changed.
-        OtherLayout: its ranks have divided the model otherwise; nothing was changed.
-        EngineError: one of the two is frozen, or the state has been released; nothing was changed.
+        WeightSyncError: the state is of another model.
+        OtherLayout: its ranks have divided the model otherwise.
+        EngineError: only one of the two is frozen, or the state has been released.
     """
     _check_trained(own, state)
     if state["layout"] != own["layout"]:
-        raise OtherLayout(
-            f"the state is of layout {state['layout']}, not {own['layout']}: a checkpoint can be read in both"
-        )
+        raise OtherLayout(f"the state is of layout {state['layout']}, not {own['layout']}: use a checkpoint instead")
     _check(own, state, {}, {})
     if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in state["model"].values()):
-        raise EngineError("the state's tensors were released with their engine: take a copy before meta()")
+        raise EngineError("the state's tensors were released with their engine: copy them before meta()")
     for name, tensor in own["model"].items():
         tensor.copy_(state["model"][name])
     for name, kinds in (own["optimizer"] or {}).items():
@@ -46,12 +43,9 @@ def place(shape: Sequence[int], ranges: Sequence[slice]) -> dict[str, list[int]]
 
 @torch.no_grad()
 def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
-    """Copy what ``own``, the live tensors of this rank, covers of the ``states`` of all ranks of another layout.
-
-    Raises:
-        WeightSyncError: a state is of another model, or lacks what says where its parts belong.
-        EngineError: a part is in no state, or one of the two is frozen.
-    """
+    """Copy this rank's part out of the ``states`` of all ranks of another layout into ``own``, its live tensors.
+    Raises WeightSyncError if a state is of another model, and an ``EngineError`` if a part is in no state, or only one
+    of the two is frozen."""
     copied = dict.fromkeys(own["model"], 0)
     moments = own["optimizer"] or {}
     counts = [
@@ -77,13 +71,13 @@ def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) ->
 
 def _check_trained(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if (state["optimizer"] is None) != (own["optimizer"] is None):
-        raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
+        raise EngineError("a trained engine's state does not fit a frozen engine, nor the reverse")
 
 
 def _check(
     own: Mapping[str, Any], state: Mapping[str, Any], own_places: Mapping[str, Any], places: Mapping[str, Any]
 ) -> None:
-    """Raise an error unless the parameters have equal shapes, whole where a place says so, and equal moments."""
+    """Raise an error unless the whole parameters have equal names and shapes, and the moments equal names and kinds."""
     _check_trained(own, state)
     expected, actual = (
         {name: tuple(at[name]["shape"] if name in at else tensor.shape) for name, tensor in model.items()}
@@ -94,7 +88,7 @@ def _check(
     faults += [f"the optimizer's '{name}' is unknown" for name in moments if name not in own_moments]
     faults += [f"the optimizer's '{name}' is missing" for name in own_moments if name not in moments]
     if not faults and any(moments[name].keys() != kinds.keys() for name, kinds in own_moments.items()):
-        faults = ["its optimizer is of another kind"]
+        faults = ["it has another optimizer"]
     if faults:
         raise WeightSyncError("the state is of another model: " + "; ".join(faults))
 
@@ -105,7 +99,7 @@ def _find_start(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _copy(own: Mapping[str, Any], state: Mapping[str, Any], name: str) -> int:
-    """Copy where the two parts overlap; returns the number of elements."""
+    """Copy the overlap of the two parts; returns the number of elements."""
     part, other = own["model"][name], state["model"][name]
     own_slices, other_slices = [], []
     for own_start, own_size, start, size in zip(

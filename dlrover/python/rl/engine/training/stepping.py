@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step that all train engines share, and the optimizer over a rank's float32 master weights."""
+"""The parts of a step that all train engines share, and the optimizer of a rank's float32 master weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
-from dlrover.python.rl.engine.model.packing import MicroBatch
+from dlrover.python.rl.engine.model.packing import MicroBatch, select_columns
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.training import eight_bit
 
@@ -19,7 +19,7 @@ Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, ...]]
 """``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
 outputs are ``[actions, 1 + n]``."""
 
-_LOSS, _BAD = "\0loss", "\0bad "  # names that no metric of a user's loss has
+_LOSS, _BAD = "\0loss", "\0bad "  # unlike any metric of a user's loss
 
 
 def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are parameters
@@ -37,9 +37,9 @@ def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are
         note_progress()
         outputs, entropies = read(micro, wants_entropy)
         if not len(micro.flat):
-            backward(outputs.sum() * 0.0)  # The other ranks have a micro-batch with rows here, and work in step.
+            backward(outputs.sum() * 0.0)  # other ranks may have rows here, and all work in lockstep
             continue
-        columns = micro.columns(batch, device)
+        columns = select_columns(batch, micro.flat, device)
         if micro.candidates is not None:
             outputs, columns["candidate_logprobs"] = outputs[:, 0], outputs[:, 1:]
         if wants_entropy:
@@ -66,30 +66,27 @@ def check_loss(totals: dict[str, float], version: int) -> float:
 
 
 def refuse_update(event: str, origin: str, version: int) -> NonFiniteUpdate:
-    """The error of an update that is not finite, first in the tensor ``origin``."""
+    """Make the error of an update that is not finite, first in the tensor ``origin``."""
     return NonFiniteUpdate(
         f"{event} (first in: {origin}): the update of version {version} is refused and the weights are unchanged"
     )
 
 
 def find_nonfinite(tensors: Mapping[str, Any]) -> str:
-    """Name of the first tensor that holds a NaN or an infinity."""
+    """Return the name of the first tensor with a NaN or an infinity."""
     bad = (name for name, tensor in tensors.items() if tensor is not None and not bool(tensor.isfinite().all()))
     return next(bad, "a sum of finite numbers")
 
 
 def find_first_nonfinite(ranks: Ranks, gradients: Mapping[str, Any], order: Sequence[str]) -> str:
-    """:func:`find_nonfinite` over all ranks: the first in the ``order`` of the whole model's names."""
+    """Call :func:`find_nonfinite` on all ranks; returns the first name in the ``order`` of the whole model's."""
     at = {name: index for index, name in enumerate(order)}
     return str(min(ranks.gather(find_nonfinite(gradients)), key=lambda name: at.get(name, len(at))))
 
 
 def compute_learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
-    """Rate of the next step. ``cosine`` is half a period (Loshchilov and Hutter, arXiv:1608.03983, eq. 5, no restarts).
-
-    Raises:
-        EngineError: the schedule lacks ``decay_steps``.
-    """
+    """Return the next step's rate. ``cosine`` is half a period (Loshchilov and Hutter, arXiv:1608.03983, eq. 5, without
+    warm restarts). Raises an EngineError if the schedule lacks ``decay_steps``."""
     if steps_taken < config.warmup_steps:
         return config.lr * (steps_taken + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -105,10 +102,10 @@ _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 class MasterOptimizer:
-    """Steps the masters of the trained shards. Its state exists from the start: zeros.
+    """Steps the masters of the trained shards. Its state exists from the start, as zeros.
 
-    A shard has a ``name``, a ``master`` in float32, with its gradient in ``grad`` when a step is taken, ``decays``
-    (vectors have no weight decay), and ``refresh()``, which copies the master to the module's parameter."""
+    A shard has a ``name``, a float32 ``master`` with its gradient in ``grad``, ``decays`` (vectors have no weight
+    decay), and ``refresh()``, which copies the master to the module's parameter."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Any]) -> None:
         self._config, self._shards = config, list(shards)
@@ -137,19 +134,19 @@ class MasterOptimizer:
         return lr
 
     def state(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        """Of each trained shard ``step``, ``exp_avg`` and ``exp_avg_sq``, with scales if they are in 8 bits, or
-        ``momentum_buffer``: the live tensors."""
+        """Return each trained shard with its live tensors: ``step``, ``exp_avg`` and ``exp_avg_sq``, with scales if
+        they are in 8 bits, or ``momentum_buffer``."""
         return ((shard, self._inner.state[shard.master]) for shard in self._shards)
 
     def moments(self, locate: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
-        """:meth:`state` by name, at the places that ``locate`` gives."""
+        """Return :meth:`state` by name, with the memory that ``locate`` gives."""
         return {shard.name: {kind: locate(tensor) for kind, tensor in state.items()} for shard, state in self.state()}
 
     def tensors(self) -> list[Any]:
         return [tensor for _, state in self.state() for tensor in state.values()]
 
     def read(self, state: Mapping[str, Any], kind: str) -> Any:
-        """One of :meth:`state` in float32."""
+        """Return a tensor of :meth:`state` in float32."""
         return self._inner.read(state, kind) if isinstance(self._inner, eight_bit.AdamW8bit) else state[kind]
 
     def write(self, state: Mapping[str, Any], kind: str, value: Any) -> None:
@@ -160,7 +157,7 @@ class MasterOptimizer:
 
 
 def make_state(config: OptimizerConfig, master: Any, of_matrices: bool) -> dict[str, Any]:
-    """The optimizer's state of a parameter, or of a flat part of several: zeros."""
+    """Make the state, zeros, of a parameter or of a flat part of several."""
     if config.name == "adamw_8bit":
         return eight_bit.make_state(master, of_matrices)
     kinds = _MOMENTS[config.name] if config.name == "adamw" or config.momentum else ()
@@ -171,10 +168,10 @@ def make_state(config: OptimizerConfig, master: Any, of_matrices: bool) -> dict[
 
 
 def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Groups without parameters are left out."""
+    """Make the configured optimizer, without empty groups."""
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        # SGD's decay goes through the gradient and the momentum; this one is decoupled, as AdamW's is.
+        # SGD's own decay goes through the gradient and the momentum; here it is decoupled, as AdamW's is.
         groups = [{**group, "weight_decay": 0.0, "decayed": group["weight_decay"] > 0} for group in groups]
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     groups = [{**group, "decayed": False} for group in groups]

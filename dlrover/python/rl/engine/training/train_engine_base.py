@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part that all train engines share: checks, steps, weights, offload. A backend adds model and optimizer."""
+"""The base of all train engines: checks, steps, weights, offload. A backend adds model and optimizer."""
 
 import gc
 import math
@@ -39,13 +39,7 @@ from dlrover.python.rl.engine.api.weights import (
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.loading import DTYPES, fingerprint_files
-from dlrover.python.rl.engine.model.packing import (
-    MicroBatch,
-    check_actions,
-    check_tokens,
-    gather_outputs,
-    pack,
-)
+from dlrover.python.rl.engine.model.packing import MicroBatch, check_actions, check_tokens, gather_outputs, pack
 from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.adapters import check_adapters, silenced, write_adapters
@@ -62,9 +56,9 @@ class BackendTrainEngine(ABC):
     layout (up to float32 rounding); the same layout and inputs give the same bits.
 
     Raises:
-        EngineError: there is no such model, it lacks weights, or it cannot be divided as configured.
-        MissingExtra: an optional dependency is absent.
-        OutOfDeviceMemory: it does not fit; lists the bytes of every owner.
+        EngineError: the model is missing, lacks weights, or cannot be divided as configured.
+        MissingExtra: an optional dependency is not installed.
+        OutOfDeviceMemory: the model does not fit; lists the bytes of every owner.
     """
 
     name: ClassVar[str]
@@ -79,9 +73,9 @@ class BackendTrainEngine(ABC):
         rendezvous: Rendezvous | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self.version = self._skipped = 0  # updates that were skipped in a row
-        self.base_version = 0  # of what adapters are added to
-        self._unsaved: dict[str, Any] | None = None  # inside of saving(): a model that may have to be written again
+        self.version = self._skipped = 0  # skipped: consecutive updates
+        self.base_version = 0  # of the weights below the adapters
+        self._unsaved: dict[str, Any] | None = None  # inside saving(): the weights to write
         settings = settings or TrainSettings()
         settings = replace(settings, device=resolve_device(settings.device))
         options = self._check_settings(settings, optimizer)
@@ -95,14 +89,14 @@ class BackendTrainEngine(ABC):
         self._setup = replace(self._setup, ranks=self._connect(rendezvous or Rendezvous()))
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {spec.name}")
         with ExitStack() as on_failure:
-            on_failure.callback(self._leave)
+            on_failure.callback(self._leave_group)
             with self._memory.computing(self._owner):
                 self._model: TrainBackend | None = self._make(ParkedTensors(self._owner, self._memory), loaded=True)
             on_failure.pop_all()
         self._has_weights = True
 
     def _check_settings(self, settings: TrainSettings, config: OptimizerConfig | None) -> Any:
-        """Return the options of the backend. Raises an EngineError for settings that the engine cannot have."""
+        """Return the options of the backend. Raises an EngineError for settings that the engine does not support."""
         options: Any = None
         if self.info.options is not None:
             options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
@@ -115,7 +109,7 @@ class BackendTrainEngine(ABC):
 
     @abstractmethod
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
-        """Meet the other ranks, and set ``layout``."""
+        """Join the other ranks, and set ``layout``."""
 
     @abstractmethod
     def _make(self, parked: ParkedTensors, loaded: bool) -> TrainBackend:
@@ -134,7 +128,7 @@ class BackendTrainEngine(ABC):
     def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
         backend, head = self._require_ready("evaluate"), self._setup.settings.head
         if (entropy or top) and head != "causal":
-            raise EngineError(f"scores have no {'entropy' if entropy else 'most likely ids'}: only a causal head has")
+            raise EngineError(f"{'entropy' if entropy else 'top'} needs a causal head, not '{head}'")
         if top and "candidates" in batch:
             raise EngineError("use either the batch's 'candidates' or 'top'")
         micros = [replace(micro, top=top) for micro in self._pack(batch, backend, needs_actions=False)]
@@ -143,8 +137,8 @@ class BackendTrainEngine(ABC):
             return gather_outputs(batch, head, outputs, entropy, top)
 
     def _pack(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as every other rank has, so that all work in lockstep: the last ones
-        perhaps empty. If the batch of some rank does not fit the model, every rank raises: none waits for another."""
+        """Divide this rank's batch into as many micro-batches as every other rank's, so that all work in lockstep; the
+        last ones may be empty. If some rank's batch does not fit the model, every rank raises."""
         settings, ranks = self._setup.settings, self._setup.ranks
         budget = settings.max_tokens_per_microbatch if backend.packs else 1
         micros, own_error = [], ""
@@ -163,14 +157,12 @@ class BackendTrainEngine(ABC):
         return micros if len(micros) == most else pack(batch, budget, settings.head, most)
 
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
-        """See ``BaseTrainEngine``. The loss is called once per micro-batch; numeric columns reach it as ``[action
-        tokens]``: ragged ones at their action tokens, dense ones repeated over their row's.
-        """
+        """See ``BaseTrainEngine``. The loss is called once per micro-batch, with :func:`select_columns`."""
         backend = self._require_ready("step")
         if self._setup.config is None:
             raise EngineError("a frozen engine (no optimizer) cannot take a step")
         if getattr(loss, "wants_entropy", False) and self._setup.settings.head != "causal":
-            raise EngineError("the loss wants the entropy, and only a causal head has one")
+            raise EngineError("the loss wants the entropy, which needs a causal head")
         micros = self._pack(batch, backend, needs_actions=True)
         totals: dict[str, float] = {}
         try:
@@ -193,8 +185,8 @@ class BackendTrainEngine(ABC):
         return UpdateResult(value, norm, lr, totals)
 
     def _skip(self, backend: TrainBackend, error: BaseException, totals: Mapping[str, float]) -> UpdateResult | None:
-        """Drop the gradients of a step that has failed. None unless the update is to be skipped: every rank skips one
-        that is not finite, for all check the same sums."""
+        """Drop the gradients of a failed step. Returns a result if the update is skipped: all ranks check the same
+        sums, so all skip it."""
         config = self._setup.config
         try:
             backend.drop_gradients()
@@ -203,7 +195,7 @@ class BackendTrainEngine(ABC):
         if config is None or not isinstance(error, NonFiniteUpdate) or self._skipped >= config.skip_nonfinite:
             return None
         self._skipped += 1
-        _LOG.warning("skipped, as number %d of %d in a row: %s", self._skipped, config.skip_nonfinite, error)
+        _LOG.warning("update skipped, %d of at most %d in a row: %s", self._skipped, config.skip_nonfinite, error)
         metrics = {name: value for name, value in totals.items() if not name.startswith("\0")}  # the loss's own
         return UpdateResult(math.nan, math.nan, compute_learning_rate(config, self.version), metrics, skipped=True)
 
@@ -217,8 +209,8 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdapterTransport``, as the next three. None for a subclass with other weights, and for a head that
-        is trained whole: they leave merged."""
+        """See ``AdapterTransport``, which also uses the next three. None if a subclass changes the weights or a head is
+        trained whole: these weights are published merged."""
         settings = self._setup.settings
         is_apart = self._has_own_adapters() and settings.head == "causal"
         return settings.lora.scale if settings.lora is not None and is_apart else None
@@ -234,11 +226,12 @@ class BackendTrainEngine(ABC):
         return self._require_weights("named_adapters").named_adapters()
 
     def any_rank(self, flag: bool) -> bool:
-        is_whole = self.layout.ddp == self.layout.world_size  # on each rank, which gathers nothing
+        is_whole = self.layout.ddp == self.layout.world_size  # each rank has the whole model, and gathers nothing
         return flag if is_whole else any(self._setup.ranks.gather(flag))
 
     def publish(self) -> WeightSnapshot:
-        """Whole on rank 0, without tensors on the others. If each rank has the whole model, rank 0 may call alone."""
+        """Return the weights, whole on rank 0 and empty on others. If each rank has the whole model, rank 0 may call
+        this alone."""
         if self._setup.ranks.rank:
             deque(self.named_weights(), maxlen=0)
             return WeightSnapshot(self.version, {}, {}, {}, {})
@@ -247,7 +240,7 @@ class BackendTrainEngine(ABC):
     @torch.no_grad()
     def receive(self, weights: WeightSnapshot) -> None:
         if self._setup.config is not None:
-            raise EngineError("an engine with an optimizer does not receive weights: only a frozen one does")
+            raise EngineError("only a frozen engine receives weights, and this one has an optimizer")
         backend = self._revive()
         verify_snapshot(weights, backend.shapes(), self.version if self._has_weights else -1)
         backend.write_weights(weights)
@@ -268,7 +261,7 @@ class BackendTrainEngine(ABC):
         if setup.ranks.rank:
             return
         if not self._unsaved:
-            raise EngineError("save_again() repeats a save() inside of saving(), and there was none")
+            raise EngineError("save_again() repeats a save() inside saving(), and there was none")
         adapters = {name: tensor for name, tensor in self._unsaved.items() if name.endswith((DOWN, UP))}
         weights, add = {name: self._unsaved[name] for name in self._unsaved if name not in adapters}, None
         if adapters and setup.settings.lora is not None:
@@ -280,7 +273,7 @@ class BackendTrainEngine(ABC):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, what :meth:`save` has gathered stays, for :meth:`save_again`."""
+        """Keep the weights that :meth:`save` gathers, for :meth:`save_again`."""
         self._unsaved = {}
         try:
             yield
@@ -297,28 +290,26 @@ class BackendTrainEngine(ABC):
         backend = self._revive()
         if not backend.parked.on_device:
             raise EngineError("the engine is in host memory: call cuda() before loading a checkpoint")
-        self.base_version += 1  # also if that fails midway
+        self.base_version += 1  # even if reading fails midway
         self.version = backend.read_checkpoint(Path(path))
         self._has_weights = True
 
     def state_dict(self) -> dict[str, Any]:
-        """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone, and their
-        ``lora``) and ``optimizer`` (None if frozen): the live tensors.
-        """
+        """Return the live tensors of ``model`` (tied ones once; with adapters, these alone, and their ``lora``) and
+        ``optimizer`` (None if frozen), ``version``, ``skipped`` and ``layout``."""
         counts = {"version": self.version, "skipped": self._skipped}
         adapted = {"lora": self._setup.adapters} if self._setup.adapters is not None else {}
         return {**counts, **adapted, **self._require_weights("state_dict").local_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
+        """Restore this rank's :meth:`state_dict`; see :func:`restore_state` for errors."""
         setup = self._setup
         check_adapters(setup.adapters, state, setup.spec.name, lambda: self._revive().local_state()["model"])
         self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """See ``BaseTrainEngine``; of engines that ``redivide``. Raises EngineError."""
-        raise EngineError(f"{self.name} goes on with as many ranks, and in the same layout, only")
+        raise EngineError(f"{self.name} can resume only with the same number of ranks, in the same layout")
 
     # -- offload ------------------------------------------------------------------------------------------------------
 
@@ -354,14 +345,14 @@ class BackendTrainEngine(ABC):
 
     def close(self) -> None:
         self.meta()
-        self._leave()
+        self._leave_group()
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         self._setup.ranks.close()
 
     def _revive(self) -> TrainBackend:
         if self._model is None:
-            # Adapters are all that changes: the rest of such a model is in its files.
+            # With adapters, only these change: the rest of the model is in its files.
             parked = ParkedTensors(self._owner, self._memory)
             self._model = self._make(parked, loaded=self._setup.settings.lora is not None)
             self.base_version += 1
@@ -370,11 +361,11 @@ class BackendTrainEngine(ABC):
     def _require_weights(self, caller: str) -> TrainBackend:
         if self._model is None or not self._has_weights:
             how = "load_state_dict, load_checkpoint" + ("" if self._setup.config else " or receive")
-            raise EngineError(f"{caller} needs weights, which were released by meta(): {how} brings new ones")
+            raise EngineError(f"{caller} needs weights, which meta() released: {how} brings new ones")
         return self._model
 
     def _require_ready(self, caller: str) -> TrainBackend:
         backend = self._require_weights(caller)
         if not backend.parked.on_device:
-            raise EngineError(f"{caller} needs its device, and the engine is in host memory: cuda() brings it back")
+            raise EngineError(f"{caller} needs the device, but the engine is in host memory: call cuda() first")
         return backend
