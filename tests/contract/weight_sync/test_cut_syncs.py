@@ -292,7 +292,7 @@ def test_a_cut_file_is_an_error_that_names_it(kind, tmp_path, length):
     wire.source.send(ticket, source)
     (path,) = tmp_path.glob("*.weights")
     os.truncate(path, length)
-    with pytest.raises(WeightSyncError, match=f"{path.name} is cut: {length:,} of"):
+    with pytest.raises(WeightSyncError, match=f"{path.name} is truncated: {length:,} of"):
         wire.sinks[0].receive(ticket)
     wire.close()
 
@@ -344,7 +344,7 @@ def test_no_space_is_an_error_with_the_figures(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        with pytest.raises(WeightSyncError, match=r"no space for weights: [\d,]+ bytes are needed, [\d,]+ are free"):
+        with pytest.raises(WeightSyncError, match=r"no space left for weights: [\d,]+ bytes needed, [\d,]+ free"):
             sender.send(ticket, source)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

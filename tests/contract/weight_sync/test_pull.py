@@ -104,7 +104,7 @@ def test_a_sender_killed_afterwards_takes_its_weights_along_and_leaves_nothing(k
         stamp = hear(pipe)
         assert sink.receive(ticket).stamp == stamp
         kill(child)
-    assert "cannot be had" in lost(sink, ticket)
+    assert "cannot be fetched" in lost(sink, ticket)
     left = set(Path("/dev/shm").iterdir()) - before if before else set()
     assert [path for path in left if "weights" in path.name] == []
 

@@ -221,7 +221,7 @@ def test_what_the_sender_no_longer_has_is_lost_for_all():
                 lost.result(LATEST_S)
     assert all(equal(sink.receive(sent(sender, 4)), toy_weights(4)) for sink in receivers)
     sender.close()
-    with pytest.raises(WeightsLost, match="cannot be had"):
+    with pytest.raises(WeightsLost, match="cannot be fetched"):
         receivers[0].receive(sent_by_none(old))
 
 

@@ -202,8 +202,14 @@ def sleeper(engine, model_path, monkeypatch):
     monkeypatch.setattr(runner.llm, "wake_up", lambda tags: asked.append(("wake", *tags)))
     monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
     monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
-    monkeypatch.setattr(runner, "drop_host_copies", lambda: asked.append(("drop host copies",)))
-    monkeypatch.setattr(runner, "release_host_memory", lambda: None)
+    call, noted = runner.call_workers, {"drop_host_copies": "drop host copies", "release_host_memory": ""}
+
+    def call_workers(method, *arguments):
+        if method not in noted:
+            return call(method, *arguments)
+        return asked.extend([(noted[method],)] if noted[method] else [])
+
+    monkeypatch.setattr(runner, "call_workers", call_workers)
     monkeypatch.setattr(engine, "_offloadable", SleepingRunner(lambda: runner))
     yield engine, runner, asked
     monkeypatch.undo()

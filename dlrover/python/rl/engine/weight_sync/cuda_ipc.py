@@ -110,7 +110,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         try:
             flat, seal, release = self._open(ticket)
         except OSError as error:
-            raise WeightsLost(f"{ticket} cannot be had: {error}") from error
+            raise WeightsLost(f"{ticket} cannot be fetched: {error}") from error
         try:
             snapshot = assemble_snapshot(ticket, flat, device_fingerprints(ticket.table, flat), seal)
         except BaseException:
@@ -130,7 +130,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
             return buffer.flat, buffer.seal, buffer.give_back
         connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
-            raise WeightsLost(f"{ticket} cannot be had: no process of this host listens at its name")
+            raise WeightsLost(f"{ticket} cannot be fetched: no process of this host listens at its name")
         try:
             flat, seal = self._request(ticket, connection)
         except BaseException:

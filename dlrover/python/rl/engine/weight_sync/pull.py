@@ -119,7 +119,7 @@ class PullTransport(KeepingSender[WeightFile]):
             self._drop_fetched()  # if the sender was on another host before
             return self._map(ticket, local)
         except OSError as error:
-            raise WeightsLost(f"{ticket} cannot be had: {error}") from error
+            raise WeightsLost(f"{ticket} cannot be fetched: {error}") from error
 
     # -- from this host -----------------------------------------------------------------------------------------------
 
