@@ -130,7 +130,7 @@ def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(k
     with process(receive_side, kind, tmp_path) as (child, _):
         ticket = sender.offer(source)
         kill(child)
-    with pytest.raises(WeightSyncError, match="0 of 1 receivers of version 2 came within 1 s"):
+    with pytest.raises(WeightSyncError, match="0 of 1 receivers of version 2 joined within 1 s"):
         sender.send(ticket, source)
     with process(receive_side, kind, tmp_path) as (_, pipe):
         assert hear(pipe) == "up"
@@ -190,7 +190,7 @@ def test_a_receiver_that_never_comes_is_counted_in_the_error_and_the_same_ticket
     began_s = time.monotonic()
     sent, received = wire.attempt(ticket, source)
     assert time.monotonic() - began_s < 5.0
-    assert "1 of 2 receivers of version 2 came within 0.5 s" in str(sent)
+    assert "1 of 2 receivers of version 2 joined within 0.5 s" in str(sent)
     assert "version 2 from ACTOR[0]" in str(received)
     wire.sinks = [late, *more_sinks]
     stamp, *received = wire.attempt(ticket, source)

@@ -94,7 +94,7 @@ def test_an_error_of_the_disk_is_named_after_what_helps(tmp_path, monkeypatch, n
 
 
 def test_a_file_that_ends_early_is_an_error():
-    with pytest.raises(WeightSyncError, match="was cut at byte 2"):
+    with pytest.raises(WeightSyncError, match="was truncated at byte 2"):
         _read_exactly(io.BytesIO(b"ab"), memoryview(bytearray(4)))
 
 

@@ -101,8 +101,8 @@ def _find_folder_fault(name: str, option: str | None, device: str) -> str:
 
 
 def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
-    """Create the folder of ``disk`` and write to it: on the sender's node, before the first step. Raises EngineError, or
-    the OSError of a full disk."""
+    """Create the folder of ``disk`` on the sender's node and test it, before the first step. Raises EngineError, or an
+    OSError if the disk is full."""
     folder = options.get("folder")
     if folder is None or name != "disk":
         return
