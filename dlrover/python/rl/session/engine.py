@@ -123,8 +123,8 @@ class HandEngine:
         if self._failed:  # the messages of both calls' collectives would mix
             ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
             raise SessionError(
-                f"{self.name} cannot call {method}: {before} has failed, and still runs on ranks {ranks}; wait until they"
-                " give up, or release() the engine and build() it again"
+                f"{self.name} cannot call {method}: {before} has failed, and still runs on ranks {ranks}; wait until"
+                " they give up, or release() the engine and build() it again"
             )
         pending: Pending = Invocation(group, method, _SUBMIT)(*args, **kwargs)
         return pending.refs
@@ -158,8 +158,8 @@ class HandEngine:
         self._ask("engine.meta")
 
     def device(self) -> str | list[str]:
-        """Return the place of the weights, a list if ranks differ: ``"cpu"``, ``"meta"``, or ``"cuda"``, also if the host
-        stands in for a device."""
+        """Return the place of the weights, or a list if ranks differ: ``"cpu"``, ``"meta"``, or ``"cuda"``, even where
+        the host stands in for a device."""
         devices = [str(device) for device in self._ask("engine.place")]
         return devices[0] if len(set(devices)) == 1 else devices
 
@@ -234,7 +234,7 @@ class TrainEngine(HandEngine):
         """Start a process for each slot, with its part of the module and the weights, and return the engine.
 
         The ranks are ``data_parallel_size`` replicas of ``context_parallel_size * tensor_parallel_size`` ranks, which
-        together have ``data_parallel_size / shards`` copies of the parameters. By default all free slots share one copy.
+        together have ``data_parallel_size / shards`` copies of the parameters. By default all free slots share one.
 
         Args:
             tensor_parallel_size: ranks that split each matrix, and get the same rows.

@@ -21,7 +21,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout.requests import sampling_params
 from dlrover.python.rl.engine.weight_sync.base import Ticket
@@ -190,12 +190,6 @@ class EngineMember:
     def _users_method(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"an inference engine has no method '{name}'")
 
-    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
-        return self._receive(self._endpoints.endpoint(route).receive(ticket))
-
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
-        raise NotImplementedError
-
     def _release_cache(self) -> None:
         self._memory.release_cache()
 
@@ -238,8 +232,8 @@ class TrainMember(EngineMember):
     def _send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
         return self._endpoints.endpoint(route).send(ticket, self._engine)
 
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
-        stamp: WeightStamp = self._engine.receive(weights)
+    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
+        stamp: WeightStamp = self._engine.receive(self._endpoints.endpoint(route).receive(ticket))
         return stamp
 
 
@@ -263,8 +257,9 @@ class InferenceMember(EngineMember):
         completions: Batch = self._engine.generate(batch, sampling, seed)
         return completions
 
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
+    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
         """Receive weights of any version: the script decides."""
+        weights = self._endpoints.endpoint(route).receive(ticket)
         self._engine.receive(weights, rewind=True)
         if self._engine.version != weights.version:
             raise EngineError(f"the engine serves version {self._engine.version}, not {weights.version}")

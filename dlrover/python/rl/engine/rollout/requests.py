@@ -98,22 +98,11 @@ class FinishRules:
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` for values out of their ranges, or a stop string that no text contains."""
-        strings: Any = sampling.stop  # a str is a sequence of str, too
-        valid = {
-            "max_new_tokens": sampling.max_new_tokens >= 1,
-            "temperature": 0.0 <= sampling.temperature < float("inf"),
-            "samples_per_prompt": sampling.samples_per_prompt >= 1,
-            "top_k": sampling.top_k is None or sampling.top_k >= 1,
-            "top_p": 0.0 < sampling.top_p <= 1.0,
-            "stop": not isinstance(strings, str) and all(strings),
-            "logprobs": sampling.logprobs in ("policy", "sampled"),
-        }
-        faults = [f"{name} {getattr(sampling, name)!r}" for name, is_valid in valid.items() if not is_valid]
-        if faults:
-            raise EngineError(f"cannot sample with {', '.join(faults)}")
+        sampling_params(vars(sampling))
         for stop in sampling.stop:
-            inside = [token for token in self._special if token in stop and token != stop]
-            if inside:
+            if not stop:
+                raise EngineError("sampling.stop: a stop string is empty")
+            if inside := [token for token in self._special if token in stop and token != stop]:
                 raise EngineError(
                     f"no completion ends with {stop!r}: {inside[0]!r} is a special token, which is not part of the"
                     f" text; {inside[0]!r} alone is a valid stop string"

@@ -41,7 +41,7 @@ from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, W
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 ALIGN = 64
-"""Tensors begin at multiples of so many bytes, and buckets have multiples."""
+"""Tensors begin at multiples of 64 bytes, and buckets have multiples."""
 
 HOST_BUCKET, DEVICE_BUCKET = 1 << 20, 1 << 26
 """Default bytes of a bucket: a host's fits a core's cache, a device's makes the start of a copy negligible."""
@@ -177,38 +177,20 @@ _STAMP = struct.Struct("<q8s")
 
 @dataclass(frozen=True)
 class SyncSettings:
-    name: str = "the sender"
-    """This process's name in messages: ``ACTOR[0]``."""
-
-    is_leader: bool = True
-    """This train rank sends; the other ranks only take part in gathering each tensor."""
-
-    receivers: Annotated[int, Gt(0)] = 1
-    """Receivers that take part in each sync, for transports that wait for them."""
-
-    address: str = "127.0.0.1"
-    """The sender's host, as the receivers reach it."""
-
-    folder: Path | None = None
-    """A folder that both sides see, for transports through files."""
-
-    channel: str = "weights"
-    """The sender's name among the users of the folder."""
+    name: str = "the sender"  #: this process's name in messages: ``ACTOR[0]``
+    is_leader: bool = True  #: this train rank sends; the other ranks only take part in gathering each tensor
+    receivers: Annotated[int, Gt(0)] = 1  #: receivers of each sync, for transports that wait for them
+    address: str = "127.0.0.1"  #: the sender's host, as the receivers reach it
+    folder: Path | None = None  #: a folder that both sides see, for transports through files
+    channel: str = "weights"  #: the sender's name among the users of the folder
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes sent at a time, rounded up to a multiple of 64. None: 1 MiB, or 64 MiB if ``device`` is an accelerator."""
 
-    timeout_s: Annotated[float, Gt(0.0)] = 60.0
-    """Longest wait for the other side without progress."""
-
-    device: str = "cpu"
-    """The device of this process's weights, and of the buckets of transports that can pass them between devices."""
-
-    memory: DeviceMemory | None = None
-    """Accounts for those buckets."""
-
-    dtype: Any = None
-    """The torch dtype in which weights are sent and the receivers compute; None: the source's dtypes."""
+    timeout_s: Annotated[float, Gt(0.0)] = 60.0  #: longest wait for the other side without progress
+    device: str = "cpu"  #: device of this process's weights, and of buckets that pass between devices
+    memory: DeviceMemory | None = None  #: accounts for those buckets
+    dtype: Any = None  #: torch dtype of sent weights, in which the receivers compute; None: the source's dtypes
 
     @property
     def is_on_host(self) -> bool:

@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dlrover.python.rl.common.errors import EngineError, WeightsLost
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync import weight_server
 from dlrover.python.rl.engine.weight_sync.base import (
     Pieces,
     Seal,
@@ -42,18 +43,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import DeviceBuffer, device_fingerprints, map_tensor
-from dlrover.python.rl.engine.weight_sync.weight_server import (
-    AVAILABLE,
-    GONE,
-    ID_BYTES,
-    MISSING,
-    KeepingSender,
-    PublishedVersions,
-    connect_on_host,
-    listen_on_host,
-    read_exactly,
-    request,
-)
+from dlrover.python.rl.engine.weight_sync.weight_server import KeepingSender, PublishedVersions
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
@@ -83,7 +73,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         if self._stop_server is None:
             self._name = f"dlrover-weights-{uuid4().hex}"
             serve = partial(_serve, versions=self._versions, timeout_s=self.settings.timeout_s)
-            self._stop_server = self._start_server(serve, listen_on_host(self._name))
+            self._stop_server = self._start_server(serve, weight_server.listen_on_host(self._name))
             _versions[self._name] = self._versions
         return {"on_device": self._name, "device": _identify(self.settings.device)}
 
@@ -126,9 +116,9 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         if versions is not None:
             buffer = versions.open(ticket.id, self.settings.timeout_s, DeviceBuffer.lend, whole=True)
             if buffer is None:
-                raise WeightsLost(f"{ticket} {GONE}")
+                raise WeightsLost(f"{ticket} {weight_server.GONE}")
             return buffer.flat, buffer.seal, buffer.give_back
-        connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
+        connection = weight_server.connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
             raise WeightsLost(f"{ticket} cannot be fetched: no process of this host listens at its name")
         try:
@@ -139,7 +129,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         return flat, seal, connection.close
 
     def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
-        request(connection, ticket)
+        weight_server.request(connection, ticket)
         identity, seal = _receive(connection)
         if self._opened_of != ticket.address["on_device"]:
             self._opened_of, self._opened = ticket.address["on_device"], {}
@@ -207,13 +197,13 @@ def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
 
 def _serve(connection: socket.socket, versions: PublishedVersions[DeviceBuffer], timeout_s: float) -> None:
     """Lend a receiver in another process the version that it names, until it closes the connection."""
-    ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
+    ticket_id = weight_server.read_exactly(connection, weight_server.ID_BYTES).decode("ascii", "replace")
     buffer = versions.open(ticket_id, timeout_s, DeviceBuffer.lend, whole=True)
     if buffer is None:
-        connection.sendall(MISSING)
+        connection.sendall(weight_server.MISSING)
         return
     try:
-        connection.sendall(AVAILABLE)
+        connection.sendall(weight_server.AVAILABLE)
         _send(connection, (buffer.id, buffer.seal))
         connection.settimeout(None)
         if connection.recv(1) == _ASK:  # waits: until the receiver requests a handle, or has read, or has ended
@@ -234,5 +224,5 @@ def _send(connection: socket.socket, message: Any) -> None:
 
 def _receive(connection: socket.socket) -> Any:
     """Receive a message from a process of this user."""
-    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-    return pickle.loads(read_exactly(connection, length))
+    (length,) = _LENGTH.unpack(weight_server.read_exactly(connection, _LENGTH.size))
+    return pickle.loads(weight_server.read_exactly(connection, length))

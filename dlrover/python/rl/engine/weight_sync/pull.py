@@ -32,6 +32,7 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.offload import HostPages
+from dlrover.python.rl.engine.weight_sync import weight_server
 from dlrover.python.rl.engine.weight_sync.base import (
     HOST_BUCKET,
     Pieces,
@@ -43,20 +44,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, MappedWeights, WeightFile
-from dlrover.python.rl.engine.weight_sync.weight_server import (
-    AVAILABLE,
-    BACKLOG,
-    GONE,
-    KeepingSender,
-    PublishedVersions,
-    connect_on_host,
-    listen_on_host,
-    peer_credentials,
-    read_exactly,
-    read_into,
-    request,
-    serve_version,
-)
+from dlrover.python.rl.engine.weight_sync.weight_server import KeepingSender, PublishedVersions
 
 _LOG = get_logger(__name__)
 
@@ -92,8 +80,8 @@ class PullTransport(KeepingSender[WeightFile]):
         host = self.settings.address
         if self._stop_server is None:
             name = f"dlrover-weights-{uuid4().hex}"
-            remote, local = listening_socket(host, BACKLOG), listen_on_host(name)
-            serve = partial(serve_version, versions=self._versions, timeout_s=self.settings.timeout_s)
+            remote, local = listening_socket(host, weight_server.BACKLOG), weight_server.listen_on_host(name)
+            serve = partial(weight_server.serve_version, versions=self._versions, timeout_s=self.settings.timeout_s)
             self._stop_server = self._start_server(serve, local, remote)
             self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
         return {**self._names, "host": host}
@@ -108,7 +96,7 @@ class PullTransport(KeepingSender[WeightFile]):
         try:
             if not self._maps_pages:
                 return self._fetch(ticket)
-            local = connect_on_host(ticket.address["local_name"], self.settings.timeout_s)
+            local = weight_server.connect_on_host(ticket.address["local_name"], self.settings.timeout_s)
             if local is None:
                 return self._receive_from_afar(ticket)
             self._drop_fetched()  # if the sender was on another host before
@@ -122,12 +110,12 @@ class PullTransport(KeepingSender[WeightFile]):
         """Map the pages of the process at the other end, which has the ticket's weights or receives them."""
         with connection:
             connection.sendall(ticket.id.encode("ascii"))
-            _, descriptors, _, _ = socket.recv_fds(connection, len(AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, _, _ = socket.recv_fds(connection, len(weight_server.AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
             if not descriptors:
-                raise WeightsLost(f"{ticket} {GONE}")
-            self._use_maps_of(peer_credentials(connection)[0])
+                raise WeightsLost(f"{ticket} {weight_server.GONE}")
+            self._use_maps_of(weight_server.peer_credentials(connection)[0])
             try:
-                read_exactly(connection, len(AVAILABLE))
+                weight_server.read_exactly(connection, len(weight_server.AVAILABLE))
                 weights = MappedWeights(descriptors[0], ticket.table, self._maps)
             except (WeightSyncError, OSError):
                 os.close(descriptors[0])
@@ -173,7 +161,7 @@ class PullTransport(KeepingSender[WeightFile]):
             waited_s, listener = time.monotonic() - began_s, None
             if self._stop_relay is not None or waited_s > _TURN_S:
                 with suppress(OSError):  # another receiver was faster, or the kernel has not freed the name yet
-                    listener = listen_on_host(name)
+                    listener = weight_server.listen_on_host(name)
             if listener is not None or waited_s > _PATIENCE_S:
                 return self._fetch(ticket, listener)
             time.sleep(_PAUSE_S)
@@ -181,7 +169,7 @@ class PullTransport(KeepingSender[WeightFile]):
     def _follow_another(self, ticket: Ticket, name: str) -> WeightSnapshot | None:
         """Return None if no process of this host shares its pages, or it fails before they are complete."""
         try:
-            if (relay := connect_on_host(name, self.settings.timeout_s)) is None:
+            if (relay := weight_server.connect_on_host(name, self.settings.timeout_s)) is None:
                 return None
             weights = self._map(ticket, relay)
         except (WeightSyncError, OSError) as error:  # it has ended, is stopped, or has other bytes
@@ -197,21 +185,21 @@ class PullTransport(KeepingSender[WeightFile]):
         self._close_relay()
         self._fetched.expect(ticket.id)
         if listener is not None:
-            serve = partial(serve_version, versions=self._fetched, timeout_s=self.settings.timeout_s)
+            serve = partial(weight_server.serve_version, versions=self._fetched, timeout_s=self.settings.timeout_s)
             self._stop_relay = self._start_server(serve, listener)
         try:
             with (
                 self._fetched.writing(ticket) as file,
                 socket.create_connection(address, self.settings.timeout_s) as connection,
             ):
-                request(connection, ticket)
+                weight_server.request(connection, ticket)
 
                 def read(part: Bytes) -> None:
-                    read_into(connection, part.data)
+                    weight_server.read_into(connection, part.data)
                     note_progress()
 
                 size = min(self.settings.bucket, HOST_BUCKET)
-                crcs = file.fill(size, read, lambda: read_exactly(connection, Seal.size(ticket.table)))
+                crcs = file.fill(size, read, lambda: weight_server.read_exactly(connection, Seal.size(ticket.table)))
             opened = self._fetched.open(ticket.id, self.settings.timeout_s, WeightFile.lend)
             assert opened is not None, "it was written just now"
             self._use_maps_of(os.getpid())

@@ -137,40 +137,12 @@ def check_collocation(
 _MODEL, _ADAPTERS = "model", "adapters"
 
 
-class _Adapters:
-    """The adapters of a source, as a source."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = weakref.proxy(source)
-
-    @property
-    def version(self) -> int:
-        return int(self.source.version)
-
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        named: Iterator[tuple[str, Any]] = self.source.named_adapters()
-        return named
-
-
 @dataclass(eq=False)
-class _Base:
-    """The model under a source's adapters, as a source, and its last sync."""
+class _PartialSource:
+    """The adapters of a source, or the model under them, as a source."""
 
-    owner: "weakref.ref[Any]"
     version: int
-    adapters: _Adapters
-    transport: WeightTransport
-    ticket: Ticket | None = None
-    is_sent: bool = False
-    stamp: WeightStamp | None = None  # on the leading rank
-
-    def is_of(self, source: Any) -> bool:
-        owner = self.owner()
-        return owner is not None and owner is source and bool(self.version == owner.base_version)
-
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        named: Iterator[tuple[str, Any]] = self.adapters.source.named_base_weights(dtype)
-        return named
+    named_weights: Callable[..., Iterator[tuple[str, Any]]]
 
 
 class AdapterTransport:
@@ -199,7 +171,11 @@ class AdapterTransport:
         self.settings = settings
         self._make, self._whole = make, make(settings)
         self._parts: dict[str, WeightTransport] = {}
-        self._base: _Base | None = None
+        self._owner: Callable[[], Any] = lambda: None  # the source of model and adapters
+        self._model = self._adapters = _PartialSource(-1, lambda dtype=None: iter(()))
+        self._model_ticket: Ticket | None = None
+        self._model_stamp: WeightStamp | None = None  # on the leading rank
+        self._is_model_sent = False
         self._received: tuple[str, WeightSnapshot] | None = None
 
     def _part(self, name: str) -> WeightTransport:
@@ -207,43 +183,45 @@ class AdapterTransport:
             self._parts[name] = self._make(replace(self.settings, channel=f"{self.settings.channel}-{name}"))
         return self._parts[name]
 
-    # -- the sender ---------------------------------------------------------------------------------------------------
+    def _has_model_of(self, source: Any) -> bool:
+        return self._owner() is source and bool(self._model.version == source.base_version)
 
     def offer(self, source: WeightSource) -> Ticket:
         scale = getattr(source, "adapter_scale", None)
         if scale is None:
             return self._whole.offer(source)
-        base = self._base
-        if base is None or not base.is_of(source):
+        owner: Any = source
+        if not self._has_model_of(owner):
             if _MODEL in self._parts:
                 self._parts.pop(_MODEL).close()
-            owner: Any = source
-            base = _Base(weakref.ref(owner), owner.base_version, _Adapters(owner), self._part(_MODEL))
-            self._base = base
-        keeps: Callable[[Ticket], bool] = getattr(base.transport, "keeps", lambda ticket: True)
-        if base.ticket is None or not base.is_sent or not keeps(base.ticket):  # receivers could not get it
-            base.ticket, base.is_sent = base.transport.offer(base), False
-        return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
+            proxy, self._owner, self._model_ticket = weakref.proxy(owner), weakref.ref(owner), None
+            self._model = _PartialSource(owner.base_version, lambda dtype=None: proxy.named_base_weights(dtype))
+            self._adapters = _PartialSource(owner.version, lambda dtype=None: proxy.named_adapters())
+        self._adapters.version = owner.version
+        model = self._part(_MODEL)
+        keeps: Callable[[Ticket], bool] = getattr(model, "keeps", lambda ticket: True)
+        if self._model_ticket is None or not self._is_model_sent or not keeps(self._model_ticket):
+            self._model_ticket, self._is_model_sent = model.offer(self._model), False
+        return replace(self._part(_ADAPTERS).offer(self._adapters), base=self._model_ticket, scale=scale)
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         if ticket.base is None:
             return self._whole.send(ticket, source)
-        base = self._base
-        if base is None or not base.is_of(source):
+        owner: Any = source
+        if not self._has_model_of(owner):
             raise WeightSyncError(f"{ticket} was offered, but the source has another model under its adapters now")
-        is_new = base.adapters.source.any_rank(not base.is_sent)
+        self._adapters.version = owner.version
+        is_new = owner.any_rank(not self._is_model_sent)
         try:
             if is_new:
-                base.is_sent = False
-                base.stamp = base.transport.send(ticket.base, base)
-                base.is_sent = True
+                self._is_model_sent = False
+                self._model_stamp = self._part(_MODEL).send(ticket.base, self._model)
+                self._is_model_sent = True
         finally:  # after a failure, too: it is a collective
-            stamp = self._part(_ADAPTERS).send(ticket, base.adapters)
-        if stamp is None or base.stamp is None:
+            stamp = self._part(_ADAPTERS).send(ticket, self._adapters)
+        if stamp is None or self._model_stamp is None:
             return None  # this rank does not lead
-        return adapted_stamp(base.stamp, stamp, ticket.scale)
-
-    # -- the receivers ------------------------------------------------------------------------------------------------
+        return adapted_stamp(self._model_stamp, stamp, ticket.scale)
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         if ticket.base is None:
@@ -265,7 +243,7 @@ class AdapterTransport:
         with ExitStack() as stack:
             for transport in (self._whole, *self._parts.values()):
                 stack.callback(transport.close)
-        self._parts, self._base, self._received = {}, None, None
+        self._parts, self._owner, self._received = {}, lambda: None, None
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
