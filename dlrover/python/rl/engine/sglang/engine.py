@@ -136,7 +136,13 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         with ExitStack() as owned:
             folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
             self._exchange = Path(owned.enter_context(folder))
-            self._server = owned.enter_context(closing(_connect(self._model, settings, options, self._exchange)))
+            if options.url is None:
+                flags = launch_arguments(self._model, settings, options)
+                server = SglangServer.start(flags, self._exchange, options.timeout_s, device_environment(settings))
+            else:
+                server = SglangServer(options.url, timeout_s=options.timeout_s)
+            self._server = owned.enter_context(closing(server))
+            server.wait_until_up(options.start_timeout_s)
             limits = self._server.call("GET", "/get_server_info")
             cache_bytes = int(limits["max_total_num_tokens"]) * count_cache_bytes_per_token(self._lm, self._dtype)
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
@@ -187,8 +193,6 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             if not is_answered and not call.cancel():
                 with suppress(EngineError):
                     self._server.call("POST", "/abort_request", {"rid": names[number]}, _ABORT_TIMEOUT_S)
-
-    # -- weights and memory -------------------------------------------------------------------------------------------
 
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
         """Verify and load new weights; while the engine is offloaded, only write their folder."""
@@ -269,17 +273,6 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
-
-
-def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exchange: Path) -> SglangServer:
-    if options.url is None:
-        flags = launch_arguments(model, settings, options)
-        return SglangServer.start(
-            flags, exchange, options.start_timeout_s, options.timeout_s, device_environment(settings)
-        )
-    server = SglangServer(options.url, timeout_s=options.timeout_s)
-    server.wait_until_up(options.start_timeout_s)
-    return server
 
 
 def _generate_body(name: str, running: RunningRequest, max_tokens: int, eos_ids: Sequence[int]) -> dict[str, Any]:

@@ -45,15 +45,9 @@ class SglangServer:
         self._client = httpx.Client(base_url=self.url, limits=_LIMITS, trust_env=False)
 
     @classmethod
-    def start(
-        cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float, env: Mapping[str, str]
-    ) -> "SglangServer":
-        """Start a server on a free TCP port of this node and wait until it answers. Once this process ends, however it
-        does, the server ends and ``folder`` is removed.
-
-        Raises:
-            EngineError: SGLang is not installed, or the server ended or did not answer in time.
-        """
+    def start(cls, arguments: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str]) -> "SglangServer":
+        """Start a server on a free TCP port of this node. Once this process ends, however it does, the server ends and
+        ``folder`` is removed. Raises EngineError if SGLang is not installed."""
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("sglang is not installed here: give the option 'url', the URL of its server")
         with socket.socket() as free:
@@ -63,15 +57,10 @@ class SglangServer:
         launch = [sys.executable, "-m", "sglang.launch_server", *listen, *arguments]
         keeper = [sys.executable, "-m", _KEEPER, str(folder), *launch]
         process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True, env=dict(env))
-        server = cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
-        try:
-            server.wait_until_up(start_timeout_s)
-        except BaseException:
-            server.close()
-            raise
-        return server
+        return cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
 
     def wait_until_up(self, timeout_s: float) -> None:
+        """Wait until the server answers. Raises EngineError if it ends, or does not answer in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             note_progress()

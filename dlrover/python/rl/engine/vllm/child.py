@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,6 @@ import numpy as np
 from dlrover.python.rl.common.errors import DLRoverRLError, EngineDied, EngineError
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, tensor_bytes
-from dlrover.python.rl.engine.memory.device_memory import Kind
-from dlrover.python.rl.engine.rollout.requests import RunningRequest
 
 if TYPE_CHECKING:
     from dlrover.python.rl.engine.vllm.runner import RestartingRunner, SleepingRunner
@@ -117,34 +115,21 @@ class ChildRunner:
     def runner(self) -> "ChildRunner":
         return self
 
-    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
-        self._call("submit", name, running, list(eos_ids))
-
-    def step(self) -> list[tuple[str, int, float]]:
-        tokens: list[tuple[str, int, float]] = self._call("step")
-        return tokens
-
-    def abort(self, names: Sequence[str]) -> None:
-        self._call("abort", list(names))
-
-    def cache_bytes(self) -> int:
-        return int(self._call("cache_bytes"))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method that calls the runner there: ``submit``, ``step``, ``abort``, ``wake``, ``sleep``..."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
 
     def load(self, weights: WeightSnapshot) -> None:
         with share_weights(weights) as shared:
             self._call("load", shared)
 
-    def wake(self, kind: Kind) -> None:
-        self._call("wake", kind)
-
-    def sleep(self, keep_weights: bool) -> None:
-        self._call("sleep", keep_weights)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self._calls += 1
         try:
             with self._whole_message():
-                self._connection.send((self._calls, method, arguments))
+                self._connection.send((self._calls, method, arguments, options))
             value, error = self._await_answer(time.monotonic() + _SLOW_S.get(method, 0.0))
         except (EOFError, OSError) as broken:
             self.close()
@@ -190,7 +175,7 @@ def serve(connection: Connection) -> None:
     offloadable: Any = None
     while True:
         try:
-            number, method, arguments = connection.recv()  # waits: for the owner; its end closes the connection
+            number, method, arguments, options = connection.recv()  # waits: for the owner, or its end
         except EOFError:
             return
         value: Any = None
@@ -202,7 +187,7 @@ def serve(connection: Connection) -> None:
                 offloadable.load(arguments[0].open())
             else:
                 target = offloadable if method in ("wake", "sleep") else offloadable.runner
-                value = getattr(target, method)(*arguments)
+                value = getattr(target, method)(*arguments, **options)
         except DLRoverRLError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner

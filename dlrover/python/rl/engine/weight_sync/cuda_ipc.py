@@ -67,8 +67,6 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         self._name = ""
         self._opened_of, self._opened = "", dict[str, Any]()  # memory of a sender in another process, by its id
 
-    # -- the sender ---------------------------------------------------------------------------------------------------
-
     def _address(self) -> dict[str, Any]:
         if self._stop_server is None:
             self._name = f"dlrover-weights-{uuid4().hex}"
@@ -83,8 +81,6 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
                 buffer.flat[offset : offset + len(piece)].copy_(piece)
             buffer.seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
             return buffer.seal.stamp
-
-    # -- the receivers ------------------------------------------------------------------------------------------------
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """Raise WeightsLost if the sender lacks the weights or does not answer, and EngineError if its memory cannot be
@@ -157,9 +153,6 @@ def _identify(device: str) -> str:
     if torch.device(device).type != "cuda":
         return "of the host"
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-# -- the memory --------------------------------------------------------------------------------------------------------
 
 
 def shares_memory(device: str) -> bool:

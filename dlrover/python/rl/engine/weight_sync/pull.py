@@ -104,8 +104,6 @@ class PullTransport(KeepingSender[WeightFile]):
         except OSError as error:
             raise WeightsLost(f"{ticket} cannot be fetched: {error}") from error
 
-    # -- from this host -----------------------------------------------------------------------------------------------
-
     def _map(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
         """Map the pages of the process at the other end, which has the ticket's weights or receives them."""
         with connection:
@@ -149,8 +147,6 @@ class PullTransport(KeepingSender[WeightFile]):
             else:
                 timer.pause()
         return weights.snapshot(ticket, tally.crcs)
-
-    # -- from another host --------------------------------------------------------------------------------------------
 
     def _receive_from_afar(self, ticket: Ticket) -> WeightSnapshot:
         """Map the pages that another receiver of this host fetches; if there is none, fetch the weights for all."""

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, WeightSyncError
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import lies_in, parse, salvage
+from dlrover.python.rl.config.typed import lies_in, salvage
 from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
 from dlrover.python.rl.engine.weight_sync.base import (
     ALIGN,
@@ -57,11 +57,6 @@ class WeightSyncOptions:
     timeout_s: Annotated[float, Gt(0.0)] | None = None
     """Longest wait for the other side without progress; None: 60 s for ``broadcast``, which waits for its receivers,
     5 s for the other built-in transports."""
-
-
-def validate_transport_options(options: Mapping[str, Any]) -> list[ConfigError]:
-    """Check the options without looking at this machine."""
-    return parse(WeightSyncOptions, dict(options), "config.engine.weight_sync_options")[1]
 
 
 def validate_transport(
