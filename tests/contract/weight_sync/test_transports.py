@@ -137,8 +137,14 @@ def test_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wir
     [
         (lambda weights: weights.pop("norm"), "has nothing where it offered 'norm'"),
         (lambda weights: weights.update(more=torch.zeros(2)), r"has 'more' float32\[2\] where it offered nothing"),
-        (lambda weights: weights.update(norm=torch.zeros(4)), r"'norm' float32\[4\] where it offered 'norm' float32\[3\]"),
-        (lambda weights: weights.update(norm=weights["norm"].double()), r"'norm' float64\[3\] where it offered 'norm' float32"),
+        (
+            lambda weights: weights.update(norm=torch.zeros(4)),
+            r"'norm' float32\[4\] where it offered 'norm' float32\[3\]",
+        ),
+        (
+            lambda weights: weights.update(norm=weights["norm"].double()),
+            r"'norm' float64\[3\] where it offered 'norm' float32",
+        ),
     ],
 )
 def test_a_source_that_changes_after_its_offer_is_an_error_and_can_offer_anew(tmp_path, change, message):

@@ -84,7 +84,7 @@ def test_thought_tags_that_are_special_tokens_stay_in_the_text():
 
 def test_a_stop_string_that_no_text_contains_is_refused():
     RULES.check(SamplingParams(stop=("X", TURN)))
-    with pytest.raises(EngineError, match="no completion ends with .* is a special token"):
+    with pytest.raises(EngineError, match="stop string .* has the special token"):
         RULES.check(SamplingParams(stop=(f"{TURN}\n",)))
 
 

@@ -85,7 +85,7 @@ class HandEngine:
     def _start(self, request: SlotRequest, workload: type, replicas: int | None = None) -> str:
         """Start the workers and return the kind of their devices."""
         session = current()
-        members = session.start(self, self._requested_name, self._kind, request, workload, replicas)
+        members = session.start(self, request, workload, replicas)
         self.name, self._members, self._session = members.name, members, session
         return session.slots[members.slots[0][0]].kind
 
@@ -204,16 +204,11 @@ class TrainEngine(HandEngine):
     def __init__(self, module: Any, executor: str = "fsdp2", *, merge: Merge = "list", name: str | None = None) -> None:
         super().__init__(name)
         if executor not in EXECUTORS:
-            raise EngineError(
-                f"'{executor}' does not run modules{hint(executor, EXECUTORS)}; deepspeed and megatron train the models"
-                " of jobs only"
-            )
+            raise EngineError(f"'{executor}' does not run modules{hint(executor, EXECUTORS)}")
         check_empty(module)
-        hidden = set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN)
-        if hidden:
-            raise EngineError(
-                f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
-            )
+        if hidden := set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN):
+            names = ", ".join(sorted(hidden))
+            raise EngineError(f"{type(module).__name__} has methods that the engine has itself: rename {names}")
         self._class, self._merge = type(module), _check_merge(merge)
         self._payload = cloudpickle.dumps(module)
         self._parallel = ParallelSizes()
@@ -349,25 +344,19 @@ class ModuleMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine, sizes = self.engine, self.engine._parallel
-        label = f"{engine.name}.{self.name}"
-        values, named, shares, split = split_arguments(
-            args, kwargs, engine.replicas, sizes.context_parallel_size, label
-        )
+        label, context = f"{engine.name}.{self.name}", sizes.context_parallel_size
+        values, named, shares, split = split_arguments(args, kwargs, engine.replicas, context, label)
         refs = engine._submit(self.name, *values, Shard(shares), split, **named)
         results = engine._gather(refs, self.timeout_s)[:: sizes.tensor_parallel_size]
-        stride = 1 if shares[0].sequences else sizes.context_parallel_size
+        stride = 1 if shares[0].sequences else context
         return merge(results[::stride], shares[::stride], self.merge)
 
 
 def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
     """Complete the sizes of a train engine (None for ``replicas``: as many as fit; for ``shards``: all replicas), and
     return the number of groups with a copy of the parameters each, and the slots of one group."""
-    sizes = {
-        "tensor_parallel_size": tensor,
-        "context_parallel_size": context,
-        "data_parallel_size": replicas,
-        "shards": shards,
-    }
+    names = "tensor_parallel_size", "context_parallel_size", "data_parallel_size", "shards"
+    sizes = dict(zip(names, (tensor, context, replicas, shards), strict=True))
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise SessionError(f"{name} is {size}: it must be positive")

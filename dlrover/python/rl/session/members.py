@@ -154,17 +154,9 @@ def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collec
         np.asarray(prompt[TOKENS] if TOKENS in prompt else encode_prompt(tokenizer, prompt[TEXT])) for prompt in dicts
     ]
     texts = {TEXT: [prompt.get(TEXT) for prompt in dicts]} if TEXT in columns else {}
-    return Batch(
-        {
-            "prompt_id": np.arange(first, first + len(rows), dtype=np.int64),
-            "tokens": Ragged.from_rows(rows, dtype=np.int64),
-            **texts,
-            **extra,
-        }
-    )
+    prompt_ids = np.arange(first, first + len(rows), dtype=np.int64)
+    return Batch({"prompt_id": prompt_ids, "tokens": Ragged.from_rows(rows, dtype=np.int64), **texts, **extra})
 
-
-# -- workers ---------------------------------------------------------------------------------------------------------
 
 VERB = "engine."
 

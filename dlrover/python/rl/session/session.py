@@ -90,9 +90,7 @@ class SlotTable:
         if owner in self._slots_of:
             raise SessionError(f"{owner} holds the slots {list(self._slots_of[owner])} already")
         if request.group < 1 or (request.groups is not None and request.groups < 1):
-            raise SessionError(
-                f"{owner} requests {request.groups} groups of {request.group} slots: both must be positive"
-            )
+            raise SessionError(f"{owner} requests {request.groups} x {request.group} slots: both must be positive")
         candidates = self.candidates(request)
         runs = [candidates]
         if request.one_node:
@@ -121,10 +119,8 @@ class SlotTable:
         remedy = "init(slots_per_node=N) takes more of each node"
         if request.nodes or request.apart_from:
             remedy = "only those on the requested nodes and apart from not_colocate_with count"
-        return (
-            f"{owner} requests {size} slots{where}; free are {list(candidates)} of {len(self.devices)} ({owners});"
-            f" {remedy}"
-        )
+        free = f"free are {list(candidates)} of {len(self.devices)} ({owners})"
+        return f"{owner} requests {size} slots{where}; {free}; {remedy}"
 
 
 def _slots_of(engines: Any) -> Slots | None:
@@ -132,9 +128,6 @@ def _slots_of(engines: Any) -> Slots | None:
         return None
     listed = engines if isinstance(engines, list | tuple) else [engines]
     return tuple(slot for engine in listed for slot in engine.slots)
-
-
-# -- sessions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,20 +160,12 @@ class Session:
     def free_slots(self) -> int:
         return len(self.table.free)
 
-    def start(  # noqa: PLR0913 - what a role group is
-        self,
-        engine: Any,
-        name: str | None,
-        kind: str,
-        request: SlotRequest,
-        workload: type,
-        replicas: int | None = None,
-    ) -> Members:
+    def start(self, engine: Any, request: SlotRequest, workload: type, replicas: int | None = None) -> Members:
         """Start a worker on each slot, with ``replicas`` sets of arguments for consecutive ranks; without ``replicas``
         one worker on each group. Thread safe. Raises SessionError or WorkloadStartError, and leaves no worker."""
         with self._lock:
-            if name is None:
-                name = next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
+            free_names = (name for n in itertools.count(1) if (name := f"{engine._kind}_{n}") not in self._engines)
+            name = next(free_names) if engine._requested_name is None else engine._requested_name
             if not is_role_name(name):
                 raise SessionError(f"'{name}' is no engine's name: use letters, digits and '_', first a letter")
             name = name.upper()

@@ -119,15 +119,9 @@ def count_tokens(value: Any) -> int:
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], replicas: int, context: int, label: str
 ) -> tuple[list[Any], dict[str, Any], list[CallShare], list[int | str]]:
-    """Split the arguments of one call into a set for each context rank of each replica.
-
-    Returns:
-        The positional and named arguments for a role group; each set's share of the rows, taken from the wrapped
-        argument with split sequences, or else with the most tokens; positions and names of the wrapped arguments.
-
-    Raises:
-        ShardError: two wrapped arguments have different numbers of rows.
-    """
+    """Split the arguments of one call into a set for each context rank of each replica. Returns positional and named
+    arguments for a role group; each set's share of the rows, taken from the wrapped argument with split sequences, or
+    else with the most tokens; and positions and names of the wrapped arguments."""
     split: list[int | str] = []
     shares: list[CallShare] = [WHOLE] * (replicas * context)
     divided: dict[int | str, Any] = {}
@@ -144,22 +138,16 @@ def split_arguments(
         parts = [share for _, share in pieces]
         if split and [share.rows for share in shares] != [share.rows for share in parts]:
             raise ShardError(f"{label}: {argument} has {parts[0].of} rows, another argument {shares[0].of}")
-        if not split or _weight_of(parts) > _weight_of(shares):
+        weights = [(each[0].sequences, sum(share.tokens for share in each)) for each in (shares, parts)]
+        if not split or weights[1] > weights[0]:
             shares = parts
         split.append(at)
         divided[at] = Shard([piece for piece, _ in pieces])
     return [divided[at] for at in range(len(args))], {name: divided[name] for name in kwargs}, shares, split
 
 
-def _weight_of(shares: Sequence[CallShare]) -> tuple[bool, int]:
-    return shares[0].sequences, sum(share.tokens for share in shares)
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
-
-
 def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> Any:
-    """Merge results, without the results of padding.
+    """Merge results, without the results of padding. Raises ShardError for results that cannot be merged in this way.
 
     Args:
         results: one for each replica, or for each rank that has a part of the sequences.
@@ -168,9 +156,6 @@ def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> An
             tensors, or dicts of them, weighted by tokens: by the entry ``tokens`` of a dict (which is summed), else by
             the tokens of the arguments. ``sum``: the same, added. ``rank0``: the first. All but ``list`` give None for
             a method that returns nothing.
-
-    Raises:
-        ShardError: the results cannot be merged in this way.
     """
     pairs = [(result, share) for result, share in zip(results, shares, strict=True) if share.rows or not share.of]
     values = [result for result, _ in pairs]

@@ -56,7 +56,7 @@ class Endpoints:
         self._open: dict[Route, WeightTransport] = {}
 
     def endpoint(self, route: Route) -> WeightTransport:
-        """Return this process's end of ``route``; close that of an earlier route between the same engines."""
+        """Return this process's end of ``route``, and close the end of an earlier route between the same engines."""
         if route in self._open:
             return self._open[route]
         for former in [former for former in self._open if former.name == route.name]:

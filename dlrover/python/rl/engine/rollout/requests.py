@@ -103,10 +103,7 @@ class FinishRules:
             if not stop:
                 raise EngineError("sampling.stop: a stop string is empty")
             if inside := [token for token in self._special if token in stop and token != stop]:
-                raise EngineError(
-                    f"no completion ends with {stop!r}: {inside[0]!r} is a special token, which is not part of the"
-                    f" text; {inside[0]!r} alone is a valid stop string"
-                )
+                raise EngineError(f"stop string {stop!r} has the special token {inside[0]!r}, which must be alone")
 
     def finish_reason(self, running: RunningRequest) -> Finish | None:
         """Return why the last token finished the request, or None if it did not."""
@@ -222,11 +219,8 @@ class RunningRequests:
             raise EngineError(f"{len(self)} requests run: advance until they have ended, or abort them")
         self.check(prompts.ragged("tokens"), sampling)
         pairs = zip(prompts.dense("prompt_id").tolist(), prompts.ragged("tokens"), strict=True)
-        requests = [
-            Request.fresh(identity, index, tokens)
-            for identity, tokens in pairs
-            for index in range(sampling.samples_per_prompt)
-        ]
+        indices = range(sampling.samples_per_prompt)
+        requests = [Request.fresh(prompt_id, index, tokens) for prompt_id, tokens in pairs for index in indices]
         return self._add([self._start(request, sampling, seed) for request in requests])
 
     def _add(self, added: Sequence[RunningRequest]) -> list[int]:

@@ -26,11 +26,8 @@ def sampling_key(sampling: SamplingParams) -> tuple[Any, ...]:
 
 def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, Any]:
     """Sample a token for each row of ``logits`` ``[batch, vocab]`` by inverting the cumulative distribution, which is
-    summed in float64. ``uniform`` is float64 ``[batch]`` in [0, 1); temperature 0 is greedy, without a cut.
-
-    Returns:
-        Token ids int64 ``[batch]`` and log-probs float32 ``[batch]``, NaN where the logits are not finite.
-    """
+    summed in float64. ``uniform`` is float64 ``[batch]`` in [0, 1); temperature 0 is greedy, without a cut. Returns
+    token ids int64 ``[batch]`` and log-probs float32 ``[batch]``, NaN where the logits are not finite."""
     cooled = logits if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
     policy = torch.log_softmax(cooled, dim=-1, dtype=torch.float32)
     sampled = policy

@@ -30,10 +30,6 @@ def rounded_capacity(length: int) -> int:
 
 
 INFO = EngineInfo(
-    TorchOptions,
-    divides=(),
-    masks_unknown_ids=True,
-    adds_adapters=True,
-    deterministic_on=("cpu",),
+    TorchOptions, divides=(), masks_unknown_ids=True, adds_adapters=True, deterministic_on=("cpu",),
     find_model_fault=by_library(find_state_fault),
-)
+)  # fmt: skip

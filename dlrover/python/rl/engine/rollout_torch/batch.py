@@ -33,11 +33,9 @@ ADMIT_SHARE = 16
 
 
 class Scheduler:
-    """Requests by number, waiting in order or active in rows 0, 1, 2, ... without a gap.
-
-    Older groups of rows precede newer ones: a freed row gets the oldest request of the next group, whose row is filled
-    in the same way, and waiting requests get the last rows. A few moves keep rows of similar length adjacent.
-    """
+    """Requests by number, waiting in order or active in rows 0, 1, 2, ... without a gap. Older groups of rows precede
+    newer ones: a freed row gets the oldest request of the next group, whose row is filled in the same way, and waiting
+    requests get the last rows. A few moves keep rows of similar length adjacent."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows  # maximum of active requests
@@ -91,7 +89,7 @@ class _Step:
 
     def __init__(self, draws: Sequence[_Draw], logits: Any) -> None:
         chosen = [
-            choose(logits if rows is None else logits[rows], sampling, uniform) for _, sampling, uniform, rows in draws
+            choose(logits if rows is None else logits[rows], params, uniform) for _, params, uniform, rows in draws
         ]
         self._numbers = [numbers for numbers, *_ in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
@@ -123,12 +121,10 @@ def _to_host(tensor: Any) -> Any:
 
 
 class ContinuousBatch:
-    """Runs the decoder for the running requests.
-
-    A step reads the last token of each active sequence, and the prompts of newly admitted requests; then all get their
-    next token. At most ``rows`` sequences are decoded and ``prefill_tokens``, padding included, read at a time, both in
-    the context ``computing``. With ``runs_ahead`` the next step begins before the tokens of the last are processed.
-    """
+    """Runs the decoder for the running requests. A step reads the last token of each active sequence, and the prompts
+    of newly admitted requests; then all get their next token. At most ``rows`` sequences are decoded and
+    ``prefill_tokens``, padding included, read at a time, both in the context ``computing``. With ``runs_ahead`` the
+    next step begins before the tokens of the last are processed."""
 
     def __init__(  # noqa: PLR0913 - a collaborator and two limits
         self,

@@ -28,11 +28,9 @@ _ALIGNMENT = 64
 
 class WeightStore:
     """The weights of one engine, by their names in a Hugging Face checkpoint; floating-point tensors have ``dtype``.
-
     All weights of a dtype are views of one flat tensor, which offload moves. The tensors of a group have equal trailing
     dimensions and are contiguous: :meth:`fused` returns them as one. A copy stays in host memory, page-locked for CUDA,
-    while the weights are on the device: until new ones are written, :meth:`cpu` copies nothing.
-    """
+    while the weights are on the device: until new ones are written, :meth:`cpu` copies nothing."""
 
     def __init__(
         self, groups: Iterable[Sequence[tuple[str, Any]]], dtype: Any, memory: DeviceMemory, owner: str
@@ -164,12 +162,10 @@ Past = list[tuple[Any, Any]]
 
 
 class HuggingFaceDecoder:
-    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence of up to ``capacity`` tokens each. It runs the
-    model itself, whose weights move to a store; ``FusedDecoder`` has the same methods.
-
-    Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies: slower than
-    ``FusedDecoder``, but correct for all masks and positions. Weights and cache may fill ``share`` of the device.
-    """
+    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence of up to ``capacity`` tokens each. Its weights
+    move to a store. Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies:
+    slower than ``FusedDecoder``, which has the same methods, but correct for all masks and positions. Weights and cache
+    may fill ``share`` of the device."""
 
     def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
         model = lm.model

@@ -31,7 +31,7 @@ _MIN_SAVING = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Cache entries that a further segment must save: three more operations take as long as reading them."""
 
 _ALIGNED = 16
-"""CUDA's attention copies a mask in each layer unless its rows begin at multiples of so many entries."""
+"""CUDA's attention copies a mask in each layer unless its rows begin at multiples of 16 entries."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,10 @@ def is_supported(lm: CausalLM) -> bool:
     slides = getattr(config, "sliding_window", None) is not None
     if kinds is not None:
         slides = any(kind != "full_attention" for kind in kinds)
-    if config.model_type not in _FAMILIES or config.hidden_act != "silu":
+    if slides or config.model_type not in _FAMILIES or config.hidden_act != "silu":
         return False
-    if config.rope_parameters.get("rope_type", "default") not in _ROTARIES or slides:
-        return False
-    groups = list(_groups(config.num_hidden_layers, names))
-    return {name for group in groups for name in group} == names
+    has_rotary = config.rope_parameters.get("rope_type", "default") in _ROTARIES
+    return has_rotary and {name for group in _groups(config.num_hidden_layers, names) for name in group} == names
 
 
 def _groups(layers: int, names: set[str]) -> Iterator[tuple[str, ...]]:
@@ -374,9 +372,8 @@ class FusedDecoder:
         if part.values is None:
             return torch.bmm(weights, values)
         # A CPU's kernel for weighted sums of rows prefetches; the product takes two to three times as long.
-        summed = torch.embedding_bag(
-            self._slots.flat[index], part.values, part.begins, per_sample_weights=weights.view(-1)
-        )
+        flat = self._slots.flat[index]
+        summed = torch.embedding_bag(flat, part.values, part.begins, per_sample_weights=weights.view(-1))
         return summed[0].view_as(queries)
 
     def _attend_sequences(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -386,9 +383,8 @@ class FusedDecoder:
         cos, sin = rotations
         heads = self._heads(layer, self._rms_norm(hidden, layer.before), (cos[:, None], sin[:, None])).transpose(1, 2)
         queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
-        )
+        grouped = shape.heads != shape.kv_heads
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
         return attended.transpose(1, 2).flatten(2), torch.stack([keys, values])
 
     def _feed_forward(self, layer: _Layer, hidden: Any) -> None:

@@ -45,12 +45,10 @@ _ROWS = 2
 
 
 class ReadBack:
-    """Compares the weights of a server, which computes in ``dtype`` on ``ranks`` ranks, with a folder, by tensor.
-
-    SGLang returns tensors by name for few architectures: Llama and its extensions (Mistral, Phi-3), OPT, Granite and
-    EXAONE 4. Its checksums are of merged, padded and split tensors, and cannot be compared. Tensors that cannot be read
-    are not compared; a warning says so once.
-    """
+    """Compares the weights of a server, which computes in ``dtype`` on ``ranks`` ranks, with a folder. SGLang returns
+    tensors by name for few architectures: Llama and its extensions (Mistral, Phi-3), OPT, Granite and EXAONE 4. Its
+    checksums are of merged, padded and split tensors, and cannot be compared. Tensors that cannot be read are not
+    compared; a warning says so once."""
 
     def __init__(self, server: SglangServer, lm: CausalLM, dtype: torch.dtype, ranks: int) -> None:
         self._server, self._dtype = server, dtype
@@ -84,11 +82,8 @@ class ReadBack:
             candidates = [name for name in names if not any(part in name for part in self._misread)]
             readable = [name for name in candidates if self._read(name) is not None]
         if len(readable) < len(names):
-            _LOG.warning(
-                "SGLang cannot read back %d of this model's %d tensors: their arrival is not verified",
-                len(names) - len(readable),
-                len(names),
-            )
+            counts = len(names) - len(readable), len(names)
+            _LOG.warning("SGLang cannot read back %d of this model's %d tensors: they are not verified", *counts)
         return readable
 
     def _read(self, name: str) -> Any:
@@ -265,9 +260,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         except EngineError as error:
             raise WeightSyncError(f"the SGLang server did not load the weights: {error}") from error
         if folder is not None and (names := self._read_back.find_different(folder)):
-            raise WeightSyncError(
-                f"the SGLang server has other weights than it was sent: {', '.join(map(repr, names))}"
-            )
+            raise WeightSyncError(f"the SGLang server has other values of {', '.join(map(repr, names))}")
 
     def _remove_folder(self) -> None:
         if self._folder is not None:

@@ -52,10 +52,8 @@ def _as_engine_error(failure: str, refusal: type[EngineError] = EngineError) -> 
 
 
 class Runner:
-    """One vLLM engine, made from the fields of ``EngineArgs``; an ``EngineError`` if it does not start.
-
-    Engines without tensor parallelism share this process's group of ranks, which ends with the last of them.
-    """
+    """One vLLM engine, made from the fields of ``EngineArgs``; an ``EngineError`` if it does not start. Engines without
+    tensor parallelism share this process's group of ranks, which ends with the last of them."""
 
     _alive: ClassVar[set[int]] = set()
 
@@ -107,12 +105,8 @@ class Runner:
 
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place and read them back, while no request runs. Since compared tensors go to the device
-        again, the first load and one after a failure are compared in full, later ones an eighth at a time.
-
-        Raises:
-            WeightSyncError: tensors differ; names them.
-            EngineDied: vLLM itself has failed.
-        """
+        again, the first load and one after a failure are compared in full, later ones an eighth at a time. Raises
+        WeightSyncError, which names the different tensors, or EngineDied if vLLM itself has failed."""
         loads, self._loads = self._loads, 0
         part = (loads - 1) % READ_BACK_PARTS if loads else None
         with _as_engine_error(f"vLLM failed to load the weights of version {weights.version}", WeightSyncError):
@@ -175,11 +169,8 @@ def check_head_width(width: int) -> None:
 
 @contextmanager
 def _preserved_process_state() -> Iterator[None]:
-    """Set the environment for vLLM's start, and restore afterwards what the start changes.
-
-    vLLM writes environment variables such as ``LD_PRELOAD``, seeds all random states, and on a CPU makes
-    ``torch.set_num_threads`` fail.
-    """
+    """Set the environment for vLLM's start and restore the state that it changes: environment variables such as
+    ``LD_PRELOAD``, all random states, and on a CPU ``torch.set_num_threads``."""
     before = dict(os.environ)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in before})
@@ -196,11 +187,9 @@ def _preserved_process_state() -> Iterator[None]:
 
 
 class SleepingRunner:
-    """vLLM's sleep mode, for GPUs only; ``runner`` may be used while weights and cache are on the device.
-
-    Sleep of level 1 copies the weights to the host; level 2 copies nothing. An engine that has slept before keeps the
-    last snapshot instead of a copy: it sleeps at level 2, and loads the snapshot when it wakes.
-    """
+    """Frees a GPU by vLLM's sleep mode; ``runner`` may be used while weights and cache are on the device. Level 1 copies
+    the weights to the host; level 2 copies nothing. An engine that has slept before keeps the last snapshot instead of
+    a copy: it sleeps at level 2, and loads the snapshot when it wakes."""
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()

@@ -85,8 +85,8 @@ _dispatch = layers.dispatch_cpu_unquantized_gemm
 
 
 def _dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
-    """Let a linear layer on a CPU compute with its own weight, not with the packed copy that vLLM would make: that of a
-    tied head is not updated when weights are loaded again, and no copy can be read back."""
+    """Let a linear layer on a CPU compute with its own weight instead of vLLM's packed copy: a reload does not update
+    the copy of a tied head, and no copy can be read back."""
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:

@@ -51,10 +51,8 @@ _SHORT_PAUSES_FOR_S = 0.02
 
 
 class StallTimer:
-    """Pauses while another process works, briefly at first; raises after ``timeout_s`` without progress.
-
-    ``describe`` names what is missing; ``check_peer``, called occasionally, raises if the other process has ended.
-    """
+    """Pauses while another process works, briefly at first; raises after ``timeout_s`` without progress. ``describe``
+    names what is missing; ``check_peer``, called occasionally, raises if the other process has ended."""
 
     def __init__(
         self, timeout_s: float, describe: Callable[[], str], check_peer: Callable[[], None] = lambda: None
@@ -146,6 +144,11 @@ class Ticket:
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"
 
+    def check_whole(self) -> None:
+        """Raise WeightSyncError for a ticket of adapters without their model."""
+        if self.base is not None:
+            raise WeightSyncError(f"{self} has adapters alone: receive it with a transport of make_transport()")
+
 
 class Seal(NamedTuple):
     """Follows the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
@@ -211,11 +214,8 @@ class WeightTransport(Protocol):
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """Send the weights that ``ticket`` offers; all train ranks call it, and may repeat it after a failure. Returns
-        None on ranks that do not lead.
-
-        Raises:
-            WeightSyncError: the source's weights are not those offered, or the other side has ended.
-        """
+        None on ranks that do not lead. Raises WeightSyncError if the source has other weights than it offered, or the
+        other side has ended."""
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal. Raises
@@ -223,12 +223,6 @@ class WeightTransport(Protocol):
 
     def close(self) -> None:
         """Release everything; snapshots stay valid."""
-
-
-def refuse_adapters(ticket: Ticket) -> None:
-    """Raise WeightSyncError for a ticket of adapters without their model."""
-    if ticket.base is not None:
-        raise WeightSyncError(f"{ticket} has adapters alone: receive it with a transport of make_transport()")
 
 
 def waits_for_receivers(transport: Any) -> bool:
@@ -298,10 +292,8 @@ class SenderBase:
                 self._table = None
                 names = [each.name for each in ticket.table.entries]
                 nearest = hint(entry.name, names) if entry and not offered else ""
-                raise WeightSyncError(
-                    f"the source of version {ticket.version} has {entry or 'nothing'} where it offered"
-                    f" {offered or 'nothing'}{nearest}"
-                )
+                difference = f"{entry or 'nothing'} where it offered {offered or 'nothing'}{nearest}"
+                raise WeightSyncError(f"the source of version {ticket.version} has {difference}")
             flat = named[1].detach().contiguous().reshape(-1).view(torch.uint8)
             begin, end = start, _ = offer[1]
             while begin < end:
@@ -314,11 +306,8 @@ def assemble_snapshot(
     ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal, path: str = "", flat_at: int = 0
 ) -> WeightSnapshot:
     """Make a snapshot of the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal. The
-    bytes begin at ``flat_at`` in the open file ``path``, if any.
-
-    Raises:
-        WeightSyncError: names the tensors that differ, or both stamps where version, names, shapes or dtypes do.
-    """
+    bytes begin at ``flat_at`` in the open file ``path``, if any. Raises WeightSyncError, which names the tensors whose
+    bytes differ, or both stamps if version, names, shapes or dtypes do."""
     entries, spans = ticket.table.entries, ticket.table.spans()
     refusal = f"weights of {ticket} refused"
     pairs = zip(entries, crcs, seal.crcs, strict=False)  # if their lengths differ, the stamps do

@@ -330,11 +330,9 @@ def map_tensor(descriptor: int) -> Any:
 
 
 class MappedWeights:
-    """A receiver's view of a sender's pages, which no version overwrites while a view of ``flat`` lives.
-
-    ``descriptor`` has a shared lock on the file and is closed with the last view of ``flat``. ``maps`` keeps earlier
-    mappings by inode, since a new one costs as much as a copy.
-    """
+    """A receiver's view of a sender's pages, which no version overwrites while a view of ``flat`` lives. ``descriptor``
+    has a shared lock on the file and is closed with the last view of ``flat``. ``maps`` keeps earlier mappings by
+    inode, since a new one costs as much as a copy."""
 
     def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, HostPages]) -> None:
         self._descriptor, self._seal_at = descriptor, seal_offset(table)

@@ -37,7 +37,7 @@ from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, HostAr
 _SENDER_RANK = 0
 _POLL_S = 50e-6
 _NCCL_TIMEOUT_FACTOR = 10
-"""nccl's watchdog kills a process that waits too long: its limit is so many times the settings' timeout."""
+"""Limit of nccl's watchdog, which kills a process that waits too long, as a multiple of the settings' timeout."""
 
 
 class BroadcastTransport(SenderBase):
@@ -95,7 +95,7 @@ class BroadcastTransport(SenderBase):
         return assemble_snapshot(ticket, flat, crcs, Seal.unpack(self._on_host(seal).tobytes()))
 
     def _on_host(self, part: Any) -> Bytes:
-        """Return the bytes of a ``uint8`` tensor, those of a device in page-locked memory until the next call."""
+        """Return the bytes of a ``uint8`` tensor; a device's are in page-locked memory until the next call."""
         on_host = part
         if part.device.type != "cpu":
             if len(self._pinned) < len(part):
@@ -143,10 +143,8 @@ class BroadcastTransport(SenderBase):
         try:
             store.wait(keys, self._timeout)
         except dist.DistStoreError:
-            count, timeout_s = store.add("receivers", 0), self.settings.timeout_s
-            raise WeightSyncError(
-                f"{count} of {receivers} receivers of version {ticket.version} joined within {timeout_s:g} s"
-            ) from None
+            joined = f"{store.add('receivers', 0)} of {receivers} receivers of version {ticket.version} joined"
+            raise WeightSyncError(f"{joined} within {self.settings.timeout_s:g} s") from None
         members = frozenset(store.get(key) for key in keys)
         name = self._group.name if self._members == members else uuid4().hex
         self._members = members

@@ -34,14 +34,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightsLost
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync import weight_server
-from dlrover.python.rl.engine.weight_sync.base import (
-    Pieces,
-    Seal,
-    SyncSettings,
-    Ticket,
-    assemble_snapshot,
-    refuse_adapters,
-)
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SyncSettings, Ticket, assemble_snapshot
 from dlrover.python.rl.engine.weight_sync.buckets import DeviceBuffer, device_fingerprints, map_tensor
 from dlrover.python.rl.engine.weight_sync.weight_server import KeepingSender, PublishedVersions
 
@@ -86,7 +79,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         """Raise WeightsLost if the sender lacks the weights or does not answer, and EngineError if its memory cannot be
         opened here; else see ``WeightTransport``. The snapshot is in the sender's memory on the device, which is not
         overwritten while there are references to it."""
-        refuse_adapters(ticket)
+        ticket.check_whole()
         here = _identify(self.settings.device)
         if ticket.address["device"] != here:
             raise EngineError(

@@ -36,7 +36,6 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     assemble_snapshot,
-    refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, copy_to_host, reserve, try_lock
 
@@ -156,7 +155,7 @@ class DiskTransport(SenderBase):
                     yield path
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        refuse_adapters(ticket)
+        ticket.check_whole()
         path, size = self._path(ticket.id), ticket.table.nbytes + Seal.size(ticket.table)
         with self._naming_folder("read from"):
             self._wait_for(ticket, path)

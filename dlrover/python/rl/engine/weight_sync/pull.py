@@ -41,7 +41,6 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     WeightSource,
-    refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.weight_server import KeepingSender, PublishedVersions
@@ -92,7 +91,7 @@ class PullTransport(KeepingSender[WeightFile]):
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """Raise WeightsLost if the sender lacks the weights, or does not answer; else see ``WeightTransport``."""
-        refuse_adapters(ticket)
+        ticket.check_whole()
         try:
             if not self._maps_pages:
                 return self._fetch(ticket)

@@ -151,8 +151,7 @@ class AdapterTransport:
           the adapters of version 7    ------------->     added to it, tensor by tensor, when the engine loads them
           the adapters of version 8    ------------->
 
-    A 7 B model has 15 GB in bf16, its adapters of rank 16 have 0.2 GB in float32. A source with adapters has, besides
-    ``named_weights``:
+    A source with adapters has, besides ``named_weights``:
 
     - ``adapter_scale``: the factor of ``up @ down``; None if it has no adapters to send alone.
     - ``base_version``: differs, on all train ranks, once the weights under the adapters may have changed.

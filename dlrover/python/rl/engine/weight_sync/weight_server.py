@@ -184,9 +184,8 @@ def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return process id and user of the other end, on this host."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
     return int(process), int(user)
 
 
