@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +92,7 @@ class HandEngine:
     def _open(self, *arguments: Any) -> None:
         """Construct the engine in each process; after a failure no process is left."""
         try:
-            self._ask("engine.open", *arguments)
+            self._call("engine.open", *arguments)
         except BaseException:
             self.release()
             raise
@@ -107,8 +107,6 @@ class HandEngine:
         if self._members is None:
             raise SessionError(f"{self.name} is not built: call build() before {use}")
         return self._members
-
-    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
         """Submit a call to every rank; only a ``Shard`` is divided."""
@@ -139,40 +137,35 @@ class HandEngine:
             self._failed = list(refs)
             raise
 
-    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         return self._gather(self._submit(method, *args), timeout_s)
-
-    # -- where the tensors are ----------------------------------------------------------------------------------------
 
     def cpu(self) -> None:
         """Move the tensors to host memory and free the devices; a key-value cache is dropped."""
-        self._ask("engine.cpu")
+        self._call("engine.cpu")
 
     def cuda(self, *parts: Part) -> None:
         """Bring the tensors back to the devices: all, or only ``"weights"`` or ``"kv_cache"``."""
         for part in parts or ("all",):
-            self._ask("engine.cuda", part)
+            self._call("engine.cuda", part)
 
     def meta(self) -> None:
         """Release all tensors, on devices and hosts. New weights bring the engine back: ``cuda()``, then a sync."""
-        self._ask("engine.meta")
+        self._call("engine.meta")
 
     def device(self) -> str | list[str]:
         """Return the place of the weights, or a list if ranks differ: ``"cpu"``, ``"meta"``, or ``"cuda"``, even where
         the host stands in for a device."""
-        devices = [str(device) for device in self._ask("engine.place")]
+        devices = [str(device) for device in self._call("engine.place")]
         return devices[0] if len(set(devices)) == 1 else devices
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes on the device by kind, for each rank."""
-        return self._ask("engine.footprint")
+        return self._call("engine.footprint")
 
     def release_memory_cache(self) -> None:
         """Free the memory that the allocators cache on the devices."""
-        self._ask("engine.release_cache")
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
+        self._call("engine.release_cache")
 
 
 EXECUTORS = ("fsdp2",)
@@ -276,15 +269,15 @@ class TrainEngine(HandEngine):
 
     def train(self, mode: bool = True) -> None:
         """Put the module into training mode, in which ``build`` leaves it, on every rank."""
-        self._ask("engine.train", mode)
+        self._call("engine.train", mode)
 
     def eval(self) -> None:
         """Put the module into evaluation mode on every rank."""
-        self._ask("engine.train", False)
+        self._call("engine.train", False)
 
     @property
     def training(self) -> bool:
-        return bool(self._ask("engine.in_training")[0])
+        return bool(self._call("engine.in_training")[0])
 
     def p2p_weight_sync(
         self,
@@ -311,7 +304,7 @@ class TrainEngine(HandEngine):
         source, target = self._running("a weight sync"), other._running("a weight sync")
         session = self._session
         route = choose_route(source, target, session, way, folder)
-        ticket = self._ask("engine.offer", route, timeout_s=timeout_s)[0]
+        ticket = self._call("engine.offer", route, timeout_s=timeout_s)[0]
         sends = self._submit("engine.send", ticket, route)
         takes = other._submit("engine.take", ticket, route)
         stamps = session.gather([*sends, *takes], timeout_s)
@@ -323,11 +316,11 @@ class TrainEngine(HandEngine):
 
     def save(self, path: str | Path) -> None:
         """Write the module's exported weights atomically, a Hugging Face model in its format; rank 0 writes."""
-        self._ask("engine.save", Path(path).absolute())
+        self._call("engine.save", Path(path).absolute())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's exported weights by name, in this process: for inspection, not for weight sync."""
-        weights = self._ask("engine.publish")[0]
+        weights = self._call("engine.publish")[0]
         return {name: torch.clone(weights.tensor(name)) for name in weights.buffers}
 
 
@@ -385,8 +378,6 @@ def _check_merge(merge: Merge) -> Merge:
         raise SessionError(f"unknown merge '{merge}'{hint(merge, MERGES)}")
     return merge
 
-
-# -- generation -------------------------------------------------------------------------------------------------------
 
 ALIASES = {"hf": "torch"}
 """Other names of executors."""
@@ -498,9 +489,5 @@ class InferenceEngine(HandEngine):
         parts = [(start, rows[start:stop]) for start, stop in pairwise(cuts)]
         refs = self._submit("engine.generate", Shard(parts), sampling, seeds)
         batches = self._session.gather(refs, timeout_s)
-        return [
-            output
-            for (start, part), batch in zip(parts, batches, strict=True)
-            if part
-            for output in as_outputs(part, start, batch)
-        ]
+        shares = [as_outputs(part, start, batch) for (start, part), batch in zip(parts, batches, strict=True) if part]
+        return list(chain.from_iterable(shares))

@@ -93,10 +93,8 @@ def as_outputs(prompts: Sequence[Any], first: int, completions: Batch) -> list[R
 def as_sampling(values: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     """Parse a script's sampling parameters, some of which have vLLM's names, too. Raises EngineError for an unknown
     key (names the nearest), a repeated key, or a wrong value."""
-    if values is None:
-        return SamplingParams()
-    if isinstance(values, SamplingParams):
-        return values
+    if values is None or isinstance(values, SamplingParams):
+        return values or SamplingParams()
     if not isinstance(values, Mapping):
         raise EngineError(f"sampling parameters are a dict or SamplingParams, not {type(values).__name__}")
     fields = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -246,9 +246,8 @@ def init(
     log_to_driver: bool = True,
     timeout_s: float = 300.0,
 ) -> Session:
-    """Begin a session: start Ray on this machine, or join a cluster, and find the devices.
-
-    A slot is a GPU, or on a cluster without GPUs a logical device, by default one for each core.
+    """Begin a session: start Ray on this node, or join a cluster, and find the devices. A slot is a GPU, or without
+    GPUs a logical device, by default one for each core.
 
     Args:
         address: of a running Ray cluster (``"auto"``, ``"host:port"``); None starts one on loopback, which ends with

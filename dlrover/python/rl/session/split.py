@@ -46,10 +46,8 @@ def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> li
     if rows == 0:
         raise ShardError(f"{label} has no rows for {replicas} model replicas")
     if rows is not None and 0 < rows < replicas and not value.pad:
-        raise ShardError(
-            f"{label} has {rows} row{'' if rows == 1 else 's'} for {replicas} model replicas: "
-            "NeedParallel(..., pad=True) leaves some without a row"
-        )
+        count = f"{rows} row{'' if rows == 1 else 's'} for {replicas} model replicas"
+        raise ShardError(f"{label} has {count}: NeedParallel(..., pad=True) leaves some without a row")
     real = replicas if rows is None else max(min(rows, replicas), 1)
     pieces = split(value.value, real, label)
     padding = split(value.value, rows, label)[-1] if real < replicas and rows else None

@@ -45,7 +45,7 @@ class Route:
     name: str  # of sender and receiver
     sinks: int  # ranks that receive
     at: str = ""  # address of the sender's node for a broadcast, folder of files
-    by_host: bool = False  # broadcast host memory
+    by_host: bool = False  # broadcast by gloo, from host to host
 
 
 class Endpoints:

@@ -25,7 +25,6 @@ from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, HuggingFaceDecoder, Ids, Prefix, to_device
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
 
-Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 Decoder: TypeAlias = HuggingFaceDecoder | FusedDecoder
 
 ADMIT_SHARE = 16
@@ -132,7 +131,7 @@ class ContinuousBatch:
         decoder: Decoder,
         rows: int,
         prefill_tokens: int,
-        computing: Computing,
+        computing: Callable[[], AbstractContextManager[None]],
         runs_ahead: bool = False,
     ) -> None:
         self._requests, self._decoder, self._computing = requests, decoder, computing

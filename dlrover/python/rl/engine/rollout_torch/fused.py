@@ -41,9 +41,9 @@ class Segment:
     start: int
     stop: int
     longest: int  # tokens of the longest row
-    bias: Any
-    """``[rows * kv_heads, 1, longest]``, added to the scores to mask entries beyond each row's end; None if all rows
-    are equally long."""
+    bias: (
+        Any  # added to scores to mask entries beyond a row's end, `[rows * kv_heads, 1, longest]`; None: needs no mask
+    )
     values: Any  # on a CPU: indices of the values that each query reads, int32 `[rows * heads * longest]`
     begins: Any  # where each query's indices begin in `values`, int32 `[rows * heads]`
 
@@ -179,8 +179,7 @@ class _Shape:
     kv_heads: int
     head_dim: int
     eps: float
-    means: tuple[Any, Any] | None
-    """On a CPU in float32: ``eps`` as ``[1, 1]``, and the ``[width, 1]`` whose product with squares is their mean."""
+    means: tuple[Any, Any] | None  # on a CPU in float32: `eps` `[1, 1]`, and `[width, 1]`, with squares their mean
 
 
 @dataclass(frozen=True, eq=False)

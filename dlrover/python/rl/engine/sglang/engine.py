@@ -24,14 +24,9 @@ from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.model.spec import (
-    count_cache_bytes_per_token,
-    count_weight_bytes,
-    get_head_width,
-    load_meta_causal_lm,
-)
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.server import RequestRefused, SglangServer
@@ -59,7 +54,7 @@ class ReadBack:
         config = lm.model.config.get_text_config()
         heads = int(config.num_attention_heads)
         key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        is_usual = get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
+        is_usual = spec.get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
         self._misread = () if is_usual else (".k_proj.", ".v_proj.")
         self._names: list[str] | None = None  # of the tensors that can be read, once that is tried
 
@@ -101,8 +96,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     SGLang samples by seed and position here, so a sample depends neither on its batch nor on interruptions, beyond the
-    rounding of its logits. It offers neither ``logprobs="sampled"`` with ``top_k`` or ``top_p``, nor ``top_k`` together
-    with ``top_p``.
+    rounding of its logits. ``top_k`` excludes ``top_p``, and both exclude ``logprobs="sampled"``.
 
     ``advance()`` generates up to ``chunk_tokens`` for every request; between calls the server is idle. SGLang caches
     the sequences, so continuing costs about one token's time. A sequence is the prompt of its next chunk, so it ends at
@@ -112,8 +106,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     reads released weights again.
 
     Raises:
-        EngineError: there is no such model or option, the server does not come up, or SGLang is not installed and no
-            ``url`` is given.
+        EngineError: there is no such model or option, or the server does not start.
         OutOfDeviceMemory: weights or cache do not fit the free capacity of ``memory``.
     """
 
@@ -121,13 +114,13 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(SglangOptions, settings.backend)
-        self._lm, self._model = load_meta_causal_lm(model)
+        self._lm, self._model = spec.load_meta_causal_lm(model)
         self._dtype = DTYPES[settings.precision]
         self._options = options
         self._folder: Path | None = None
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "sglang")
         ranks = settings.tensor_parallel_size
-        self._offload.bring("weights", divide_bytes(count_weight_bytes(self._lm, self._dtype), ranks))
+        self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, self._dtype), ranks))
         with ExitStack() as owned:
             folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
             self._exchange = Path(owned.enter_context(folder))
@@ -139,7 +132,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             self._server = owned.enter_context(closing(server))
             server.wait_until_up(options.start_timeout_s)
             limits = self._server.call("GET", "/get_server_info")
-            cache_bytes = int(limits["max_total_num_tokens"]) * count_cache_bytes_per_token(self._lm, self._dtype)
+            cache_bytes = int(limits["max_total_num_tokens"]) * spec.count_cache_bytes_per_token(self._lm, self._dtype)
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
             # SGLang refuses a prompt of this many tokens, but completes shorter ones beyond that length.
             self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]), self.info.columns)

@@ -75,12 +75,8 @@ class SglangServer:
                 time.sleep(0.5)
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Send ``body`` as JSON; returns the answer's JSON, or None if it is none.
-
-        Raises:
-            EngineError: there is no answer in time; ``EngineDied`` if a server that was started here has ended.
-            RequestRefused: the answer has an error status; gives the server's message.
-        """
+        """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises RequestRefused for an error
+        status, EngineDied if a server that was started here has ended, else EngineError without an answer in time."""
         content = {} if body is None else {"json": body}
         try:
             answer = self._client.request(verb, path, timeout=timeout_s or self._timeout_s, **content)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine on vLLM, which runs in this process on a CPU and in a child process on CUDA. Tensor-parallel
-workers are child processes, too."""
+"""The rollout engine on vLLM, which runs in this process on a CPU and in a child process on CUDA."""
 
 import itertools
 import os
@@ -18,14 +17,9 @@ from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.model.spec import (
-    count_cache_bytes_per_token,
-    count_weight_bytes,
-    get_head_width,
-    load_meta_causal_lm,
-)
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 from dlrover.python.rl.engine.vllm.child import ChildRunner, start_here
@@ -63,14 +57,14 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(VllmOptions, settings.backend)
-        self._lm, folder = load_meta_causal_lm(model)
+        self._lm, folder = spec.load_meta_causal_lm(model)
         self._lm = self._lm.masked(settings.mask_unknown_ids)
         arguments = _engine_arguments(folder, self._lm, settings, options)
         self._requests = RunningRequests(self._lm, arguments["max_model_len"], self.info.columns)
         self._names: dict[int, str] = {}
         self._submissions = itertools.count()
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
-        nbytes = count_weight_bytes(self._lm, DTYPES[settings.precision])
+        nbytes = spec.count_weight_bytes(self._lm, DTYPES[settings.precision])
         self._offload.bring("weights", divide_bytes(nbytes, settings.tensor_parallel_size))
         with ExitStack() as undo:
             undo.callback(self._offload.leave, "meta")
@@ -86,7 +80,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         if on_cpu:
             from dlrover.python.rl.engine.vllm.runner import check_head_width
 
-            check_head_width(get_head_width(self._lm))
+            check_head_width(spec.get_head_width(self._lm))
         if has_own_process:
             env = device_environment(settings)
             if settings.precision == "fp32":
@@ -159,7 +153,8 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
     longest = options.max_model_len or lm.max_positions
     cache = options.kv_cache_bytes
     if cache is None and on_cpu and longest is not None:
-        cache = settings.max_batch * (longest + _BLOCK) * count_cache_bytes_per_token(lm, DTYPES[settings.precision])
+        token_bytes = spec.count_cache_bytes_per_token(lm, DTYPES[settings.precision])
+        cache = settings.max_batch * (longest + _BLOCK) * token_bytes
     return {
         "model": model,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[settings.precision],

@@ -187,9 +187,9 @@ def _preserved_process_state() -> Iterator[None]:
 
 
 class SleepingRunner:
-    """Frees a GPU by vLLM's sleep mode; ``runner`` may be used while weights and cache are on the device. Level 1 copies
-    the weights to the host; level 2 copies nothing. An engine that has slept before keeps the last snapshot instead of
-    a copy: it sleeps at level 2, and loads the snapshot when it wakes."""
+    """Frees a GPU by vLLM's sleep mode; ``runner`` may be used while weights and cache are on the device. Level 1
+    copies the weights to the host; level 2 copies nothing. An engine that has slept before keeps the last snapshot
+    instead of a copy: it sleeps at level 2, and loads the snapshot when it wakes."""
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()

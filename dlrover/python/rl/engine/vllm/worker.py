@@ -43,8 +43,7 @@ class PositionSampler(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}
-        """Each row's plan, and vLLM's list of its generated tokens, to which vLLM appends."""
+        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}  # plan, and vLLM's growing list of generated tokens
         self._groups: list[tuple[SamplingParams, list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:

@@ -10,8 +10,8 @@
       group                         -->       --> enters it, unless it belongs to it
       bucket, bucket, ..., seal      == broadcast ==>               assembled on the host
 
-The group is separate from the train ranks' groups. It is reused while the same receivers join and nothing fails. A
-process that fails leaves it, which the other processes notice; then the ticket can be sent again.
+The group is reused while the same receivers join and nothing fails. A process that fails leaves it, which the other
+processes notice; then the ticket can be sent again.
 """
 
 import threading
