@@ -48,7 +48,7 @@ from dlrover.python.rl.trainer.shard import Shard
 from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 
 _SETTLE_S = 5.0
-"""How long a call waits for ranks that are still in a call that has failed on another rank."""
+"""Limit on a call's wait for ranks that still run a call which failed on another rank."""
 
 _SUBMIT = DEFAULT_OPTIONS.replace(blocking=False, auto_shard=False)
 

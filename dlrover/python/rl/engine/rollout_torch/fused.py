@@ -41,9 +41,7 @@ class Segment:
     start: int
     stop: int
     longest: int  # tokens of the longest row
-    bias: (
-        Any  # added to scores to mask entries beyond a row's end, `[rows * kv_heads, 1, longest]`; None: needs no mask
-    )
+    bias: Any  # `[rows * kv_heads, 1, longest]`, masks entries beyond a row's end; None if all are equally long
     values: Any  # on a CPU: indices of the values that each query reads, int32 `[rows * heads * longest]`
     begins: Any  # where each query's indices begin in `values`, int32 `[rows * heads]`
 
@@ -179,7 +177,7 @@ class _Shape:
     kv_heads: int
     head_dim: int
     eps: float
-    means: tuple[Any, Any] | None  # on a CPU in float32: `eps` `[1, 1]`, and `[width, 1]`, with squares their mean
+    means: tuple[Any, Any] | None  # for means by a product: `eps` `[1, 1]` and `1 / width` `[width, 1]`
 
 
 @dataclass(frozen=True, eq=False)

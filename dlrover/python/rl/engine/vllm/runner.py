@@ -90,7 +90,7 @@ class Runner:
 
     def step(self) -> list[tuple[str, int, float]]:
         """Run one step; returns the request's name, token and log-prob of each new token."""
-        with _as_engine_error("vLLM broke off"):
+        with _as_engine_error("vLLM failed in a step"):
             outputs = self.llm.step()
         new_tokens = []
         for output in outputs:

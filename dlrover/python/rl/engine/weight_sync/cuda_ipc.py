@@ -198,7 +198,7 @@ def _serve(connection: socket.socket, versions: PublishedVersions[DeviceBuffer],
             except RuntimeError as error:
                 handle, fault = None, str(error).splitlines()[0]
             _send(connection, (handle, fault))
-            connection.recv(1)  # waits: likewise
+            connection.recv(1)  # waits: until the receiver has read, or has ended
     finally:
         buffer.give_back()
 
