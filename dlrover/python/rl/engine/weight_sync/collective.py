@@ -163,9 +163,8 @@ class BroadcastTransport(SenderBase):
         if rank > receivers:
             raise WeightSyncError(f"{ticket.sender} sends to {receivers} receivers, and as many have joined already")
         store.set(f"receiver {rank}", self._member)
-        return self._enter(
-            store.get("group").decode(), store, rank, receivers
-        )  # waits: as long as the store's own timeout
+        name = store.get("group").decode()  # waits: as long as the store's own timeout
+        return self._enter(name, store, rank, receivers)
 
     def _enter(self, name: str, store: Any, rank: int, receivers: int) -> "BroadcastGroup":
         """Enter the group with this name, unless this process belongs to it."""
