@@ -16,7 +16,6 @@ ALLOWED = {
     "environment/verifiers/code_tests.py: exec": "the program that is tested, in its confined process",
     "engine/module/engine.py: cloudpickle.loads": "the module that the caller handed over, by Ray's own RPC",
     "engine/weight_sync/cuda_ipc.py: pickle.loads": "a handle from a process of this user, by the kernel's word",
-    "engine/vllm/child.py: pickle.loads": "an exception that this process itself has just pickled",
     "recipe/scripts.py: pickle.load": "in the child: the config that its parent sends",
     "common/by_value.py: pickle.loads": "a script's own functions, in a private folder of this run",
     "master/client/supervisor.py: cloudpickle.loads": "in the child: the job that its parent has checked",

@@ -88,8 +88,8 @@ BUGS = {
     ),
     "a sender that is gone is a fault of the network": Bug(
         _PULL,
-        'raise WeightsLost(f"{ticket} cannot be had: {error}")',
-        'raise WeightSyncError(f"{ticket} cannot be had: {error}")',
+        'raise WeightsLost(f"{ticket} cannot be fetched: {error}")',
+        'raise WeightSyncError(f"{ticket} cannot be fetched: {error}")',
     ),
     "a version that failed is given to receivers": Bug(
         _SERVED,

@@ -92,7 +92,7 @@ def test_a_call_that_has_failed_on_one_rank_is_over_on_all_before_the_next_begin
     with monkeypatch.context() as patch:
         patch.setattr("dlrover.python.rl.session.engine._SETTLE_S", 0.2)
         with pytest.raises(
-            SessionError, match="ACTOR cannot go on with facts: fail_or_wait has failed, and is not over on ranks 1;"
+            SessionError, match="ACTOR cannot call facts: fail_or_wait has failed, and still runs on ranks 1;"
         ):
             train.facts()
     assert len(train.facts()) == 2, "it has waited"

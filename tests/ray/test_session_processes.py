@@ -61,7 +61,7 @@ def test_engines_fill_the_slots_and_share_them(session):
     with built(rl.InferenceEngine("anything", EchoEngine)) as inference:
         assert inference.groups == ((0,), (1,))
         assert [len(output.outputs) for output in inference.generate(["a", "b", "c"])] == [1, 1, 1]
-        with pytest.raises(SessionError, match=r"TRAIN_\d+ asks for 1 x 3 = 3 slots, but colocate_with has 2"):
+        with pytest.raises(SessionError, match=r"TRAIN_\d+ requests 1 x 3 = 3 slots, but colocate_with has 2"):
             rl.TrainEngine(empty(TwoLayers)).build(data_parallel_size=3, colocate_with=inference)
         with pytest.raises(SessionError, match="0 free slots are too few"):
             rl.TrainEngine(empty(TwoLayers)).build()

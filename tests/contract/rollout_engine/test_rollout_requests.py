@@ -172,10 +172,10 @@ def test_what_cannot_be_taken_in_leaves_everything_as_it_was(engine):
         (Request.fresh(9, 1, []), "empty"),
         (Request.fresh(9, 1, [300]), "0 to 258"),
         (Request.fresh(9, 1, [1] * 128), "129 tokens"),
-        (resumed(range(30)), "none remain to generate"),
+        (resumed(range(30)), "tokens already, and its limit is"),
         (dataclasses.replace(resumed([1]), versions=np.zeros(2, np.int64)), "2 versions for 1 tokens"),
         (resumed([259]), "0 to 258"),
-        (fresh, "comes twice"),
+        (fresh, "is added twice"),
     ):
         with pytest.raises(EngineError, match=message):
             engine.add([fresh, bad], PARAMS, (6,))

@@ -276,7 +276,7 @@ def test_adapters_and_their_model_reach_receivers_that_cannot_map_the_senders_pa
         for each in received:
             equal(each, source)
         source.step()
-    assert any(each._part("model")._relay is not None for each in receivers), "the pages of this host were mapped"
+    assert any(each._part("model")._stop_relay is not None for each in receivers), "the pages of this host were mapped"
     for each in (*receivers, sender):
         each.close()
 

@@ -130,7 +130,7 @@ def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(k
     with process(receive_side, kind, tmp_path) as (child, _):
         ticket = sender.offer(source)
         kill(child)
-    with pytest.raises(WeightSyncError, match="0 of 1 receivers of version 2 came within 1 s"):
+    with pytest.raises(WeightSyncError, match="0 of 1 receivers of version 2 joined within 1 s"):
         sender.send(ticket, source)
     with process(receive_side, kind, tmp_path) as (_, pipe):
         assert hear(pipe) == "up"
@@ -190,7 +190,7 @@ def test_a_receiver_that_never_comes_is_counted_in_the_error_and_the_same_ticket
     began_s = time.monotonic()
     sent, received = wire.attempt(ticket, source)
     assert time.monotonic() - began_s < 5.0
-    assert "1 of 2 receivers of version 2 came within 0.5 s" in str(sent)
+    assert "1 of 2 receivers of version 2 joined within 0.5 s" in str(sent)
     assert "version 2 from ACTOR[0]" in str(received)
     wire.sinks = [late, *more_sinks]
     stamp, *received = wire.attempt(ticket, source)
@@ -292,7 +292,7 @@ def test_a_cut_file_is_an_error_that_names_it(kind, tmp_path, length):
     wire.source.send(ticket, source)
     (path,) = tmp_path.glob("*.weights")
     os.truncate(path, length)
-    with pytest.raises(WeightSyncError, match=f"{path.name} is cut: {length:,} of"):
+    with pytest.raises(WeightSyncError, match=f"{path.name} is truncated: {length:,} of"):
         wire.sinks[0].receive(ticket)
     wire.close()
 
@@ -344,7 +344,7 @@ def test_no_space_is_an_error_with_the_figures(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        with pytest.raises(WeightSyncError, match=r"no space for weights: [\d,]+ bytes are needed, [\d,]+ are free"):
+        with pytest.raises(WeightSyncError, match=r"no space left for weights: [\d,]+ bytes needed, [\d,]+ free"):
             sender.send(ticket, source)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -50,7 +50,7 @@ def test_memory_that_is_cut_off_is_an_error_and_no_signal(is_mapped):
     descriptor, _ = WeightFile(table).lend()
     weights = MappedWeights(descriptor, table, {}) if is_mapped else None
     os.truncate(f"/proc/self/fd/{descriptor}", 100)
-    with pytest.raises(WeightSyncError, match="is cut: 100 of"):
+    with pytest.raises(WeightSyncError, match="is truncated: 100 of"):
         weights.progress() if is_mapped else MappedWeights(descriptor, table, {})
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_the_disk_is_named_after_what_helps(tmp_path, monkeypatch, n
 
 
 def test_a_file_that_ends_early_is_an_error():
-    with pytest.raises(WeightSyncError, match="was cut at byte 2"):
+    with pytest.raises(WeightSyncError, match="was truncated at byte 2"):
         _read_exactly(io.BytesIO(b"ab"), memoryview(bytearray(4)))
 
 

@@ -93,7 +93,7 @@ def test_the_weights_come_to_a_host_once_however_many_receive_there(streams):
             received = list(pool.map(lambda sink: sink.receive(ticket), receivers))  # noqa: B023 - they end here
         assert all(equal(snapshot, toy_weights(version)) for snapshot in received)
         assert streams == [ticket.table.nbytes] * version
-    assert sum(sink._relay is not None for sink in receivers) == 1
+    assert sum(sink._stop_relay is not None for sink in receivers) == 1
     late = sinks(1)[0].receive(ticket)
     assert equal(late, toy_weights(3))
     assert len(streams) == 3
@@ -179,12 +179,12 @@ def test_one_that_is_stopped_while_it_passes_them_on_does_not_hold_up_the_others
 def test_memory_for_others_is_given_back_when_the_sender_comes_to_this_host():
     sender, (sink,) = transport("pull", None), sinks(1)
     assert equal(sink.receive(sent(sender, 1)), toy_weights(1))
-    assert sink._relay is not None and sink._fetched._files
+    assert sink._stop_relay is not None and sink._fetched._files
     source = ToySource(toy_weights(2), 2)
     near = sender.offer(source)
     sender.send(near, source)
     assert equal(sink.receive(near), toy_weights(2))
-    assert sink._relay is None and not sink._fetched._files
+    assert sink._stop_relay is None and not sink._fetched._files
     sender.close()
 
 
@@ -208,14 +208,14 @@ def test_one_that_passes_them_on_forgets_what_it_had_of_another(streams):
 def test_one_that_follows_others_holds_no_memory_for_them(streams):
     sender, (sink,) = transport("pull", None), sinks(1)
     assert equal(sink.receive(sent(sender, 1)), toy_weights(1))
-    assert sink._relay is not None
+    assert sink._stop_relay is not None
     with process(receive_side, "pull", "") as (child, pipe):
         assert hear(pipe) == "up"
         ticket = sent(sender, 2)
         pipe.send(ticket)
         assert hear(pipe).version == 2
         assert equal(sink.receive(ticket), toy_weights(2))
-    assert sink._relay is None
+    assert sink._stop_relay is None
     assert len(streams) == 2
     sender.close()
 
@@ -227,11 +227,11 @@ def test_what_the_sender_no_longer_has_is_lost_for_all():
         sent(sender, version)
     with ThreadPoolExecutor(3) as pool:
         for lost in [pool.submit(sink.receive, old) for sink in receivers]:
-            with pytest.raises(WeightsLost, match="has gone on"):
+            with pytest.raises(WeightsLost, match="has a later version"):
                 lost.result(LATEST_S)
     assert all(equal(sink.receive(sent(sender, 4)), toy_weights(4)) for sink in receivers)
     sender.close()
-    with pytest.raises(WeightsLost, match="cannot be had"):
+    with pytest.raises(WeightsLost, match="cannot be fetched"):
         receivers[0].receive(sent_by_none(old))
 
 

@@ -127,7 +127,7 @@ def test_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wir
     sent, received = wire.attempt(ticket, source)
     assert time.monotonic() - began_s < PATIENT.timeout_s / 2
     assert isinstance(received, WeightSyncError)
-    with pytest.raises(WeightSyncError, match=r"'embedding' float32\[3\] where 'norm' float32\[3\] was offered"):
+    with pytest.raises(WeightSyncError, match=r"'embedding' float32\[3\] where it offered 'norm' float32\[3\]"):
         raise sent
 
 
@@ -135,10 +135,16 @@ def test_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wir
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("norm"), "gives nothing where 'norm'"),
-        (lambda weights: weights.update(more=torch.zeros(2)), r"gives 'more' float32\[2\] where nothing was offered"),
-        (lambda weights: weights.update(norm=torch.zeros(4)), r"'norm' float32\[4\] where 'norm' float32\[3\]"),
-        (lambda weights: weights.update(norm=weights["norm"].double()), r"'norm' float64\[3\] where 'norm' float32"),
+        (lambda weights: weights.pop("norm"), "has nothing where it offered 'norm'"),
+        (lambda weights: weights.update(more=torch.zeros(2)), r"has 'more' float32\[2\] where it offered nothing"),
+        (
+            lambda weights: weights.update(norm=torch.zeros(4)),
+            r"'norm' float32\[4\] where it offered 'norm' float32\[3\]",
+        ),
+        (
+            lambda weights: weights.update(norm=weights["norm"].double()),
+            r"'norm' float64\[3\] where it offered 'norm' float32",
+        ),
     ],
 )
 def test_a_source_that_changes_after_its_offer_is_an_error_and_can_offer_anew(tmp_path, change, message):
@@ -175,7 +181,7 @@ def test_what_the_sender_seals_is_compared_with_the_ticket(wire, kind, monkeypat
     sent, received = wire.attempt(ticket, source)
     assert sent.version == 4
     assert isinstance(received, WeightSyncError)
-    assert f"version 4 ({fingerprint}) was sent, and the ticket makes version 3 ({fingerprint}) of it" in str(received)
+    assert f"version 4 ({fingerprint}) was sent, but the ticket describes version 3 ({fingerprint})" in str(received)
 
 
 @pytest.mark.feature(104)

@@ -79,7 +79,7 @@ EXAMPLES = {
     EngineDied: EngineDied("words"),
     OutOfDeviceMemory: OutOfDeviceMemory("words"),
     WeightSyncError: WeightSyncError("words"),
-    WeightsLost: WeightsLost("version 3 from ACTOR[0] cannot be had"),
+    WeightsLost: WeightsLost("version 3 from ACTOR[0] cannot be fetched"),
     NonFiniteUpdate: NonFiniteUpdate("words"),
     SessionError: SessionError("words"),
     CallError: CallError("words"),

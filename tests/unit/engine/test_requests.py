@@ -20,7 +20,8 @@ def run(tokens, **changes):
     """Record tokens until the request ends; how many were taken, why it ended, and its completion."""
     running = RunningRequest(Request.fresh(0, 0, [1]), SamplingParams(**{"max_new_tokens": 50, **changes}), (0,))
     for count, token in enumerate(tokens, 1):
-        running.append(token, logprobs=-1.0, versions=0)
+        running.tokens.append(token)
+        running.columns.append({"logprobs": -1.0, "versions": 0})
         if (finish := RULES.finish_reason(running)) is not None:
             return count, finish, RULES.completion(running, finish)
     return len(tokens), None, RULES.completion(running, "aborted")
@@ -83,7 +84,7 @@ def test_thought_tags_that_are_special_tokens_stay_in_the_text():
 
 def test_a_stop_string_that_no_text_contains_is_refused():
     RULES.check(SamplingParams(stop=("X", TURN)))
-    with pytest.raises(EngineError, match="no completion ends with .* is a token of its own"):
+    with pytest.raises(EngineError, match="stop string .* has the special token"):
         RULES.check(SamplingParams(stop=(f"{TURN}\n",)))
 
 

@@ -156,7 +156,7 @@ def test_weights_that_the_server_refuses_are_named_with_its_words(engine, served
     engine.receive(snapshot(model_path, 0))
     answer = {"success": False, "message": "no room for this model"}
     monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
-    with pytest.raises(WeightSyncError, match="did not take the weights: .*no room for this model"):
+    with pytest.raises(WeightSyncError, match="did not load the weights: .*no room for this model"):
         engine.receive(snapshot(model_path, 1, scale=1.02))
     assert engine.version == -1
 

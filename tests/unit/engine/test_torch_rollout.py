@@ -207,7 +207,7 @@ def test_settings_that_it_does_not_know_are_refused(model_path, settings, messag
 
 
 def test_the_fused_pass_is_refused_where_it_does_not_fit():
-    with pytest.raises(EngineError, match="does not fit this model of type 'gpt2'"):
+    with pytest.raises(EngineError, match="does not support model type 'gpt2'"):
         made(loaded(family_model("gpt2")), backend={"forward": "fused"})
 
 
@@ -526,5 +526,5 @@ def test_releasing_the_allocators_cache_is_safe_on_a_cpu():
 
 
 def test_another_devices_memory_is_refused(model_path):
-    with pytest.raises(EngineError, match="shall run on cpu, but its memory is of cuda"):
+    with pytest.raises(EngineError, match="runs on cpu, but its DeviceMemory is of cuda"):
         made(model_path, DeviceMemory(device="cuda"))

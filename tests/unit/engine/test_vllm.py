@@ -202,8 +202,14 @@ def sleeper(engine, model_path, monkeypatch):
     monkeypatch.setattr(runner.llm, "wake_up", lambda tags: asked.append(("wake", *tags)))
     monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
     monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
-    monkeypatch.setattr(runner, "drop_host_copies", lambda: asked.append(("drop host copies",)))
-    monkeypatch.setattr(runner, "release_host_memory", lambda: None)
+    call, noted = runner.call_workers, {"drop_host_copies": "drop host copies", "release_host_memory": ""}
+
+    def call_workers(method, *arguments):
+        if method not in noted:
+            return call(method, *arguments)
+        return asked.extend([(noted[method],)] if noted[method] else [])
+
+    monkeypatch.setattr(runner, "call_workers", call_workers)
     monkeypatch.setattr(engine, "_offloadable", SleepingRunner(lambda: runner))
     yield engine, runner, asked
     monkeypatch.undo()
@@ -479,7 +485,7 @@ def test_two_ranks_draw_what_one_draws(engine, model_path):
         pids = [worker.proc.pid for worker in two._offloadable.runner.llm.model_executor.workers]
         assert len({*pids, os.getpid()}) == 3
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineDied, match="vLLM broke off"):
+        with pytest.raises(EngineDied, match="vLLM failed in a step"):
             two.generate(prompts(), sampling, (2,))
         assert two.running == 0
     finally:

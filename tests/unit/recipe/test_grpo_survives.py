@@ -160,7 +160,7 @@ def test_a_rollout_lost_with_the_actor_asks_for_the_weights_anew(tmp_path, input
     end = end_of(made, {(drawing[1], "before"): fault})
     assert [name for name, value in expected.items() if end[name] != value] == []
     assert lost
-    assert all("from ACTOR[0] cannot be had" in each for each in lost)
+    assert all("from ACTOR[0] cannot be fetched" in each for each in lost)
     again = [call[2] for call in made.port.calls].count("publish_weights") - [call[2] for call in calls].count(
         "publish_weights"
     )

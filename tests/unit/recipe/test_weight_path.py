@@ -119,7 +119,7 @@ def test_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(model
     other.init_model(model, ENGINE, OptimizerConfig(lr=1e-3), GRPO())
     ticket = other.publish_weights()
     other.close()
-    with pytest.raises(ResultLost, match=r"ACTOR\[0\]\.receive_weights: version 0 from ACTOR\[0\] cannot be had"):
+    with pytest.raises(ResultLost, match=r"ACTOR\[0\]\.receive_weights: version 0 from ACTOR\[0\] cannot be fetched"):
         server.receive_weights(ticket)
     assert server._engine.version == 0
 

@@ -32,7 +32,7 @@ def test_sampling_is_given_as_parameters_or_a_dict():
 def test_an_unknown_key_is_refused_naming_the_nearest():
     with pytest.raises(EngineError, match="no parameter 'temprature'; did you mean 'temperature'"):
         as_sampling({"temprature": 1.0})
-    with pytest.raises(EngineError, match="'max_new_tokens' is given twice, as 'max_tokens' as well"):
+    with pytest.raises(EngineError, match="'max_new_tokens' is given twice, also as 'max_tokens'"):
         as_sampling({"max_new_tokens": 1, "max_tokens": 2})
     with pytest.raises(EngineError, match="top_p"):
         as_sampling({"top_p": 1.5})
@@ -55,7 +55,7 @@ def test_a_single_prompt_is_a_list_of_one():
 def test_what_is_no_prompt_is_refused_by_number():
     with pytest.raises(EngineError, match="prompt 1 is float"):
         as_prompts(["a", 0.5])
-    with pytest.raises(EngineError, match="prompt 0 is a dict: it has either"):
+    with pytest.raises(EngineError, match="prompt 0 is a dict: it needs either"):
         as_prompts([{"text": "a"}])
 
 
@@ -74,7 +74,7 @@ def test_what_else_is_in_a_dict_reaches_an_engine_that_takes_it():
     assert batch.objects("multi_modal_data")[0]["image"] is image
     assert batch.objects("multi_modal_data")[1] is None
     assert batch.objects("prompt") == ["see", "no image"]
-    with pytest.raises(EngineError, match="prompt 0 has 'multi_modal_data', which the engine does not take"):
+    with pytest.raises(EngineError, match="prompt 0 has 'multi_modal_data', which the engine does not accept"):
         as_batch(prompts, 0, tokenizer, ())
 
 

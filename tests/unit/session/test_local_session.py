@@ -162,7 +162,7 @@ def test_where_an_engine_goes_is_the_scripts_choice(session):
     third = rl.InferenceEngine("anything", EchoEngine).build(colocate_with=[first, second])
     assert third.slots == (0, 1, 2, 3)
     for wrong, why in (
-        ({"not_colocate_with": [first, second]}, "free on the requested nodes and apart from not_colocate_with are"),
+        ({"not_colocate_with": [first, second]}, "only those on the requested nodes and apart from not_colocate_with"),
         ({"colocate_with": third, "not_colocate_with": first}, "cannot be shared and not be shared"),
         ({"nodes": ["10.0.0.9"]}, "no node '10.0.0.9'"),
     ):

@@ -73,9 +73,7 @@ def test_too_little_free_is_refused_with_the_numbers():
         train_sizes(4, 1, 1, 3, 2)
     slots = table(4)
     slots.take("A", SlotRequest(group=2, groups=1))
-    shortage = (
-        r"B asks for 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A holds \[0, 1\]\); init\(slots_per_node=N\) takes"
-    )
+    shortage = r"B requests 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A has \[0, 1\]\); init\(slots_per_node=N\) takes"
     with pytest.raises(SessionError, match=shortage):
         slots.take("B", SlotRequest(group=1, groups=3))
     assert slots.free == (2, 3)
@@ -89,7 +87,7 @@ def test_colocated_engines_have_the_same_slots_and_a_misfit_is_refused():
     slots = table(4)
     slots.take("A", SlotRequest(group=4))
     assert list(slots.take("B", SlotRequest(group=2, colocate_with=(0, 1, 2, 3)))) == [(0, 1), (2, 3)]
-    with pytest.raises(SessionError, match=r"C asks for 1 x 2 = 2 slots, but colocate_with has 4: \[0, 1, 2, 3\]"):
+    with pytest.raises(SessionError, match=r"C requests 1 x 2 = 2 slots, but colocate_with has 4: \[0, 1, 2, 3\]"):
         slots.take("C", SlotRequest(group=2, groups=1, colocate_with=(0, 1, 2, 3)))
     with pytest.raises(SessionError, match="groups of 3 slots, but colocate_with has 4"):
         slots.take("C", SlotRequest(group=3, colocate_with=(0, 1, 2, 3)))

@@ -136,7 +136,7 @@ def test_two_wrapped_arguments_have_the_same_rows():
     shares = arrange(NeedParallel([1, 2, 3]), 7, weights=NeedParallel(np.ones(3)))
     assert [share.args for share in shares] == [([1, 2], 7), ([3], 7)]
     assert [len(share.kwargs["weights"]) for share in shares] == [2, 1]
-    with pytest.raises(ShardError, match="argument 1 has 2 rows, another one 3"):
+    with pytest.raises(ShardError, match="argument 1 has 2 rows, another argument 3"):
         arrange(NeedParallel([1, 2, 3]), NeedParallel([1, 2]))
 
 

@@ -70,23 +70,23 @@ def test_a_broadcast_is_nccls_where_each_device_is_in_it_once(cluster, target, a
 @pytest.mark.parametrize(
     ("cluster", "target", "way", "why"),
     [
-        (FourSlots(), [(1,)], "device memory", r"TRAIN_1\[0\] has not the first device of INFERENCE_1"),
-        (FourSlots(), [(1, 0)], "device memory", r"TRAIN_1\[0\] has not the first device of INFERENCE_1"),
+        (FourSlots(), [(1,)], "device memory", r"TRAIN_1\[0\] and INFERENCE_1 have different first devices"),
+        (FourSlots(), [(1, 0)], "device memory", r"TRAIN_1\[0\] and INFERENCE_1 have different first devices"),
         (FourSlots(), [(2,)], "device memory", "they are on 2 nodes"),
         (FourSlots(), [(2,)], "shared memory", "they are on 2 nodes"),
         (FourSlots(separate=False), [(0,)], "broadcast", r"init\(local=True\) has one process"),
-        (FourSlots(), [(1,)], "disk", "it takes a folder that both see"),
+        (FourSlots(), [(1,)], "disk", "it needs a folder that both see"),
     ],
 )
 def test_a_way_that_cannot_be_gone_is_refused_with_the_reason(cluster, target, way, why):
-    with pytest.raises(SessionError, match=f"cannot go from TRAIN_1 to INFERENCE_1 by '{way}': {why}"):
+    with pytest.raises(SessionError, match=f"cannot send weights from TRAIN_1 to INFERENCE_1 by '{way}': {why}"):
         choose(cluster, [(0,)], target, way)
 
 
 def test_a_misspelt_way_is_refused_with_the_nearest():
-    with pytest.raises(SessionError, match="weights have no way '3'; known: "):
+    with pytest.raises(SessionError, match="unknown way '3' to send weights; known: "):
         choose(FourSlots(), [(0,)], [(1,)], 3)
-    with pytest.raises(SessionError, match="weights have no way 'brodcast'; did you mean 'broadcast'"):
+    with pytest.raises(SessionError, match="unknown way 'brodcast' to send weights; did you mean 'broadcast'"):
         choose(FourSlots(), [(0,)], [(1,)], "brodcast")
 
 
@@ -95,7 +95,7 @@ def test_a_folder_is_the_way_by_disk_and_refused_with_any_other(tmp_path):
         FourSlots(), [(0,)], [(1,)], "disk", folder=tmp_path
     )
     for way in ("shared memory", "broadcast", "device memory"):
-        with pytest.raises(SessionError, match=f"folder='w' is of no use to '{way}': it is for 'disk'"):
+        with pytest.raises(SessionError, match=f"folder='w' is an argument for 'disk', not for '{way}'"):
             choose(FourSlots(), [(0,)], [(0,)], way, folder="w")
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: an engine and its two kinds, most of it the documentation that users read.
-"""The engines of a script: a role group on slots, calls to it, and where its tensors are; one kind trains a module of
-the user's, the other one generates completions."""
+"""The engines of a script, each a role group on slots: one kind trains a module of the user, the other generates
+completions."""
 
 import dataclasses
 import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,13 +48,13 @@ from dlrover.python.rl.trainer.shard import Shard
 from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 
 _SETTLE_S = 5.0
-"""How long a call waits for ranks that are still in a call that has failed on another rank."""
+"""Limit on a call's wait for ranks that still run a call which failed on another rank."""
 
 _SUBMIT = DEFAULT_OPTIONS.replace(blocking=False, auto_shard=False)
 
 
 class HandEngine:
-    """An engine of a script: described when it is made, running from ``build`` to :meth:`release`."""
+    """An engine of a script, which runs from ``build`` to :meth:`release`."""
 
     _kind = "ENGINE"
     _session: Session
@@ -83,22 +83,22 @@ class HandEngine:
         return self._members is None
 
     def _start(self, request: SlotRequest, workload: type, replicas: int | None = None) -> str:
-        """Start the workers; returns the kind of their devices."""
+        """Start the workers and return the kind of their devices."""
         session = current()
-        members = session.start(self, self._requested_name, self._kind, request, workload, replicas)
+        members = session.start(self, request, workload, replicas)
         self.name, self._members, self._session = members.name, members, session
         return session.slots[members.slots[0][0]].kind
 
     def _open(self, *arguments: Any) -> None:
-        """Make the engine in each process; where that fails none is left."""
+        """Construct the engine in each process; after a failure no process is left."""
         try:
-            self._ask("engine.open", *arguments)
+            self._call("engine.open", *arguments)
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
-        """End the processes and give the slots back; ``build`` starts them again. Safe to repeat."""
+        """End the processes and free the slots; ``build`` starts the engine again. Safe to repeat."""
         members, self._members, self._failed = self._members, None, []
         if members is not None:
             self._session.end(members)
@@ -108,10 +108,8 @@ class HandEngine:
             raise SessionError(f"{self.name} is not built: call build() before {use}")
         return self._members
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
-        """Send a call to every rank; only a ``Shard`` is divided."""
+        """Submit a call to every rank; only a ``Shard`` is divided."""
         group = self._running(method).role_group
         deadline_s = time.monotonic() + _SETTLE_S
         while self._failed:
@@ -119,85 +117,79 @@ class HandEngine:
             late = [ref for ref, outcome in zip(self._failed, outcomes, strict=True) if outcome.late]
             if len(late) == len(self._failed):
                 break
-            self._failed = late  # A failed one ends the wait for the others.
-        if self._failed:  # What these ranks send each other would meet what this call sends.
+            self._failed = late  # a failed rank ends the wait for the other ranks
+        if self._failed:  # the messages of both calls' collectives would mix
             ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
             raise SessionError(
-                f"{self.name} cannot go on with {method}: {before} has failed, and is not over on ranks {ranks}; wait"
-                " until they give up, or release() the engine and build() it again"
+                f"{self.name} cannot call {method}: {before} has failed, and still runs on ranks {ranks}; wait until"
+                " they give up, or release() the engine and build() it again"
             )
         pending: Pending = Invocation(group, method, _SUBMIT)(*args, **kwargs)
         return pending.refs
 
     def _gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """The results of one call to all ranks. After a failure the next call waits for the other ranks, and is refused
-        while they go on."""
+        """Return the results of one call to all ranks. After a failure the next call waits for the other ranks."""
         try:
             return self._session.gather(refs, timeout_s)
         except (InvocationTimeout, WorkloadDied):
-            raise  # All ranks are in the same call still; or the lost one will never go on.
+            raise  # all ranks are in the same call, or one is lost and the next call fails, too
         except InvocationError:
             self._failed = list(refs)
             raise
 
-    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         return self._gather(self._submit(method, *args), timeout_s)
 
-    # -- where the tensors are ----------------------------------------------------------------------------------------
-
     def cpu(self) -> None:
-        """Move everything to host memory and free the devices; a key-value cache is dropped."""
-        self._ask("engine.cpu")
+        """Move the tensors to host memory and free the devices; a key-value cache is dropped."""
+        self._call("engine.cpu")
 
     def cuda(self, *parts: Part) -> None:
         """Bring the tensors back to the devices: all, or only ``"weights"`` or ``"kv_cache"``."""
         for part in parts or ("all",):
-            self._ask("engine.cuda", part)
+            self._call("engine.cuda", part)
 
     def meta(self) -> None:
         """Release all tensors, on devices and hosts. New weights bring the engine back: ``cuda()``, then a sync."""
-        self._ask("engine.meta")
+        self._call("engine.meta")
 
     def device(self) -> str | list[str]:
-        """Where the weights are: ``"cpu"``, ``"meta"``, or ``"cuda"`` even where the host stands in for a device; of
-        each rank where they differ."""
-        devices = [str(device) for device in self._ask("engine.place")]
+        """Return the place of the weights, or a list if ranks differ: ``"cpu"``, ``"meta"``, or ``"cuda"``, even where
+        the host stands in for a device."""
+        devices = [str(device) for device in self._call("engine.place")]
         return devices[0] if len(set(devices)) == 1 else devices
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes on the device by kind, for each rank."""
-        return self._ask("engine.footprint")
+        return self._call("engine.footprint")
 
     def release_memory_cache(self) -> None:
-        """Return the memory that the allocators cache to the devices; no effect on a CPU."""
-        self._ask("engine.release_cache")
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
+        """Free the memory that the allocators cache on the devices."""
+        self._call("engine.release_cache")
 
 
 EXECUTORS = ("fsdp2",)
-"""The class that runs a module of the user."""
+"""The classes that run a module of the user."""
 
-_SHARED = {"train", "eval"}  # The engine's call the module's.
-_TAKEN = {"close"}  # It belongs to the process.
+_SHARED = {"train", "eval"}  # the engine's methods call the module's
+_TAKEN = {"close"}  # the worker's own
 
 
 class TrainEngine(HandEngine):
-    """Trains a module of the user's, whose public methods it has as its own.
+    """Trains a module of the user, and has the module's public methods.
 
     ``engine.train_step(NeedParallel(rows), lr)`` calls ``train_step`` on every rank: each model replica gets its part
-    of what is wrapped, and all of the rest. One result of each replica comes back, in order, unless ``merge`` says
-    otherwise: :func:`~dlrover.python.rl.session.split.merge`.
+    of a wrapped argument, and other arguments whole. By default the call returns one result of each replica, in order;
+    ``merge`` names other ways: :func:`~dlrover.python.rl.session.split.merge`.
 
     Args:
         module: a :class:`~dlrover.python.rl.engine.model.train_module.TrainModule` without weights.
         executor: ``"fsdp2"``.
-        merge: what results are merged to by default.
-        name: what messages call it; ``TRAIN_1`` and so on by default.
+        merge: how results are merged by default.
+        name: the engine's name in messages; ``TRAIN_1`` and so on by default.
 
     Raises:
-        EngineError: the module has weights already, or nothing runs modules under this name.
+        EngineError: the module has weights already, or ``executor`` does not run modules.
     """
 
     _kind = "TRAIN"
@@ -205,16 +197,11 @@ class TrainEngine(HandEngine):
     def __init__(self, module: Any, executor: str = "fsdp2", *, merge: Merge = "list", name: str | None = None) -> None:
         super().__init__(name)
         if executor not in EXECUTORS:
-            raise EngineError(
-                f"'{executor}' does not run modules{hint(executor, EXECUTORS)}; deepspeed and megatron train models of"
-                " jobs, by the losses that they are handed"
-            )
+            raise EngineError(f"'{executor}' does not run modules{hint(executor, EXECUTORS)}")
         check_empty(module)
-        hidden = set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN)
-        if hidden:
-            raise EngineError(
-                f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
-            )
+        if hidden := set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN):
+            names = ", ".join(sorted(hidden))
+            raise EngineError(f"{type(module).__name__} has methods that the engine has itself: rename {names}")
         self._class, self._merge = type(module), _check_merge(merge)
         self._payload = cloudpickle.dumps(module)
         self._parallel = ParallelSizes()
@@ -232,29 +219,24 @@ class TrainEngine(HandEngine):
         precision: Literal["fp32", "bf16"] | None = None,
         ignore_rebuild_error: bool = False,
     ) -> "TrainEngine":
-        """Start a process for each slot, and give each its part of the module with its weights.
+        """Start a process for each slot, with its part of the module and the weights, and return the engine.
 
-        The ranks are ``data_parallel_size`` replicas of ``context_parallel_size * tensor_parallel_size``, which have
-        ``data_parallel_size / shards`` copies of the parameters between them. What is not given fills the slots there
-        are: by default one copy is sharded over all of them.
+        The ranks are ``data_parallel_size`` replicas of ``context_parallel_size * tensor_parallel_size`` ranks, which
+        together have ``data_parallel_size / shards`` copies of the parameters. By default all free slots share one.
 
         Args:
             tensor_parallel_size: ranks that split each matrix, and get the same rows.
-            context_parallel_size: ranks that share the sequences of the same rows, where a call divides them
+            context_parallel_size: ranks that share the sequences of the same rows, if a call divides them
                 (``NeedParallel(x, type="seq")``); they shard the parameters, too. Hugging Face models only.
-            data_parallel_size: model replicas, each with rows of its own: what ``NeedParallel`` divides by.
-            shards: replicas that share out one copy of the parameters, gradients and optimizer (ZeRO-3); all of them by
-                default. Copies stay equal.
+            data_parallel_size: model replicas, over which ``NeedParallel`` divides the rows.
+            shards: replicas that share one copy of the parameters, gradients and optimizer (ZeRO-3), by default all.
             colocate_with, not_colocate_with, nodes, ignore_rebuild_error: as in ``InferenceEngine.build``.
-            precision: of the forward and backward pass; parameters and their optimizer are float32. By default
-                ``"bf16"`` on CUDA.
-
-        Returns:
-            The engine.
+            precision: of the forward and backward pass; parameters and optimizer are float32. By default ``"bf16"`` on
+                CUDA.
 
         Raises:
-            SessionError: it is built already, or the slots are not there; nothing was started.
-            InvocationError: a rank could not be made; none is left.
+            SessionError: it is built already, or too few slots are free; nothing was started.
+            InvocationError: a rank failed; none is left.
         """
         if not self._should_build(ignore_rebuild_error):
             return self
@@ -262,9 +244,7 @@ class TrainEngine(HandEngine):
         free = len(current().table.candidates(request))
         groups, size = train_sizes(free, tensor_parallel_size, context_parallel_size, data_parallel_size, shards)
         self._parallel = ParallelSizes(
-            ddp_size=groups,
-            tensor_parallel_size=tensor_parallel_size,
-            context_parallel_size=context_parallel_size,
+            ddp_size=groups, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size
         )
         argument_sets = groups * size // tensor_parallel_size
         kind = self._start(replace(request, group=size, groups=groups), TrainMember, argument_sets)
@@ -274,7 +254,7 @@ class TrainEngine(HandEngine):
 
     @property
     def replicas(self) -> int:
-        """Model replicas, each with rows of its own: the divisor of ``NeedParallel``."""
+        """The number of model replicas, over which ``NeedParallel`` divides the rows."""
         return len(self._running("replicas").slots) // self._parallel.replica_size
 
     def __getattr__(self, name: str) -> "ModuleMethod":
@@ -288,16 +268,16 @@ class TrainEngine(HandEngine):
         return sorted([*object.__dir__(self), *methods_of(self._class)])
 
     def train(self, mode: bool = True) -> None:
-        """Put the module into training mode on every rank, as it is after ``build``."""
-        self._ask("engine.train", mode)
+        """Put the module into training mode, in which ``build`` leaves it, on every rank."""
+        self._call("engine.train", mode)
 
     def eval(self) -> None:
-        """Put the module into evaluation mode on every rank: dropout is off."""
-        self._ask("engine.train", False)
+        """Put the module into evaluation mode on every rank."""
+        self._call("engine.train", False)
 
     @property
     def training(self) -> bool:
-        return bool(self._ask("engine.in_training")[0])
+        return bool(self._call("engine.in_training")[0])
 
     def p2p_weight_sync(
         self,
@@ -311,20 +291,20 @@ class TrainEngine(HandEngine):
 
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
-            timeout_s: for all of it.
-            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for ``"disk"`` if there
-                is a folder, else for the shortest.
-            folder: for ``"disk"``: one that both engines' nodes see.
+            timeout_s: limit on the whole sync.
+            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None: ``"disk"`` if there is a
+                folder, else the shortest.
+            folder: for ``"disk"``: a folder that the nodes of both engines see.
 
         Raises:
-            SessionError: this way is closed, with the reason.
-            WeightSyncError: names, shapes or bytes differ, or an InvocationError with that cause; the receiver has its
-                old weights then.
+            SessionError: this way is not possible, with the reason.
+            WeightSyncError: names, shapes or bytes differ (or an InvocationError with that cause); the receiver keeps
+                its old weights.
         """
         source, target = self._running("a weight sync"), other._running("a weight sync")
         session = self._session
         route = choose_route(source, target, session, way, folder)
-        ticket = self._ask("engine.offer", route, timeout_s=timeout_s)[0]
+        ticket = self._call("engine.offer", route, timeout_s=timeout_s)[0]
         sends = self._submit("engine.send", ticket, route)
         takes = other._submit("engine.take", ticket, route)
         stamps = session.gather([*sends, *takes], timeout_s)
@@ -335,12 +315,12 @@ class TrainEngine(HandEngine):
         return SyncReport(stamp, route.way)
 
     def save(self, path: str | Path) -> None:
-        """Write what the module exports, a Hugging Face model in its format, whole or not at all; rank 0 writes."""
-        self._ask("engine.save", Path(path).absolute())
+        """Write the module's exported weights atomically, a Hugging Face model in its format; rank 0 writes."""
+        self._call("engine.save", Path(path).absolute())
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module exports, by name, in this process: for a look, not for weight sync."""
-        weights = self._ask("engine.publish")[0]
+        """Return the module's exported weights by name, in this process: for inspection, not for weight sync."""
+        weights = self._call("engine.publish")[0]
         return {name: torch.clone(weights.tensor(name)) for name in weights.buffers}
 
 
@@ -352,30 +332,24 @@ class ModuleMethod:
     timeout_s: float | None = None
 
     def options(self, *, merge: Merge | None = None, timeout_s: float | None = None) -> "ModuleMethod":
-        """Return the method with another ``merge`` or a time limit for all ranks (None waits, and logs late ranks)."""
+        """Return the method with another ``merge`` or a time limit on all ranks (None waits, and logs late ranks)."""
         return replace(self, merge=_check_merge(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine, sizes = self.engine, self.engine._parallel
-        label = f"{engine.name}.{self.name}"
-        values, named, shares, split = split_arguments(
-            args, kwargs, engine.replicas, sizes.context_parallel_size, label
-        )
+        label, context = f"{engine.name}.{self.name}", sizes.context_parallel_size
+        values, named, shares, split = split_arguments(args, kwargs, engine.replicas, context, label)
         refs = engine._submit(self.name, *values, Shard(shares), split, **named)
         results = engine._gather(refs, self.timeout_s)[:: sizes.tensor_parallel_size]
-        stride = 1 if shares[0].sequences else sizes.context_parallel_size
+        stride = 1 if shares[0].sequences else context
         return merge(results[::stride], shares[::stride], self.merge)
 
 
 def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
-    """Fill in the sizes of a train engine that were not given (``replicas``: as many as fit; ``shards``: all of them).
-    Returns the number of groups with a copy of the parameters each, and the slots of one group."""
-    sizes = {
-        "tensor_parallel_size": tensor,
-        "context_parallel_size": context,
-        "data_parallel_size": replicas,
-        "shards": shards,
-    }
+    """Complete the sizes of a train engine (None for ``replicas``: as many as fit; for ``shards``: all replicas), and
+    return the number of groups with a copy of the parameters each, and the slots of one group."""
+    names = "tensor_parallel_size", "context_parallel_size", "data_parallel_size", "shards"
+    sizes = dict(zip(names, (tensor, context, replicas, shards), strict=True))
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise SessionError(f"{name} is {size}: it must be positive")
@@ -393,22 +367,20 @@ def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shar
 
 
 def methods_of(cls: type) -> list[str]:
-    """The public methods that a module's class adds to torch's modules and the library's models."""
+    """Return the public methods that a module's class adds to torch's and transformers' classes."""
     library = ("torch.", "transformers.")
     own = {name for base in cls.__mro__ if not base.__module__.startswith(library) for name in vars(base)}
     return sorted(name for name in own if not name.startswith("_") and callable(getattr(cls, name, None)))
 
 
-def _check_merge(how: Merge) -> Merge:
-    if how not in MERGES:
-        raise SessionError(f"results cannot be merged as '{how}'{hint(how, MERGES)}")
-    return how
+def _check_merge(merge: Merge) -> Merge:
+    if merge not in MERGES:
+        raise SessionError(f"unknown merge '{merge}'{hint(merge, MERGES)}")
+    return merge
 
-
-# -- generation -------------------------------------------------------------------------------------------------------
 
 ALIASES = {"hf": "torch"}
-"""Other names of executors: Hugging Face models run on the engine in plain PyTorch."""
+"""Other names of executors."""
 
 
 class InferenceEngine(HandEngine):
@@ -419,10 +391,10 @@ class InferenceEngine(HandEngine):
         executor: ``"torch"`` (or ``"hf"``), ``"vllm"``, ``"sglang"``, an entry point of the group
             ``dlrover_rl.rollout_engines``, ``"module:Class"``, or a class with the methods of
             :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
-        name: what messages call it; ``INFERENCE_1`` and so on by default.
+        name: the engine's name in messages; ``INFERENCE_1`` and so on by default.
 
     Raises:
-        EngineError: no executor has this name; gives the nearest.
+        EngineError: no executor has this name; names the nearest.
         MissingExtra: the executor's package is not installed.
     """
 
@@ -430,7 +402,7 @@ class InferenceEngine(HandEngine):
 
     def __init__(self, model: str | Path, executor: str | type = "torch", name: str | None = None) -> None:
         super().__init__(name)
-        self.model = str(Path(model).absolute()) if Path(model).is_dir() else model  # processes have other folders
+        self.model = str(Path(model).absolute()) if Path(model).is_dir() else model  # workers run in other folders
         self._executor: Any = executor
         self._registered = ALIASES.get(executor, executor) if isinstance(executor, str) else None
         if self._registered is not None:
@@ -448,24 +420,21 @@ class InferenceEngine(HandEngine):
         ignore_rebuild_error: bool = False,
         **settings: Any,
     ) -> "InferenceEngine":
-        """Start the processes and load the model.
+        """Start the processes, load the model, and return the engine.
 
         Args:
-            tensor_parallel_size: slots over which each copy of the model is split; they are on one node.
-            data_parallel_size: model replicas, each with prompts of its own; as many as fit by default.
-            colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
-            not_colocate_with: engines whose slots not to use.
+            tensor_parallel_size: slots of one node over which each copy of the model is split.
+            data_parallel_size: model replicas, which share the prompts; by default as many as fit.
+            colocate_with: an engine or a list of engines, all of whose slots are used; by default free slots.
+            not_colocate_with: an engine or a list of engines whose slots are not used.
             nodes: addresses or ids of the nodes to use.
-            ignore_rebuild_error: do nothing when it is built already.
-            settings: fields of ``RolloutSettings`` (``max_batch=64``); the backend takes or refuses all others. On
-                CUDA the precision is ``"bf16"`` by default.
-
-        Returns:
-            The engine.
+            ignore_rebuild_error: do nothing if the engine is built already.
+            settings: fields of ``RolloutSettings`` (``max_batch=64``) and options of the backend. On CUDA the precision
+                is ``"bf16"`` by default.
 
         Raises:
-            EngineError: the backend does not know an option, or not this value; nothing was started.
-            SessionError: it is built already, or the slots are not there; nothing was started.
+            EngineError: an option or its value is wrong; nothing was started.
+            SessionError: it is built already, or too few slots are free; nothing was started.
             InvocationError: a process could not load the model; none is left.
         """
         if not self._should_build(ignore_rebuild_error):
@@ -474,9 +443,9 @@ class InferenceEngine(HandEngine):
         own = {name: settings.pop(name) for name in fields & settings.keys()}
         options = engine_info(ROLLOUT_ENGINES, self._registered).options if self._registered else None
         if options is not None:
-            known = {field.name for field in dataclasses.fields(options)}
-            names = {*known, *fields, *inspect.signature(self.build).parameters} - {"settings"}
-            for name in settings.keys() - known:
+            option_names = {field.name for field in dataclasses.fields(options)}
+            names = {*option_names, *fields, *inspect.signature(self.build).parameters} - {"settings"}
+            for name in settings.keys() - option_names:
                 raise EngineError(f"build() has no argument '{name}'{hint(name, names)}")
         backend = {**own.pop("backend", {}), **settings}
         if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
@@ -484,7 +453,7 @@ class InferenceEngine(HandEngine):
         request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
         request = replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True)
         kind = self._start(request, InferenceMember)
-        # The script computes the log-probs of training, over all of the model's ids unless it masks some itself.
+        # A script's training computes log-probs over all ids of the model, unless it masks some itself.
         own = {"precision": "bf16" if kind == "cuda" else "fp32", "mask_unknown_ids": False, **own}
         complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
         self._open(self._executor, self.model, complete)
@@ -498,19 +467,15 @@ class InferenceEngine(HandEngine):
         seed: int | None = None,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, an even and contiguous share of them by each group.
+        """Complete prompts, a contiguous share of them in each group, and return an output for each, in order.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids`` (what else is in them
-                reaches the engine as it is, if the engine takes it). A single one is a list of one.
-            sampling_params: how to draw; a dict has the fields of
-                :class:`~dlrover.python.rl.engine.api.base.SamplingParams`.
-            seed: the same seed gives the same completions of the same prompts, however many groups there are. By
-                default each call draws others.
-            timeout_s: for all of it; None waits, and logs the late ranks.
-
-        Returns:
-            One for each prompt, in their order.
+            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids`` and further entries
+                that the engine accepts; or a single prompt.
+            sampling_params: a dict has the fields of :class:`~dlrover.python.rl.engine.api.base.SamplingParams`.
+            seed: the same seed gives the same completions of the same prompts with any number of groups. By default
+                each call samples different ones.
+            timeout_s: limit on the call; None waits, and logs the late ranks.
 
         Raises:
             EngineError: a prompt or parameter is wrong; nothing was generated.
@@ -524,9 +489,5 @@ class InferenceEngine(HandEngine):
         parts = [(start, rows[start:stop]) for start, stop in pairwise(cuts)]
         refs = self._submit("engine.generate", Shard(parts), sampling, seeds)
         batches = self._session.gather(refs, timeout_s)
-        return [
-            output
-            for (start, part), batch in zip(parts, batches, strict=True)
-            if part
-            for output in as_outputs(part, start, batch)
-        ]
+        shares = [as_outputs(part, start, batch) for (start, part), batch in zip(parts, batches, strict=True) if part]
+        return list(chain.from_iterable(shares))

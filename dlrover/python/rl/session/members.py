@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workloads of a script's engines, and prompts and completions as a script writes and reads them.
+"""The workloads of a script's engines, and the script's prompts and completions.
 
 A method name that begins with ``engine.`` is a verb of the engine; every other name is a method of the user's module.
-Model code is imported in ``open``, so that a script can name these classes without it.
+Model code is imported in ``open``, so that scripts can import these classes without it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout.requests import sampling_params
 from dlrover.python.rl.engine.weight_sync.base import Ticket
@@ -41,12 +41,12 @@ class Logprob:
 
 @dataclass(frozen=True, eq=False)
 class CompletionOutput:
-    index: int  #: its number among those of the prompt
+    index: int  #: its number among the prompt's completions
     text: str  #: without special tokens
     token_ids: list[int]  #: the end-of-sequence token included
     token_logprobs: npt.NDArray[np.float32]  #: [tokens]
     finish_reason: str  #: "stop" for an end-of-sequence token or stop string, "length" for max_new_tokens
-    version: int  #: of the weights that sampled the last token; -1 for those that the engine was built with
+    version: int  #: of the weights that sampled the last token; -1 for the initial weights
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]]:
@@ -61,14 +61,14 @@ class CompletionOutput:
 @dataclass(frozen=True, eq=False)
 class RequestOutput:
     request_id: str  #: the prompt's number in the call
-    prompt: Any  #: as the script gave it: a text, tokens, or a dict
+    prompt: Any  #: the script's: a text, tokens, or a dict
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    finished: bool = True  #: always: ``generate`` returns when all are done
+    finished: bool = True  #: always: ``generate`` returns when all have finished
 
 
 def as_outputs(prompts: Sequence[Any], first: int, completions: Batch) -> list[RequestOutput]:
-    """The outputs of ``prompts``, numbered from ``first``, from the columns of ``BaseRolloutEngine.generate``."""
+    """Convert a batch of ``BaseRolloutEngine.generate`` for ``prompts``, which are numbered from ``first``."""
     tokens, masks = completions.ragged("tokens"), completions.ragged("action_mask")
     logprobs, texts = completions.ragged("logprobs"), completions.objects("completion")
     finished, versions = completions.dense("finished"), completions.dense("version")
@@ -91,12 +91,10 @@ def as_outputs(prompts: Sequence[Any], first: int, completions: Batch) -> list[R
 
 
 def as_sampling(values: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Sampling parameters as a script gives them, with vLLM's names for some. Raises EngineError for an unknown key
-    (gives the nearest), a key that comes twice, or a wrong value."""
-    if values is None:
-        return SamplingParams()
-    if isinstance(values, SamplingParams):
-        return values
+    """Parse a script's sampling parameters, some of which have vLLM's names, too. Raises EngineError for an unknown
+    key (names the nearest), a repeated key, or a wrong value."""
+    if values is None or isinstance(values, SamplingParams):
+        return values or SamplingParams()
     if not isinstance(values, Mapping):
         raise EngineError(f"sampling parameters are a dict or SamplingParams, not {type(values).__name__}")
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -106,7 +104,7 @@ def as_sampling(values: SamplingParams | Mapping[str, Any] | None) -> SamplingPa
         if name not in fields:
             raise EngineError(f"sampling has no parameter '{key}'{hint(key, fields | set(_VLLM_NAMES))}")
         if name in params:
-            raise EngineError(f"sampling parameter '{name}' is given twice, as '{key}' as well")
+            raise EngineError(f"sampling parameter '{name}' is given twice, also as '{key}'")
         params[name] = (value,) if name == "stop" and isinstance(value, str) else value
     if params.get("top_k") == -1:
         params["top_k"] = None
@@ -114,17 +112,17 @@ def as_sampling(values: SamplingParams | Mapping[str, Any] | None) -> SamplingPa
 
 
 def as_prompts(value: Any) -> list[Any]:
-    """A list of prompts; a text, a dict, or a sequence of token ids is a single one. Raises EngineError for others."""
+    """Make a list of prompts; a text, a dict, or a sequence of token ids is a single one. Raises EngineError."""
     value = value.value if isinstance(value, NeedParallel) else value
     prompts = [value] if isinstance(value, str | Mapping) or _is_tokens(value) else list(value)
     for number, prompt in enumerate(prompts):
         inner = prompt
         if isinstance(prompt, Mapping):
             if (TEXT in prompt) == (TOKENS in prompt):
-                raise EngineError(f"prompt {number} is a dict: it has either '{TEXT}' or '{TOKENS}'")
+                raise EngineError(f"prompt {number} is a dict: it needs either '{TEXT}' or '{TOKENS}'")
             inner = prompt[TEXT] if TEXT in prompt else prompt[TOKENS]
         if not isinstance(inner, str) and not _is_tokens(inner):
-            raise EngineError(f"prompt {number} is {type(inner).__name__}: a text, a list of token ids, or a dict")
+            raise EngineError(f"prompt {number} is {type(inner).__name__}, not a text, a list of token ids, or a dict")
     return prompts
 
 
@@ -137,8 +135,8 @@ def _is_tokens(value: Any) -> bool:
 
 
 def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collection[str]) -> Batch:
-    """Prompts as a rollout engine takes them, numbered from ``first``; ``columns`` are the entries of a dict that it
-    takes. Raises EngineError for any other entry."""
+    """Make a rollout engine's batch of prompts, numbered from ``first``; ``columns`` are the further entries of dicts
+    that it accepts. Raises EngineError for any other entry."""
     dicts = [
         prompt if isinstance(prompt, Mapping) else {TEXT if isinstance(prompt, str) else TOKENS: prompt}
         for prompt in prompts
@@ -147,30 +145,22 @@ def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collec
     for number, prompt in enumerate(dicts):
         for name in set(prompt) - {TEXT, TOKENS}:
             if name not in columns:
-                what = f"has '{name}', which the engine does not take{hint(name, columns)}"
-                raise EngineError(f"prompt {first + number} {what}")
+                label = f"prompt {first + number} has '{name}'"
+                raise EngineError(f"{label}, which the engine does not accept{hint(name, columns)}")
             extra.setdefault(name, [None] * len(prompts))[number] = prompt[name]
     rows = [
         np.asarray(prompt[TOKENS] if TOKENS in prompt else encode_prompt(tokenizer, prompt[TEXT])) for prompt in dicts
     ]
     texts = {TEXT: [prompt.get(TEXT) for prompt in dicts]} if TEXT in columns else {}
-    return Batch(
-        {
-            "prompt_id": np.arange(first, first + len(rows), dtype=np.int64),
-            "tokens": Ragged.from_rows(rows, dtype=np.int64),
-            **texts,
-            **extra,
-        }
-    )
+    prompt_ids = np.arange(first, first + len(rows), dtype=np.int64)
+    return Batch({"prompt_id": prompt_ids, "tokens": Ragged.from_rows(rows, dtype=np.int64), **texts, **extra})
 
-
-# -- workers ---------------------------------------------------------------------------------------------------------
 
 VERB = "engine."
 
 
 class EngineMember:
-    """Hosts an engine. A plain class with one public method: the names of a user's module are free."""
+    """Hosts an engine; it has one public method, so that a user's module may use all other names."""
 
     def __init__(self, _master_handle: Any, _config: Any) -> None:
         self._member = current_member()
@@ -189,12 +179,6 @@ class EngineMember:
 
     def _users_method(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"an inference engine has no method '{name}'")
-
-    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
-        return self._receive(self._endpoints.endpoint(route).receive(ticket))
-
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
-        raise NotImplementedError
 
     def _release_cache(self) -> None:
         self._memory.release_cache()
@@ -223,7 +207,7 @@ class TrainMember(EngineMember):
 
     def _call(self, name: str, /, *arguments: Any, **kwargs: Any) -> Any:
         """Call a method of the module with this rank's part. The last two arguments are its shares, and the positions
-        and names of those arguments that come as a list of one part."""
+        and names of the arguments that come as a list of one part."""
         *args, shares, split = arguments
         values = [value[0] if at in split else value for at, value in enumerate(args)]
         named = {key: value[0] if key in split else value for key, value in kwargs.items()}
@@ -236,17 +220,15 @@ class TrainMember(EngineMember):
         return self._endpoints.endpoint(route).offer(self._engine)
 
     def _send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
-        """Send the weights; returns their stamp on the rank that leads."""
         return self._endpoints.endpoint(route).send(ticket, self._engine)
 
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
-        stamp: WeightStamp = self._engine.receive(weights)
+    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
+        stamp: WeightStamp = self._engine.receive(self._endpoints.endpoint(route).receive(ticket))
         return stamp
 
 
 class InferenceMember(EngineMember):
-    """A rollout engine. One that takes more of a prompt than its tokens lists that in an attribute
-    ``prompt_columns``."""
+    """A rollout engine, whose attribute ``prompt_columns``, if any, names entries of prompts that it accepts."""
 
     def _open(self, engine: Any, model: str | Path, settings: RolloutSettings) -> None:
         self._memory = DeviceMemory(settings.device)
@@ -257,17 +239,17 @@ class InferenceMember(EngineMember):
     def _generate(
         self, parts: Sequence[tuple[int, Sequence[Any]]], sampling: SamplingParams, seed: tuple[int, ...]
     ) -> Batch | None:
-        """Complete this rank's part of the prompts: the number of its first one, and the prompts."""
+        """Complete this rank's part of the prompts: the number of the first, and the prompts."""
         ((first, prompts),) = parts
         if not prompts:
             return None
-        takes = getattr(self._engine, "prompt_columns", ())
-        batch = as_batch(prompts, first, self._engine.tokenizer, takes)
+        batch = as_batch(prompts, first, self._engine.tokenizer, getattr(self._engine, "prompt_columns", ()))
         completions: Batch = self._engine.generate(batch, sampling, seed)
         return completions
 
-    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
-        """Take weights, older ones too: the script decides."""
+    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
+        """Receive weights of any version: the script decides."""
+        weights = self._endpoints.endpoint(route).receive(ticket)
         self._engine.receive(weights, rewind=True)
         if self._engine.version != weights.version:
             raise EngineError(f"the engine serves version {self._engine.version}, not {weights.version}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session of a script or notebook: its cluster, its slots, its engines.
+"""The session of a script or notebook: its cluster, slots and engines.
 
 ::
 
     init() --> Session: a slot for each device --build()--> engine: a role group of worker actors, one for each rank
-    shutdown(), the end of the process, Ctrl-C --> all processes end, and the cluster if it was started here
+    shutdown(), the end of the process, Ctrl-C --> all processes end, and a cluster that was started here
 
-A *slot* is a device of the session, known by its number; the slots of a node are numbered consecutively. An engine has
-*groups* of slots; the ranks of a group together hold the model once.
+A *slot* is a numbered device of the session; the slots of a node have consecutive numbers. An engine has *groups* of
+slots; the ranks of a group together hold the model once.
 """
 
 import atexit
@@ -38,21 +38,23 @@ class SlotRequest:
     group: int = 1  # slots of one group
     groups: int | None = None  # None: as many as fit
     one_node: bool = False  # the slots of a group have to be on one node
-    colocate_with: Slots | None = None  # slots to share, all of them and no others; None: free ones
+    colocate_with: Slots | None = None  # share exactly these slots; None: use free slots
     apart_from: frozenset[int] = frozenset()  # slots not to share
     nodes: tuple[str, ...] | None = None  # addresses or ids of the nodes to use; None: all
 
     @classmethod
     def near(cls, colocate_with: Any, not_colocate_with: Any, nodes: Collection[str] | None) -> "SlotRequest":
-        """A request for single slots near or apart from built engines, as ``build`` takes them."""
+        """Request single slots by the arguments of ``build``."""
         return cls(
-            colocate_with=None if colocate_with is None else _slots_of(colocate_with),
-            apart_from=frozenset() if not_colocate_with is None else frozenset(_slots_of(not_colocate_with)),
+            colocate_with=_slots_of(colocate_with),
+            apart_from=frozenset(_slots_of(not_colocate_with) or ()),
             nodes=None if nodes is None else tuple(nodes),
         )
 
 
 class SlotTable:
+    """Assigns a session's devices to engines, by slot."""
+
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self._slots_of: dict[str, Slots] = {}
@@ -63,7 +65,7 @@ class SlotTable:
         return tuple(slot for slot in range(len(self.devices)) if slot not in occupied)
 
     def candidates(self, request: SlotRequest) -> Slots:
-        """The slots that ``request`` may choose from. Raises SessionError if the request contradicts itself."""
+        """Return the slots that ``request`` may use. Raises SessionError if the request contradicts itself."""
         names = {name for device in self.devices for name in (device.address, device.node)}
         for name in request.nodes or ():
             if name not in names:
@@ -84,13 +86,11 @@ class SlotTable:
         return request.colocate_with
 
     def take(self, owner: str, request: SlotRequest) -> tuple[Slots, ...]:
-        """Give ``owner`` the groups of its request. Raises SessionError, and gives none, if too few slots are free."""
+        """Assign the groups of a request to ``owner``. Raises SessionError, and assigns none, if too few are free."""
         if owner in self._slots_of:
             raise SessionError(f"{owner} holds the slots {list(self._slots_of[owner])} already")
         if request.group < 1 or (request.groups is not None and request.groups < 1):
-            raise SessionError(
-                f"{owner} asks for {request.groups} groups of {request.group} slots: both must be positive"
-            )
+            raise SessionError(f"{owner} requests {request.groups} x {request.group} slots: both must be positive")
         candidates = self.candidates(request)
         runs = [candidates]
         if request.one_node:
@@ -105,47 +105,44 @@ class SlotTable:
         return tuple(groups[:count])
 
     def give_back(self, owner: str) -> None:
-        """Engines that share the owner's slots keep them."""
+        """Release the owner's slots; engines that share them keep them."""
         self._slots_of.pop(owner, None)
 
     def _explain_shortage(self, owner: str, request: SlotRequest, candidates: Slots) -> str:
         size = f"groups of {request.group}"
         if request.groups is not None:
             size = f"{request.groups} x {request.group} = {request.groups * request.group}"
-        asks = f"{owner} asks for {size} slots"
         where = " with each group on one node" if request.one_node and request.group > 1 else ""
         if request.colocate_with is not None:
-            return f"{asks}{where}, but colocate_with has {len(candidates)}: {list(candidates)}"
-        holders = [f"{name} holds {list(slots)}" for name, slots in self._slots_of.items()]
-        held_by = "; ".join(holders) or "no engine holds any"
-        is_limited = request.nodes or request.apart_from
-        limits = " on the requested nodes and apart from not_colocate_with" if is_limited else ""
-        more = "" if is_limited else "; init(slots_per_node=N) takes more of each node"
-        return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by}){more}"
+            return f"{owner} requests {size} slots{where}, but colocate_with has {len(candidates)}: {list(candidates)}"
+        owners = "; ".join(f"{name} has {list(slots)}" for name, slots in self._slots_of.items()) or "no engine has any"
+        remedy = "init(slots_per_node=N) takes more of each node"
+        if request.nodes or request.apart_from:
+            remedy = "only those on the requested nodes and apart from not_colocate_with count"
+        free = f"free are {list(candidates)} of {len(self.devices)} ({owners})"
+        return f"{owner} requests {size} slots{where}; {free}; {remedy}"
 
 
-def _slots_of(engines: Any) -> Slots:
+def _slots_of(engines: Any) -> Slots | None:
+    if engines is None:
+        return None
     listed = engines if isinstance(engines, list | tuple) else [engines]
     return tuple(slot for engine in listed for slot in engine.slots)
 
 
-# -- sessions --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Members:
-    """A built engine: the slots of each group and of each rank, where each rank runs, and the role group that calls
-    them; the engine's name is their role."""
+    """The workers of a built engine."""
 
-    name: str
+    name: str  #: the engine's, and their role
     groups: tuple[Slots, ...]
-    slots: tuple[Slots, ...]
-    processes: tuple[Process, ...]
+    slots: tuple[Slots, ...]  #: of each rank
+    processes: tuple[Process, ...]  #: of each rank
     role_group: RoleGroup
 
 
 class Session:
-    """Made by :func:`init`. Leaving its ``with`` block ends it."""
+    """The session that :func:`init` returns; the end of its ``with`` block ends it."""
 
     def __init__(self, hosting: Hosting) -> None:
         self.hosting = hosting
@@ -163,22 +160,14 @@ class Session:
     def free_slots(self) -> int:
         return len(self.table.free)
 
-    def start(  # noqa: PLR0913 - what a role group is
-        self,
-        engine: Any,
-        name: str | None,
-        kind: str,
-        request: SlotRequest,
-        workload: type,
-        replicas: int | None = None,
-    ) -> Members:
-        """Start a worker on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
-        each group. Raises SessionError (name, slots) or WorkloadStartError, and leaves nothing. Thread safe."""
+    def start(self, engine: Any, request: SlotRequest, workload: type, replicas: int | None = None) -> Members:
+        """Start a worker on each slot, with ``replicas`` sets of arguments for consecutive ranks; without ``replicas``
+        one worker on each group. Thread safe. Raises SessionError or WorkloadStartError, and leaves no worker."""
         with self._lock:
-            if name is None:
-                name = next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
+            free_names = (name for n in itertools.count(1) if (name := f"{engine._kind}_{n}") not in self._engines)
+            name = next(free_names) if engine._requested_name is None else engine._requested_name
             if not is_role_name(name):
-                raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
+                raise SessionError(f"'{name}' is no engine's name: use letters, digits and '_', first a letter")
             name = name.upper()
             if name in self._engines:
                 raise SessionError(f"there is an engine '{name}' already: release it, or choose another name")
@@ -210,7 +199,7 @@ class Session:
             self._forget(members.name)
 
     def gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """The results of submitted calls; without a deadline the late ranks are logged. Raises InvocationError with
+        """Return the results of submitted calls; without a deadline late ranks are logged. Raises InvocationError with
         engine, rank, method, node and cause."""
         try:
             return gather(refs, timeout_s)
@@ -257,23 +246,19 @@ def init(
     log_to_driver: bool = True,
     timeout_s: float = 300.0,
 ) -> Session:
-    """Begin a session: start Ray on this machine, or join a cluster, and find the devices.
-
-    A slot is a GPU, or on a cluster without GPUs a logical device, by default one for each core.
+    """Begin a session: start Ray on this node, or join a cluster, and find the devices. A slot is a GPU, or without
+    GPUs a logical device, by default one for each core.
 
     Args:
         address: of a running Ray cluster (``"auto"``, ``"host:port"``); None starts one on loopback, which ends with
-            the session. A process that is connected to Ray already stays connected as it is.
+            the session. A process that is connected to Ray already stays connected.
         slots_per_node: number of devices to take of each node.
         local: run the engines in this process, one rank each, without Ray: for a debugger.
-        log_to_driver: print here what the engines' processes print.
-        timeout_s: how long the cluster may take to give the devices, and an engine's processes to come up.
-
-    Returns:
-        The session, which a ``with`` block ends.
+        log_to_driver: print the output of the engines' processes here.
+        timeout_s: limit on the cluster's reservation of the devices, and on the start of an engine's processes.
 
     Raises:
-        SessionError: there is a session already.
+        SessionError: a session is open already.
         ClusterUnavailable: Ray could not be started or reached, or has no free device.
     """
     if _OPEN:
@@ -287,19 +272,19 @@ def init(
         hosting = RayHosting(address, slots_per_node, log_to_driver, timeout_s)
     session = Session(hosting)
     _OPEN.append(session)
-    # Called before Ray's own handler, which would leave a cluster that was started here without its owner.
+    # Called before Ray's handler, which would orphan a cluster that was started here.
     atexit.register(session.close)
     return session
 
 
 def shutdown() -> None:
-    """End the session: its engines, their processes, and the cluster if :func:`init` started it. Safe to repeat."""
+    """End the session with its engines, and the cluster if :func:`init` started it. Safe to repeat."""
     for session in list(_OPEN):
         session.close()
 
 
 def current() -> Session:
-    """Raises SessionError if no session is open."""
+    """Return the open session. Raises SessionError if there is none."""
     if not _OPEN:
         raise SessionError("there is no session: call init() first")
     return _OPEN[0]

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arguments and results of a call are divided over the ranks of a train engine.
+"""Division of a call's arguments and results over the ranks of a train engine.
 
 :class:`NeedParallel` splits lists, tuples, arrays, tensors, dicts of columns and batches by one rule: the parts are
-contiguous, in order, and differ by at most one row, larger ones first. Everything else goes to every rank whole.
-
-::
-
-    NeedParallel(x)               rows over the model replicas; the ranks of a replica have the same
-    NeedParallel(x, type="seq")   rows over the model replicas, and each row's sequence over the replica's context ranks
+contiguous, in order, and differ by at most one row, larger ones first. Every rank gets all other arguments whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,14 +24,14 @@ _TOKEN_COLUMNS = ("tokens", "input_ids")
 
 @dataclass(frozen=True)
 class NeedParallel:
-    """An argument of which each model replica of a train engine gets its part.
+    """An argument that is split over the model replicas of a train engine.
 
     Args:
         value: a list, tuple, array, tensor, dict of equally long columns, or ``Batch``.
-        pad: allow fewer rows than replicas. A replica without a row gets the last one again, so that it takes part in
-            the collectives; its gradient counts nothing and its result is left out.
-        type: ``"dp"``: split the rows. ``"seq"``: split the second axis as well, into equal parts, for the ranks that
-            ``context_parallel_size`` lets share the sequences of a replica; each gets the same tokens of every row.
+        pad: allow fewer rows than replicas. A replica without a row gets the last one again to take part in the
+            collectives; its gradient counts nothing and its result is left out.
+        type: ``"dp"``: split the rows; all ranks of a replica get the same. ``"seq"``: split the second axis as well,
+            into equal parts for the ``context_parallel_size`` ranks of a replica that share its sequences.
     """
 
     value: Any
@@ -51,10 +46,8 @@ def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> li
     if rows == 0:
         raise ShardError(f"{label} has no rows for {replicas} model replicas")
     if rows is not None and 0 < rows < replicas and not value.pad:
-        raise ShardError(
-            f"{label} has {rows} row{'' if rows == 1 else 's'} for {replicas} model replicas: "
-            "NeedParallel(..., pad=True) lets some of them go without"
-        )
+        count = f"{rows} row{'' if rows == 1 else 's'} for {replicas} model replicas"
+        raise ShardError(f"{label} has {count}: NeedParallel(..., pad=True) leaves some without a row")
     real = replicas if rows is None else max(min(rows, replicas), 1)
     pieces = split(value.value, real, label)
     padding = split(value.value, rows, label)[-1] if real < replicas and rows else None
@@ -73,7 +66,7 @@ def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> li
 
 def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:
     """Cut the second axis of a tensor, array, list of equally long rows, or dict of such columns into equal parts.
-    Raises ShardError if it has none, or one that ``ranks`` cannot share equally."""
+    Raises ShardError if there is no such axis, or ``ranks`` does not divide it."""
     if isinstance(value, Mapping):
         columns = {name: split_sequences(column, ranks, f"{label}['{name}']") for name, column in value.items()}
         return [{name: parts[rank] for name, parts in columns.items()} for rank in range(ranks)]
@@ -84,7 +77,7 @@ def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:
     elif isinstance(value, list | tuple) and all(hasattr(row, "__len__") for row in value):
         lengths = {len(row) for row in value}
     if len(lengths) != 1:
-        raise ShardError(f"{label} has no sequences of one length to split: pad its rows to the same")
+        raise ShardError(f"{label} has no sequences of one length to split: pad its rows to the same length")
     (length,) = lengths
     if length % ranks:
         raise ShardError(f"{label} has sequences of {length} tokens for {ranks} ranks: pad them to a multiple")
@@ -100,15 +93,15 @@ def _copied(part: Any) -> Any:
 
 
 def count_rows(value: Any) -> int | None:
-    """Rows along the first axis, of a dict those of its columns; None where there are none."""
+    """Count the rows along the first axis, of a dict in its first column; None if there is none."""
     if isinstance(value, Mapping):
         return next((row_count(column) for column in value.values()), None)
     return len(value) if isinstance(value, range) else row_count(value)
 
 
 def count_tokens(value: Any) -> int:
-    """Tokens in an argument: those of the column ``tokens`` or ``input_ids`` where it has columns, of the rows
-    themselves where these have lengths, else one for each row."""
+    """Count the tokens of an argument: in its column ``tokens`` or ``input_ids``, in rows that have lengths, else one
+    for each row."""
     columns = value.columns if isinstance(value, Batch) else value
     if isinstance(columns, Mapping):
         named = next((columns[name] for name in _TOKEN_COLUMNS if name in columns), None)
@@ -124,16 +117,9 @@ def count_tokens(value: Any) -> int:
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], replicas: int, context: int, label: str
 ) -> tuple[list[Any], dict[str, Any], list[CallShare], list[int | str]]:
-    """Split the arguments of one call: a set for each context rank of each replica.
-
-    Returns:
-        The arguments as a role group takes them; the part of the rows that each set has, of several wrapped arguments
-        in the one with split sequences, and among these in the one with the most tokens; the positions and names of the
-        arguments that were wrapped.
-
-    Raises:
-        ShardError: two wrapped arguments have different numbers of rows.
-    """
+    """Split the arguments of one call into a set for each context rank of each replica. Returns positional and named
+    arguments for a role group; each set's share of the rows, taken from the wrapped argument with split sequences, or
+    else with the most tokens; and positions and names of the wrapped arguments."""
     split: list[int | str] = []
     shares: list[CallShare] = [WHOLE] * (replicas * context)
     divided: dict[int | str, Any] = {}
@@ -149,34 +135,25 @@ def split_arguments(
         pieces = parts_of(value, replicas, context, f"{label}: {argument}")
         parts = [share for _, share in pieces]
         if split and [share.rows for share in shares] != [share.rows for share in parts]:
-            raise ShardError(f"{label}: {argument} has {parts[0].of} rows, another one {shares[0].of}")
-        if not split or _weight_of(parts) > _weight_of(shares):
+            raise ShardError(f"{label}: {argument} has {parts[0].of} rows, another argument {shares[0].of}")
+        weights = [(each[0].sequences, sum(share.tokens for share in each)) for each in (shares, parts)]
+        if not split or weights[1] > weights[0]:
             shares = parts
         split.append(at)
         divided[at] = Shard([piece for piece, _ in pieces])
     return [divided[at] for at in range(len(args))], {name: divided[name] for name in kwargs}, shares, split
 
 
-def _weight_of(shares: Sequence[CallShare]) -> tuple[bool, int]:
-    return shares[0].sequences, sum(share.tokens for share in shares)
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
-
-
 def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> Any:
-    """Put results together; those of padding are left out.
+    """Merge results, without the results of padding. Raises ShardError for results that cannot be merged in this way.
 
     Args:
         results: one for each replica, or for each rank that has a part of the sequences.
-        shares: of the rows, one for each result.
-        how: ``list``: as they are. ``flat``: lists, arrays, tensors or batches joined in order. ``mean``: numbers,
+        shares: the share of the rows that each result is of.
+        how: ``list``: all results. ``flat``: lists, arrays, tensors or batches joined in order. ``mean``: numbers,
             tensors, or dicts of them, weighted by tokens: by the entry ``tokens`` of a dict (which is summed), else by
-            those of the arguments. ``sum``: likewise, added. ``rank0``: the first. Of a method that returns nothing
-            there is None to be had, by all but ``list``.
-
-    Raises:
-        ShardError: results cannot be put together in this way.
+            the tokens of the arguments. ``sum``: the same, added. ``rank0``: the first. All but ``list`` give None for
+            a method that returns nothing.
     """
     pairs = [(result, share) for result, share in zip(results, shares, strict=True) if share.rows or not share.of]
     values = [result for result, _ in pairs]
@@ -196,17 +173,15 @@ def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> An
 
 
 def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:
-    """``tokens`` of dicts are always added."""
+    """Combine values, of dicts entry by entry; entries ``tokens`` are always added."""
     first = values[0]
     if not isinstance(first, Mapping):
         return combine(values)
-    if others := [value for value in values if not isinstance(value, Mapping) or value.keys() != first.keys()]:
-        raise ShardError(f"results differ in their entries: {_entries(first)}; {_entries(others[0])}")
+    names = [", ".join(map(repr, each)) if isinstance(each, Mapping) else type(each).__name__ for each in values]
+    for value, name in zip(values, names, strict=True):
+        if not isinstance(value, Mapping) or value.keys() != first.keys():
+            raise ShardError(f"results differ in their entries: {names[0]}; {name}")
     return {name: _each([value[name] for value in values], _added if name == "tokens" else combine) for name in first}
-
-
-def _entries(result: Any) -> str:
-    return ", ".join(map(repr, result)) if isinstance(result, Mapping) else type(result).__name__
 
 
 def _added(values: Sequence[Any]) -> Any:
@@ -224,7 +199,7 @@ def _added(values: Sequence[Any]) -> Any:
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     if not sum(weights):
-        raise ShardError("the results have no mean: there are no tokens to weight them by")
+        raise ShardError("the results have no mean: there are no tokens to weight them")
     try:
         return _added([value * weight for value, weight in zip(values, weights, strict=True)]) / sum(weights)
     except TypeError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a train engine to another engine of the script: the script sees names and numbers, never the bytes."""
+"""Weight syncs from a train engine to another engine of a script, which sees names and numbers but no bytes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -19,7 +19,7 @@ from dlrover.python.rl.session.session import Members, Session
 
 Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
-"""In the order of preference; ``disk`` where a folder is given, ``device memory`` only if asked for."""
+"""The ways in order of preference; ``disk`` is used with a folder, ``device memory`` only on request."""
 _TRANSPORTS: dict[Way, Callable[[SyncSettings], WeightTransport]] = {
     "shared memory": PullTransport,
     "broadcast": BroadcastTransport,
@@ -30,46 +30,44 @@ _TRANSPORTS: dict[Way, Callable[[SyncSettings], WeightTransport]] = {
 
 @dataclass(frozen=True)
 class SyncReport:
-    stamp: WeightStamp  #: of the weights that every rank of the receiver has now, equal to the sender's
+    stamp: WeightStamp  #: of the weights that the sender and every rank of the receiver have now
     way: Way
 
 
 @dataclass(frozen=True)
 class Route:
-    """From the ranks of one engine to those of another."""
+    """The route of weights from one engine to another."""
 
-    # "shared memory" of a node; "broadcast": by NCCL, or by gloo where engines share a device or have none; "disk":
-    # files in a folder that both sides see; "device memory": a copy that the sender keeps on a device which both have.
+    # "shared memory" of a node; "broadcast": by NCCL, or by gloo if engines share a device or have none; "disk": files
+    # in a folder that both sides see; "device memory": a copy that the sender keeps on a device which both have.
     way: Way
-    session: str  # its id
-    name: str  # of the sender and the receiver
+    session: str  # id of the session
+    name: str  # of sender and receiver
     sinks: int  # ranks that receive
-    at: str = ""  # of a broadcast the address of the sender's node, of files their folder
-    by_host: bool = False  # a broadcast goes from host to host
+    at: str = ""  # address of the sender's node for a broadcast, folder of files
+    by_host: bool = False  # broadcast by gloo, from host to host
 
 
 class Endpoints:
-    """A process's ends of routes, kept from sync to sync."""
+    """A process's ends of routes, which stay open from sync to sync."""
 
-    def __init__(self, who: str, leads: bool, device: str, memory: DeviceMemory) -> None:
-        self._who, self._leads, self._device, self._memory = who, leads, device, memory
+    def __init__(self, name: str, is_leader: bool, device: str, memory: DeviceMemory) -> None:
+        self._settings = SyncSettings(name=name, is_leader=is_leader, device=device, memory=memory)
         self._open: dict[Route, WeightTransport] = {}
 
     def endpoint(self, route: Route) -> WeightTransport:
-        """This process's end of ``route``; the end of an earlier route between the same engines is closed."""
+        """Return this process's end of ``route``, and close the end of an earlier route between the same engines."""
         if route in self._open:
             return self._open[route]
         for former in [former for former in self._open if former.name == route.name]:
             self._open.pop(former).close()
-        settings = SyncSettings(
-            name=self._who,
-            is_leader=self._leads,
+        settings = replace(
+            self._settings,
             receivers=route.sinks,
             address=route.at if route.way == "broadcast" else "127.0.0.1",
             folder=Path(route.at) if route.way == "disk" else None,
             channel=f"{route.name}-{route.session}",
-            device="cpu" if route.by_host else self._device,
-            memory=self._memory,
+            device="cpu" if route.by_host else self._settings.device,
         )
         endpoint = self._open[route] = _TRANSPORTS[route.way](settings)
         return endpoint
@@ -82,34 +80,36 @@ class Endpoints:
 def choose_route(
     source: Members, target: Members, session: Session, way: Way | None = None, folder: str | Path | None = None
 ) -> Route:
-    """How weights go from one engine to another; ``way`` None takes the folder if there is one, else the shortest.
-    Raises SessionError with the reason why a way is closed."""
+    """Choose the route from one engine to another: ``way``, else ``disk`` if there is a folder, else the shortest.
+    Raises SessionError if the way is not possible, with the reason."""
     if folder is not None and way is None:
         way = "disk"
     (first,) = source.slots[0]
     on_cuda = session.slots[first].kind == "cuda"
     nodes = {process.node for process in (source.processes[0], *target.processes)}
     apart = f"they are on {len(nodes)} nodes" if len(nodes) > 1 else ""
-    alone = "" if session.hosting.separate else "init(local=True) has one process, which cannot wait for itself"
+    alone = "" if session.hosting.separate else "init(local=True) has one process, which would wait for itself"
     # A process sees its own devices only, and CUDA opens memory on the device of the same number.
-    sees_first = not on_cuda or all(slots[0] == first for slots in target.slots)
+    same_device = not on_cuda or all(slots[0] == first for slots in target.slots)
+    devices = "" if same_device else f"{source.name}[0] and {target.name} have different first devices"
     obstacles: dict[Way, str] = {
-        "device memory": apart or ("" if sees_first else f"{source.name}[0] has not the first device of {target.name}"),
+        "device memory": apart or devices,
         "shared memory": apart,
         "broadcast": alone,
-        "disk": "" if folder else "it takes a folder that both see",
+        "disk": "" if folder else "it needs a folder that both see",
     }
     if way is None:
         free = [name for name in WAYS if not obstacles[name] and name != "device memory"]
         if not free:
-            raise SessionError(f"weights have no way from {source.name} to {target.name}: {obstacles}")
+            reasons = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle)
+            raise SessionError(f"no way to send weights from {source.name} to {target.name}: {reasons}")
         way = free[0]
     if way not in obstacles:
-        raise SessionError(f"weights have no way '{way}'{hint(str(way), WAYS)}")
+        raise SessionError(f"unknown way '{way}' to send weights{hint(str(way), WAYS)}")
     if folder is not None and way != "disk":
-        raise SessionError(f"folder={str(folder)!r} is of no use to '{way}': it is for 'disk'")
+        raise SessionError(f"folder={str(folder)!r} is an argument for 'disk', not for '{way}'")
     if obstacles[way]:
-        raise SessionError(f"weights cannot go from {source.name} to {target.name} by '{way}': {obstacles[way]}")
+        raise SessionError(f"cannot send weights from {source.name} to {target.name} by '{way}': {obstacles[way]}")
     at = {"broadcast": source.processes[0].address, "disk": str(Path(folder or "").absolute())}.get(way, "")
     shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
     by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once

@@ -209,7 +209,7 @@ class SamplingParams:
     max_new_tokens: Annotated[int, Gt(0)] = 64
     """The end-of-sequence token counts."""
 
-    temperature: Annotated[float, Ge(0.0)] = 1.0
+    temperature: Annotated[float, Ge(0.0), Lt(math.inf)] = 1.0
     """Divides the logits; 0 is greedy."""
 
     samples_per_prompt: Annotated[int, Gt(0)] = 1

@@ -22,12 +22,12 @@ from dlrover.python.rl.engine.rollout.sampling import uniforms
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Parse a plain mapping; an EngineError names every unknown key, with the nearest one, and invalid value."""
+    """Parse a plain mapping. Raises EngineError with every unknown key, its nearest name, and every invalid value."""
     return read_options(SamplingParams, values, "sampling")
 
 
 def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
-    """The columns of ``BaseRolloutEngine.generate``; ``columns`` are the engine's."""
+    """Build the batch that ``BaseRolloutEngine.generate`` returns; ``columns`` are the engine's."""
     requests, specs = [completion.request for completion in completions], {**SEQUENCE, **columns}
     sequences = [SequenceColumns(specs) for _ in requests]
     for sequence, request in zip(sequences, requests, strict=True):
@@ -47,15 +47,15 @@ def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec
 
 
 _PARTIAL = 4
-"""Extra tokens to decode beside those of a stop string: the first of a window may begin inside a character."""
+"""Extra tokens to decode before a stop string: a window may begin inside a character."""
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request and its completion so far, in lists since each step appends to them."""
+    """A request and its completion so far, in lists, to which each step appends."""
 
     request: Request
-    sampling: SamplingParams  # its max_new_tokens fit the model
+    sampling: SamplingParams  # max_new_tokens fits the model
     seed: tuple[int, ...]
     known_ids: int | None = None  # see ``RunningRequests``
     tokens: list[int] = field(init=False)
@@ -75,56 +75,38 @@ class RunningRequest:
 
     @cached_property
     def uniform(self) -> list[float]:
-        """The request's random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
+        """The request's ``max_new_tokens`` random numbers by position, computed on first use."""
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()
 
     def next_uniform(self, after: int = 0) -> float:
-        """The random number of the token that ``after`` others come before."""
+        """Return the random number of the next token, or of the token ``after`` positions later."""
         return self.uniform[len(self.tokens) + after]
-
-    def append(self, token: int, /, **values: Any) -> None:
-        self.tokens.append(token)
-        self.columns.append(values)
 
 
 class FinishRules:
-    """Decides when a request has finished, and makes the text of its completion."""
+    """Decides when a request has finished, and decodes the text of its completion."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         ids = sorted(tokenizer.all_special_ids)
         added, tags = getattr(tokenizer, "added_tokens_decoder", {}), {*THOUGHT_TAGS, *THOUGHT_TAGS.values()}
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
-        # Text and id of the tokens that are left out of a completion's text.
+        # Text and id of the tokens that a completion's text leaves out.
         self._special: dict[str, int] = dict(zip(map(str, tokenizer.convert_ids_to_tokens(ids)), ids, strict=True))
         self._special_ids = frozenset(ids)
-        # Those that remain there, since they tell its thoughts from its answer.
+        # Special tokens that remain in the text, since they separate thoughts from the answer.
         self._tag_ids = frozenset(number for number, token in added.items() if token.special and str(token) in tags)
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` for values out of their ranges, or a stop string that no text contains."""
-        strings: Any = sampling.stop  # a str is a sequence of str, too
-        valid = {
-            "max_new_tokens": sampling.max_new_tokens >= 1,
-            "temperature": 0.0 <= sampling.temperature < float("inf"),
-            "samples_per_prompt": sampling.samples_per_prompt >= 1,
-            "top_k": sampling.top_k is None or sampling.top_k >= 1,
-            "top_p": 0.0 < sampling.top_p <= 1.0,
-            "stop": not isinstance(strings, str) and all(strings),
-            "logprobs": sampling.logprobs in ("policy", "sampled"),
-        }
-        faults = [f"{name} {getattr(sampling, name)!r}" for name, is_valid in valid.items() if not is_valid]
-        if faults:
-            raise EngineError(f"cannot sample with {', '.join(faults)}")
+        sampling_params(vars(sampling))
         for stop in sampling.stop:
-            inside = [token for token in self._special if token in stop and token != stop]
-            if inside:
-                raise EngineError(
-                    f"no completion ends with {stop!r}: {inside[0]!r} is a token of its own, which is not a part of"
-                    f" the text; {inside[0]!r} alone is a valid stop string"
-                )
+            if not stop:
+                raise EngineError("sampling.stop: a stop string is empty")
+            if inside := [token for token in self._special if token in stop and token != stop]:
+                raise EngineError(f"stop string {stop!r} has the special token {inside[0]!r}, which must be alone")
 
     def finish_reason(self, running: RunningRequest) -> Finish | None:
-        """The reason if the last token finished the request, else None."""
+        """Return why the last token finished the request, or None if it did not."""
         if not running.tokens:
             return None
         sampling, last = running.sampling, running.tokens[-1]
@@ -135,13 +117,12 @@ class FinishRules:
         return "length" if len(running.tokens) >= sampling.max_new_tokens else None
 
     def _special_stop(self, running: RunningRequest) -> str | None:
-        """The stop string that is the last token, if that is special."""
+        """Return the stop string that is the last token, if that is special."""
         return next((stop for stop in running.sampling.stop if self._special.get(stop) == running.tokens[-1]), None)
 
     def _is_stopped(self, running: RunningRequest) -> bool:
-        """Each token that is not special is at least a byte of the text, so a stop string that ends with the last one
-        lies within as many tokens as it has bytes. The whole text is only decoded when it is found there.
-        """
+        """Look for a stop string in the last tokens, then decode the whole text. Each token that is not special is at
+        least a byte of text, so a stop string at the end lies within as many tokens as it has bytes."""
         stops = running.sampling.stop
         width = max(len(stop.encode()) for stop in stops) + _PARTIAL
         window: list[int] = []
@@ -171,20 +152,20 @@ class FinishRules:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Start and end of the stop string that ends first in ``text``; of two that end together, the longer."""
+    """Return start and end of the stop string that ends first in ``text``; of two that end there, the longer."""
     starts = [(text.find(stop), len(stop)) for stop in stops]
     spans = [(start, start + length) for start, length in starts if start >= 0]
     return min(spans, key=lambda span: (span[1], span[0])) if spans else None
 
 
 NewToken: TypeAlias = tuple[int, int, float] | tuple[int, int, float, Mapping[str, Any]]
-"""The number of a running request, a token generated for it, the token's log-probability, and the values of the columns
-that the engine declares, if any; a column per sample may be left out."""
+"""The number of a running request, a token generated for it, the token's log-prob, and the values of columns that the
+engine declares, if any; a column per sample may be left out."""
 
 
 class RunningRequests:
-    """Running requests by number, in the order added; ``max_length`` is the backend's own limit on a sequence, and
-    ``columns`` are the engine's, besides log-probs and versions."""
+    """Running requests by number, in the order added. ``max_length`` is the backend's limit on a sequence; ``columns``
+    are the engine's, besides log-probs and versions."""
 
     def __init__(
         self, lm: CausalLM, max_length: int | None = None, columns: Mapping[str, ColumnSpec] | None = None
@@ -192,7 +173,7 @@ class RunningRequests:
         self.columns = {**GENERATED, **(columns or {})}
         self.rules = FinishRules(lm.tokenizer, lm.eos_ids)
         self.by_number: dict[int, RunningRequest] = {}
-        self.known_ids = lm.known_ids  # ids from this one on are never sampled; None: all may be
+        self.known_ids = lm.known_ids  # this id and higher ones are never sampled; None: all may be
         self._lm, self._max_length, self._count = lm, max_length, 0
 
     def __len__(self) -> int:
@@ -202,7 +183,7 @@ class RunningRequests:
         self.rules.check(sampling)
         if not tokens.lengths.all():
             empty = np.flatnonzero(tokens.lengths == 0).tolist()
-            raise EngineError(f"prompts {empty} are empty: generation needs at least one token to begin with")
+            raise EngineError(f"prompts {empty} are empty: generation needs at least one token")
         longest = int(tokens.lengths.max(initial=0)) + 1
         self._lm.check_tokens(tokens.values, longest)
         if self._max_length is not None and longest > self._max_length:
@@ -224,25 +205,22 @@ class RunningRequests:
         for running in added:
             key, count, most = running.request.key, len(running.tokens), running.sampling.max_new_tokens
             if key in keys:
-                raise EngineError(f"request {key} runs already, or comes twice")
+                raise EngineError(f"request {key} runs already, or is added twice")
             keys.add(key)
             if count >= most:
-                raise EngineError(f"request {key} has {count} tokens of at most {most}: none remain to generate")
+                raise EngineError(f"request {key} has {count} tokens already, and its limit is {most}")
             if reason := self.rules.finish_reason(running):
                 raise EngineError(f"request {key} has ended already ({reason})")
         return self._add(added)
 
     def add_batch(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
-        """Add the samples of a batch, whose prompt ids may repeat; refused while other requests run."""
+        """Add the samples of a batch, whose prompt ids may repeat, while no other request runs."""
         if self.by_number:
-            raise EngineError(f"{len(self)} requests run: advance until they have ended, or abort them first")
+            raise EngineError(f"{len(self)} requests run: advance until they have ended, or abort them")
         self.check(prompts.ragged("tokens"), sampling)
         pairs = zip(prompts.dense("prompt_id").tolist(), prompts.ragged("tokens"), strict=True)
-        requests = [
-            Request.fresh(identity, index, tokens)
-            for identity, tokens in pairs
-            for index in range(sampling.samples_per_prompt)
-        ]
+        indices = range(sampling.samples_per_prompt)
+        requests = [Request.fresh(prompt_id, index, tokens) for prompt_id, tokens in pairs for index in indices]
         return self._add([self._start(request, sampling, seed) for request in requests])
 
     def _add(self, added: Sequence[RunningRequest]) -> list[int]:
@@ -252,7 +230,7 @@ class RunningRequests:
         return numbers
 
     def numbers(self, keys: Sequence[tuple[int, int]] | None) -> list[int]:
-        """The numbers of the requests with these keys, or of all; an EngineError names keys that do not run."""
+        """Return the numbers of the requests with these keys, or of all. Raises EngineError for unknown keys."""
         if keys is None:
             return list(self.by_number)
         number_of = {running.request.key: number for number, running in self.by_number.items()}
@@ -261,15 +239,16 @@ class RunningRequests:
         return [number_of[key] for key in keys]
 
     def append(self, new_tokens: Sequence[NewToken], version: int) -> dict[int, Finish]:
-        """Append all tokens or none, up to the one that finishes each request; returns the finished ones."""
+        """Append all tokens or none, each request's up to the one that finishes it; returns finished requests."""
         if not np.isfinite([logprob for _, _, logprob, *_ in new_tokens]).all():
-            raise EngineError("the model's logits are NaN or infinite: its weights are broken")
+            raise EngineError("the model's logits are NaN or infinite: its weights are damaged")
         note_progress()
         finished: dict[int, Finish] = {}
         for number, token, logprob, *more in new_tokens:
             if number not in finished:
                 running = self.by_number[number]
-                running.append(token, logprobs=logprob, versions=version, **(more[0] if more else {}))
+                running.tokens.append(token)
+                running.columns.append({"logprobs": logprob, "versions": version, **(more[0] if more else {})})
                 if reason := self.rules.finish_reason(running):
                     finished[number] = reason
         return finished
@@ -279,7 +258,7 @@ class RunningRequests:
 
 
 class RolloutEngineBase(ABC):
-    """The part of ``BaseRolloutEngine`` that the engines share: requests, from their addition to their end."""
+    """Implements the part of ``BaseRolloutEngine`` that all engines share: requests, from their start to their end."""
 
     version = -1
     _requests: RunningRequests
@@ -290,14 +269,13 @@ class RolloutEngineBase(ABC):
 
     @abstractmethod
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Append tokens to the running requests, about ``max_tokens`` if the backend can; returns those that have
-        finished, by number."""
+        """Append tokens to the running requests, about ``max_tokens`` if the backend can; returns finished ones."""
 
     def _queue(self, numbers: Sequence[int]) -> None:
-        """Called with the numbers of requests that have been added."""
+        """Pass added requests to the backend."""
 
     def _withdraw(self, numbers: Collection[int]) -> None:
-        """Drop what the backend holds of these requests."""
+        """Remove requests from the backend."""
 
     @property
     def tokenizer(self) -> Any:
@@ -327,7 +305,7 @@ class RolloutEngineBase(ABC):
         self._queue(self._requests.add(requests, sampling, seed))
 
     def advance(self) -> list[Completion]:
-        """Completions in the order of their requests; after an error all requests stay."""
+        """Return completions in the order of their requests; after an error all requests still run."""
         self._check_ready()
         finished = self._finish(self._step(None)) if self.running else {}
         return [finished[number] for number in sorted(finished)]

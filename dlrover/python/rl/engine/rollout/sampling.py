@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens by inverse CDF: a sample depends on its own random numbers only, not on its batch."""
+"""Sampling of tokens by inverse CDF: a sample depends on its own random numbers only, not on its batch."""
 
 import hashlib
 from typing import Any
@@ -13,30 +13,21 @@ from dlrover.python.rl.engine.api.base import SamplingParams
 
 
 def uniforms(seed: tuple[int, ...], prompt_id: int, sample_index: int, count: int) -> npt.NDArray[np.float64]:
-    """The first ``count`` random numbers in [0, 1) of one sample, by Philox, keyed by a hash of the other arguments."""
+    """Return the first ``count`` random numbers in [0, 1) of a sample: Philox with a hash of the other arguments."""
     name = "/".join([",".join(map(str, seed)), str(prompt_id), str(sample_index)])
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def sampling_key(sampling: SamplingParams) -> tuple[Any, ...]:
-    """Requests with equal keys can be sampled in one call."""
+    """Return a key that is equal for requests which can be sampled in one call."""
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
 
 
 def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, Any]:
-    """Sample a token of each row by inverting the cumulative distribution.
-
-    The distribution is summed in float64, which keeps rounding far below the spacing of likely tokens.
-
-    Args:
-        logits: ``[batch, vocab]``.
-        sampling: ``temperature``, ``top_k``, ``top_p`` and ``logprobs`` apply; temperature 0 is greedy, without a cut.
-        uniform: float64 ``[batch]`` in [0, 1).
-
-    Returns:
-        Token ids int64 ``[batch]`` and log-probs float32 ``[batch]``, NaN where the logits are not finite.
-    """
+    """Sample a token for each row of ``logits`` ``[batch, vocab]`` by inverting the cumulative distribution, which is
+    summed in float64. ``uniform`` is float64 ``[batch]`` in [0, 1); temperature 0 is greedy, without a cut. Returns
+    token ids int64 ``[batch]`` and log-probs float32 ``[batch]``, NaN where the logits are not finite."""
     cooled = logits if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
     policy = torch.log_softmax(cooled, dim=-1, dtype=torch.float32)
     sampled = policy
@@ -52,8 +43,7 @@ def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, An
 
 def cut(logprobs: Any, top_k: int | None, top_p: float) -> Any:
     """Set excluded tokens of ``[batch, vocab]`` to minus infinity: first all but ``top_k``, then all but ``top_p`` of
-    the probability that remains. Among equally likely tokens the lower ids stay.
-    """
+    the remaining probability. Of equally likely tokens the lower ids remain."""
     ranked, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ranked[:, top_k:] = -torch.inf
@@ -65,7 +55,7 @@ def cut(logprobs: Any, top_k: int | None, top_p: float) -> Any:
 
 
 _WHOLE, _BLOCK = 4096, 512
-"""Tokens up to which the distribution is summed in one pass; beyond that in blocks of the second, side by side."""
+"""Up to so large a vocabulary the distribution is summed in one pass, a larger one in blocks in parallel."""
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
@@ -86,7 +76,7 @@ def _invert(probabilities: Any, uniform: Any) -> Any:
 
 
 def _first_above(cumulative: Any, target: Any) -> Any:
-    """Index of the first sum above the target, ``[rows, 1]``; of NaN the last index, where log-probs are NaN, too."""
-    # Strictly below the total even after rounding, so that the first one above it has probability.
+    """Return the index of the first sum above the target, ``[rows, 1]``; of NaN the last, whose log-prob is NaN too."""
+    # Strictly below the total even after rounding, so that the token found has a positive probability.
     below = torch.minimum(target, cumulative[:, -1:] * _BELOW_ONE)
     return torch.searchsorted(cumulative, below, right=True).clamp(max=cumulative.shape[-1] - 1)

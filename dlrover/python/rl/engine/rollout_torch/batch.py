@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: waiting requests get a row of the cache, generate a token per step, and free the row.
 
-On CUDA the device computes the next step while the host takes the tokens of the one before::
+On CUDA the device computes the next step while the host processes the tokens of the last::
 
     device   step 1 | step 2      | step 3      |
     host            | tokens of 1 | tokens of 2 | ...
 
-Step 2 reads the tokens of step 1 on the device. If one of them finished its request, step 2 has computed another token
-for it, which is dropped.
+Step 2 reads the tokens of step 1 on the device. If a token finished its request, step 2 has computed another token for
+it, which is dropped.
 """
 
 from collections import deque
@@ -25,51 +25,45 @@ from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, HuggingFaceDecoder, Ids, Prefix, to_device
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
 
-Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 Decoder: TypeAlias = HuggingFaceDecoder | FusedDecoder
 
 ADMIT_SHARE = 16
-"""Requests are admitted once ``1 / ADMIT_SHARE`` of all rows is free."""
+"""Requests are admitted once ``1 / ADMIT_SHARE`` of the rows is free."""
 
 
 class Scheduler:
-    """Requests, by number, in two states: waiting in order, or active in rows 0, 1, 2, ... without a gap.
-
-    Older requests precede newer ones, group by group: a freed row is taken by the oldest request of the next group,
-    whose row is filled likewise, and waiting requests take the last rows. So rows of similar length stay adjacent, at
-    the cost of a few moves.
-    """
+    """Requests by number, waiting in order or active in rows 0, 1, 2, ... without a gap. Older groups of rows precede
+    newer ones: a freed row gets the oldest request of the next group, whose row is filled in the same way, and waiting
+    requests get the last rows. A few moves keep rows of similar length adjacent."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows  # most requests that are active at a time
+        self.rows = rows  # maximum of active requests
         self.active: list[int] = []  # the request in each row
-        self.waiting: deque[int] = deque()  # the next first
+        self.waiting: deque[int] = deque()  # the next request first
 
     def add(self, numbers: Iterable[int]) -> None:
         self.waiting.extend(numbers)
 
     def admit(self) -> list[int]:
-        """Activate and return as many waiting requests as fit, in the rows after those in use.
-
-        Reading one prompt takes nearly as long as reading several, so with many rows it waits for a few free ones.
-        """
+        """Activate the :meth:`admissible` requests in the rows after the active ones, and return them."""
         admitted = [self.waiting.popleft() for _ in range(self.admissible())]
         self.active += admitted
         return admitted
 
     def admissible(self) -> int:
-        """Count the requests that :meth:`admit` would activate."""
+        """Count the waiting requests that can be activated. Reading one prompt takes nearly as long as several, so with
+        many rows the first waits until a few are free."""
         free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
         return 0 if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)) else free_rows
 
     def remove(self, numbers: Collection[int]) -> list[int]:
-        """Remove requests; returns for each row still in use the row its request had before: the same or a later."""
+        """Remove requests; returns for each row in use the same or later row that its request was in before."""
         removed = set(numbers)
         self.waiting = deque(number for number in self.waiting if number not in removed)
         free = {row for row, number in enumerate(self.active) if number in removed}
         order = list(range(len(self.active) - len(free)))
         for row in (row for row in order if row in free):
-            # Filled from a later row, so that rows can be moved in ascending order.
+            # A later row fills it, so that rows can be moved in ascending order.
             candidates = [later for later in range(row + 1, len(self.active)) if later not in free]
             following = [later for later in candidates if later // ROW_GROUP > row // ROW_GROUP]
             of_group = [later for later in following if later // ROW_GROUP == following[0] // ROW_GROUP]
@@ -85,8 +79,8 @@ class Scheduler:
 
 
 _Draw: TypeAlias = tuple[list[int], SamplingParams, Any, Any]
-"""Requests whose tokens are sampled in one call: their numbers and parameters, random numbers (float64), and rows of
-the logits (int64; None: all)."""
+"""Requests that are sampled in one call: their numbers, parameters, random numbers (float64), and rows of the logits
+(int64; None: all)."""
 
 
 class _Step:
@@ -94,16 +88,16 @@ class _Step:
 
     def __init__(self, draws: Sequence[_Draw], logits: Any) -> None:
         chosen = [
-            choose(logits if rows is None else logits[rows], sampling, uniform) for _, sampling, uniform, rows in draws
+            choose(logits if rows is None else logits[rows], params, uniform) for _, params, uniform, rows in draws
         ]
         self._numbers = [numbers for numbers, *_ in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
         self.tokens: Any = chosen[0][0] if len(chosen) == 1 else None
-        """Tokens of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
+        """Tokens of the rows in use, int64 ``[rows]`` on the device; None unless they were sampled in one call."""
         self._arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row ``i`` is now what ``rows[i]`` was; for tokens that were sampled in one call."""
+        """Make row ``i`` what ``rows[i]`` was; for tokens that were sampled in one call."""
         self.tokens = self.tokens[to_device(torch.tensor(rows), self.tokens.device)]
 
     def wait(self) -> None:
@@ -111,7 +105,7 @@ class _Step:
             self._arrived.synchronize()  # waits: for a step on the device
 
     def new_tokens(self) -> list[NewToken]:
-        self.wait()  # waits: likewise
+        self.wait()  # waits: for a step on the device
         new_tokens: list[NewToken] = []
         for numbers, (tokens, logprobs) in zip(self._numbers, self._results, strict=True):
             new_tokens += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -119,27 +113,25 @@ class _Step:
 
 
 def _to_host(tensor: Any) -> Any:
-    """A copy in host memory, which comes while the host goes on; of a host's tensor itself."""
+    """Begin to copy a device's tensor to host memory; a host's tensor is returned as it is."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class ContinuousBatch:
-    """Runs the decoder for the running requests.
+    """Runs the decoder for the running requests. A step reads the last token of each active sequence, and the prompts
+    of newly admitted requests; then all get their next token. At most ``rows`` sequences are decoded and
+    ``prefill_tokens``, padding included, read at a time, both in the context ``computing``. With ``runs_ahead`` the
+    next step begins before the tokens of the last are processed."""
 
-    A step reads the last token of each active sequence, and the prompts of those that take free rows; then all get
-    their next token. At most ``rows`` sequences are decoded at a time, and ``prefill_tokens``, padding included, read;
-    ``computing`` is entered for both. With ``runs_ahead`` the next step is begun before the tokens of one are taken.
-    """
-
-    def __init__(  # noqa: PLR0913 - one of each kind
+    def __init__(  # noqa: PLR0913 - a collaborator and two limits
         self,
         requests: RunningRequests,
         decoder: Decoder,
         rows: int,
         prefill_tokens: int,
-        computing: Computing,
+        computing: Callable[[], AbstractContextManager[None]],
         runs_ahead: bool = False,
     ) -> None:
         self._requests, self._decoder, self._computing = requests, decoder, computing
@@ -150,7 +142,7 @@ class ContinuousBatch:
         self._ahead: _Step | None = None
 
     def add(self, numbers: Sequence[int]) -> None:
-        """Queue these running requests behind the others."""
+        """Queue requests."""
         running = [self._requests.by_number[number] for number in numbers]
         lengths = [len(each.request.prompt) + each.sampling.max_new_tokens for each in running]
         longest = max(lengths, default=0)
@@ -160,21 +152,16 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, Finish]:
-        """Generate a token, stamped with ``version``, for each sequence that has a row; at least one request must run.
-
-        Returns the requests that have finished, by number. After any error all requests are as before the step.
-
-        Raises:
-            EngineError: the logits are not finite.
-        """
+        """Generate a token of ``version`` for each sequence that has a row; at least one request must run. Returns the
+        finished requests, by number. After an error all requests are as before the step."""
         try:
             with self._computing():
                 step, self._ahead = self._ahead or self._begin(), None
-                if self._goes_on(step):
+                if self._can_run_ahead(step):
                     draws = self._draws(after=1)
                     self._ahead = _Step(draws, self._decoder.step(step.tokens)[:, : self._requests.known_ids])
                 new_tokens = step.new_tokens()
-            running = self._requests.by_number  # those that were removed meanwhile are not
+            running = self._requests.by_number  # requests may have been removed since the step began
             return self._requests.append([each for each in new_tokens if each[0] in running], version)
         except BaseException:
             self.release()
@@ -182,7 +169,7 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def remove(self, numbers: Collection[int]) -> None:
-        """Free the rows of these requests, or their places in the queue."""
+        """Remove requests from their rows or from the queue."""
         active = len(self._scheduler.active)
         rows = self._scheduler.remove(numbers)
         if not rows:
@@ -193,7 +180,7 @@ class ContinuousBatch:
                 self._ahead.select(rows)
 
     def requeue(self) -> None:
-        """Return all requests to the queue, to be read again: the cached keys and values are no longer valid."""
+        """Return all requests to the queue: the cached keys and values are no longer valid."""
         self._drop_step()
         self._scheduler.requeue()
         self._prefixes = {}
@@ -206,17 +193,13 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Allocate a cache of the same size as the last one."""
+        """Allocate a cache of the last size."""
         if self._length and not self._decoder.capacity:
             self._scheduler.rows = self._decoder.allocate(self._rows, self._length)
 
-    # -- schedule, run, record ----------------------------------------------------------------------------------------
-
     def _begin(self) -> _Step:
-        """The next token of every active request, after admission.
-
-        Rows are as long as needed; active requests are read again if the cache has to be replaced.
-        """
+        """Admit waiting requests, and begin a step for all active ones. If a sequence needs longer rows than the cache
+        has, another cache replaces it, and active requests are read again."""
         needed = rounded_capacity(self._needed)
         too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
         is_replaced = self._lacks_room() or (too_few_rows and needed < self._decoder.capacity)
@@ -225,8 +208,7 @@ class ContinuousBatch:
             self._scheduler.rows, self._length = self._decoder.allocate(self._rows, needed), needed
         active = list(self._scheduler.active)
         admitted = self._scheduler.admit()
-        # What the device needs from the host is there before it computes: a copy would wait until it has done so, and
-        # only then could it be given more to do.
+        # The device gets its inputs before it computes: later a copy would wait for the computation.
         draws, parts = self._draws(), []
         if active:
             last = [self._requests.by_number[number].tokens[-1] for number in active]
@@ -235,8 +217,8 @@ class ContinuousBatch:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Step(draws, logits[:, : self._requests.known_ids])
 
-    def _goes_on(self, step: _Step) -> bool:
-        """Return True if the step after this one has the same requests, as far as can be said without its tokens."""
+    def _can_run_ahead(self, step: _Step) -> bool:
+        """Return True if the next step has the same requests, unless a token of this one finishes some."""
         if not self._runs_ahead or step.tokens is None:
             return False
         if self._scheduler.waiting and (self._lacks_room() or self._scheduler.admissible()):
@@ -245,13 +227,13 @@ class ContinuousBatch:
         return all(len(request.tokens) + 1 < request.sampling.max_new_tokens for request in running)
 
     def _drop_step(self) -> None:
-        """Forget the step that was begun ahead; its tokens are generated again."""
+        """Drop the step that was begun ahead; its tokens are generated again."""
         step, self._ahead = self._ahead, None
         if step is not None:
-            step.wait()  # waits: for a step on the device, which reads what may be freed next
+            step.wait()  # waits: for a step on the device, which reads memory that may be freed next
 
     def _draws(self, after: int = 0) -> list[_Draw]:
-        """Group all active requests by how they are sampled, for the step that comes ``after`` others."""
+        """Group all active requests by their sampling, for the step that ``after`` other steps precede."""
         device, numbers = self._decoder.store.device, self._scheduler.active
         running = [self._requests.by_number[number] for number in numbers]
         rows_by_key: dict[tuple[Any, ...], list[int]] = {}
@@ -269,10 +251,8 @@ class ContinuousBatch:
         return rounded_capacity(self._needed) > self._decoder.capacity
 
     def _prefill(self, numbers: Sequence[int]) -> list[Any]:
-        """Give each a row; logits of their next tokens, ``[rows, vocab]`` in parts within the token budget.
-
-        Equal sequences are read once if they are in one part or adjacent, as the samples of a prompt are.
-        """
+        """Read sequences into rows; returns the logits of their next tokens, ``[rows, vocab]`` in parts of the token
+        budget. Equal sequences, such as a prompt's samples, are read once if they are in one part or adjacent."""
         logits: list[Any] = []
         keys: list[bytes] = []
         unread: dict[bytes, Ids] = {}

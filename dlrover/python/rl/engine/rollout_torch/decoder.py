@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of a model's weights, a decoder for any causal language model with keys and values, by the forward pass of
-transformers, and steps of a decoder as CUDA graphs.
-"""
+"""The store of a model's weights, a decoder for any causal language model with keys and values by the forward pass of
+transformers, and steps of a decoder as CUDA graphs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,20 +23,14 @@ from dlrover.python.rl.engine.model.model_shape import find_state_fault
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
 
 _ALIGNMENT = 64
-"""Each group of tensors begins at a multiple of this many bytes: a cache line."""
+"""Bytes of a cache line: each group of tensors begins at a multiple."""
 
 
 class WeightStore:
-    """The weights of one engine, by their names in a Hugging Face checkpoint.
-
-    All weights of a dtype are views of one flat tensor, so offload moves flat tensors. The tensors of a group have
-    equal trailing dimensions and are contiguous: :meth:`fused` gives them as one. The copy in host memory is kept while
-    the weights are on the device, page-locked if that is CUDA: until new ones are written, :meth:`cpu` copies nothing.
-
-    Args:
-        groups: names and tensors, which are copied.
-        dtype: replaces floating-point dtypes; others stay.
-    """
+    """The weights of one engine, by their names in a Hugging Face checkpoint; floating-point tensors have ``dtype``.
+    All weights of a dtype are views of one flat tensor, which offload moves. The tensors of a group have equal trailing
+    dimensions and are contiguous: :meth:`fused` returns them as one. A copy stays in host memory, page-locked for CUDA,
+    while the weights are on the device: until new ones are written, :meth:`cpu` copies nothing."""
 
     def __init__(
         self, groups: Iterable[Sequence[tuple[str, Any]]], dtype: Any, memory: DeviceMemory, owner: str
@@ -68,17 +61,15 @@ class WeightStore:
 
     @property
     def device(self) -> torch.device:
-        """The device that the weights are on at ``cuda``."""
+        """The device of the weights at ``cuda``."""
         return torch.device(self.memory.device)
 
     def fused(self, *names: str) -> Any:
-        """Tensors of one group, concatenated along their first dimension, as a view."""
+        """Return the tensors of one group, concatenated along their first dimension, as a view."""
         kind, start = self._at[names[0]]
         rows = sum(self.shapes[name][0] for name in names)
         shape = (rows, *self.shapes[names[0]][1:])
         return self._flats[kind][start : start + torch.Size(shape).numel()].view(shape)
-
-    # -- offload ------------------------------------------------------------------------------------------------------
 
     def cpu(self) -> None:
         if self.place != "cuda":
@@ -90,7 +81,7 @@ class WeightStore:
         self._settle(self._hosts, "cpu")
 
     def cuda(self) -> None:
-        """Move to the device; from ``meta``: allocate zeros. If they do not fit, they stay where they were."""
+        """Move to the device, or from ``meta`` allocate zeros. Weights that do not fit stay where they are."""
         if self.place == "cpu":
             moved = {kind: self.memory.bring(self.owner, "weights", flat) for kind, flat in self._flats.items()}
             self._settle(moved, "cuda")
@@ -121,8 +112,6 @@ class WeightStore:
             kind, start = self._at[name]
             self.views[name] = flats[kind][start : start + torch.Size(shape).numel()].view(shape)
 
-    # -- new weights --------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def write(self, weights: WeightSnapshot) -> None:
         """Copy a checked snapshot into the weights, in place."""
@@ -136,9 +125,9 @@ class WeightStore:
                 if tensor.device == view.device and weights.adapters is None:
                     on_device.append((view, tensor))
                 else:
-                    # Without waiting, another dtype would come to the device before it is cast.
+                    # Without waiting, another dtype would be copied to the device before the cast.
                     view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
-            if on_device:  # in one call, which takes a fraction of the time of as many
+            if on_device:  # one call takes a fraction of the time of many
                 views, tensors = map(list, zip(*on_device, strict=True))
                 torch._foreach_copy_(views, tensors)
         finally:
@@ -149,20 +138,20 @@ class WeightStore:
 Ids = npt.NDArray[np.int64]
 
 ROW_GROUP = 16
-"""Rows that stay adjacent: those of a group are about equally old."""
+"""Number of adjacent rows of about the same age."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Tokens that the model has read."""
+    """A sequence that the model has read."""
 
     length: int
-    past: Any  # their keys and values in the decoder's own layout
+    past: Any  # keys and values in the decoder's layout
     logits: Any  # of the next token: `[vocab]`
 
 
 def to_device(tensor: Any, device: torch.device | str) -> Any:
-    """A small tensor of the host on the device, for which the host does not wait."""
+    """Copy a small tensor to the device, for which the host does not wait."""
     if tensor.is_cuda or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -173,12 +162,10 @@ Past = list[tuple[Any, Any]]
 
 
 class HuggingFaceDecoder:
-    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence each, of up to ``capacity`` tokens: here the
-    model itself, whose weights move to a store. ``FusedDecoder`` has the same methods.
-
-    Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies: slower than
-    ``FusedDecoder``, and correct for all masks and positions. Weights and cache may fill ``share`` of the device.
-    """
+    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence of up to ``capacity`` tokens each. Its weights
+    move to a store. Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies:
+    slower than ``FusedDecoder``, which has the same methods, but correct for all masks and positions. Weights and cache
+    may fill ``share`` of the device."""
 
     def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
         model = lm.model
@@ -196,10 +183,8 @@ class HuggingFaceDecoder:
         self.clear()
         self.bind()
 
-    # -- the interface ------------------------------------------------------------------------------------------------
-
     def bind(self) -> None:
-        """Use the weights of ``store`` at their present place; called whenever they have moved."""
+        """Use the weights of ``store`` where they are; called after each move."""
         views = self.store.views if self.store.place == "cuda" else {}
         for name, attributes in self._attributes.items():
             tensor = views.get(name)
@@ -212,10 +197,8 @@ class HuggingFaceDecoder:
                     module._buffers[attribute] = tensor
 
     def allocate(self, rows: int, length: int) -> int:
-        """Have an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or fewer.
-
-        It grows by copies, for which it exists twice at times.
-        """
+        """Prepare an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or as many as
+        fit twice, since the cache grows by copies."""
         self.clear()
         self.capacity = length
         free_bytes = self.store.memory.free_bytes(self._share)
@@ -231,7 +214,7 @@ class HuggingFaceDecoder:
         self._mask: Any = torch.zeros((0, 0), dtype=torch.int64, device=self.store.device)
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
-        """Read whole sequences outside of the cache; the prefixes have no padding."""
+        """Read whole sequences outside the cache; the prefixes have no padding."""
         width = max(len(tokens) for tokens in sequences)
         ids = np.full((len(sequences), width), self._pad, dtype=np.int64)
         mask = np.zeros((len(sequences), width), dtype=np.int64)
@@ -263,7 +246,7 @@ class HuggingFaceDecoder:
         self._fill(layers)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make row ``i`` what ``rows[i]`` was; those beyond are free."""
+        """Make row ``i`` what ``rows[i]`` was; rows beyond are free."""
         if self._cache is None or not rows:
             self._empty()
             return
@@ -275,7 +258,7 @@ class HuggingFaceDecoder:
         self._fill(past)
 
     def step(self, tokens: Any) -> Any:
-        """Read the next token of each row: int64 ``[rows]``, on the host or the device, to the logits of the one after
+        """Read the next token of each row, int64 ``[rows]`` on host or device, and return the logits of the token after
         it, ``[rows, vocab]``."""
         tokens = to_device(tokens, self.store.device)
         self._mask = functional.pad(self._mask, (0, 1), value=1)
@@ -284,10 +267,8 @@ class HuggingFaceDecoder:
         self._account()
         return logits
 
-    # -- the model ----------------------------------------------------------------------------------------------------
-
     def _call(self, ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
-        """Logits of the last position: ``[rows, vocab]``."""
+        """Return the logits of the last position, ``[rows, vocab]``."""
         options = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if name in self._accepted}
         out = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
@@ -306,7 +287,7 @@ class HuggingFaceDecoder:
 
 
 def _attributes(lm: CausalLM) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
-    """Each weight's name, and the modules and attributes that hold it: several for a tied one."""
+    """Iterate over each weight's name, and the modules and attributes that refer to it: several for a tied weight."""
     holders: dict[int, list[tuple[Any, str]]] = {}
     for module in lm.model.modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -320,37 +301,37 @@ def _past(cache: DynamicCache) -> Past:
 
 
 Step: TypeAlias = Callable[[Any, int], Any]
-"""``step(inputs, longest)``: ``inputs`` int64 ``[2, rows]``, each row's token and its position below ``longest``;
-returns logits ``[rows, vocab]``. It launches the same operations whatever the inputs are."""
+"""``step(inputs, longest)`` of int64 ``[2, rows]``, each row's token and its position below ``longest``, returns logits
+``[rows, vocab]``, and launches the same operations for all inputs of one shape."""
 
 _FEWEST_ROWS = 8
 _SHORTEST = 128
 
 
 def rounded_rows(rows: int, most: int) -> int:
-    """The next power of two, of at least 8 and at most ``most``."""
+    """Round up to a power of two of at least 8; at most ``most``."""
     return min(most, max(_FEWEST_ROWS, 1 << (rows - 1).bit_length()))
 
 
 def rounded_length(length: int, most: int) -> int:
-    """A multiple of 128, or beyond 1024 of an eighth of the next lower power of two, of at most ``most``."""
+    """Round up to a multiple of 128, or beyond 1024 of an eighth of the power of two below; at most ``most``."""
     step = max(_SHORTEST, (1 << length.bit_length()) >> 4)
     return min(most, -(-length // step) * step)
 
 
 class StepGraphs:
-    """Replays ``step`` for caches of ``rows`` rows of ``length`` tokens; what is recorded has their addresses."""
+    """Records and replays ``step`` for a cache of ``rows`` rows of ``length`` tokens, whose addresses are recorded."""
 
     def __init__(self, step: Step, rows: int, length: int, device: Any) -> None:
         self._step, self._rows, self._length = step, rows, length
         self._inputs = torch.zeros((2, rows), dtype=torch.int64, device=device)
-        self._logits: Any = None  # one for all graphs: a step's are read before the next step
+        self._logits: Any = None  # shared by all graphs: a step's logits are read before the next step
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool: Any = None
 
     def __call__(self, tokens: Any, positions: Sequence[int]) -> Any:
-        """Logits ``[rows, vocab]`` after ``tokens`` ``[rows]``, valid until the next call."""
-        # Graphs are recorded and replayed on the current device, whatever devices the tensors are on.
+        """Return logits ``[rows, vocab]`` after ``tokens`` ``[rows]``, valid until the next call."""
+        # Graphs are recorded and replayed on the current device, even if the tensors are on another.
         with torch.cuda.device(self._inputs.device) if self._inputs.is_cuda else nullcontext():
             rows = rounded_rows(len(positions), self._rows)
             inputs = torch.zeros((2, rows), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
@@ -375,12 +356,12 @@ class StepGraphs:
 
         if not self._inputs.is_cuda:
             return run
-        # It runs once before: libraries allocate their workspaces, and choose their kernels, at the first call.
-        current, aside = torch.cuda.current_stream(self._inputs.device), torch.cuda.Stream(self._inputs.device)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        # A first run lets libraries allocate their workspaces and choose their kernels.
+        current, warmup = torch.cuda.current_stream(self._inputs.device), torch.cuda.Stream(self._inputs.device)
+        warmup.wait_stream(current)
+        with torch.cuda.stream(warmup):
             run()
-        current.wait_stream(aside)
+        current.wait_stream(warmup)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # Other threads, which write states or send weights, may allocate at the same time.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine on plain PyTorch: continuous batching over a key-value cache of slots."""
+"""The rollout engine on plain PyTorch: continuous batching over a key-value cache of rows."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -26,12 +26,11 @@ from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 class TorchRolloutEngine(RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
-    A step generates a token for each active sequence. A prompt is read once for all its samples.
+    A step generates a token for each active sequence. A prompt is read once for all its samples. A completion depends
+    on the weights, its prompt and its seed; its batch changes its logits only by the rounding of matrix products (about
+    1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of that size.
 
-    A completion depends on the weights, its prompt and its own seed. Its batch changes its logits only by the rounding
-    of matrix products (about 1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of that size.
-
-    ``model`` is a folder or hub name, or a loaded model, which the engine takes over.
+    ``model`` is a folder or hub name, or a loaded model, which the engine then owns.
 
     Raises:
         EngineError: there is no such model, it has no end-of-sequence token, or a setting does not fit.
@@ -48,10 +47,10 @@ class TorchRolloutEngine(RolloutEngineBase):
         raise_engine_errors(find_rollout_errors("torch", INFO, settings.tensor_parallel_size))
         self._memory = memory or DeviceMemory(settings.device)
         if torch.device(self._memory.device) != torch.device(settings.device):
-            raise EngineError(f"the engine shall run on {settings.device}, but its memory is of {self._memory.device}")
+            raise EngineError(f"the engine runs on {settings.device}, but its DeviceMemory is of {self._memory.device}")
         lm = (model if isinstance(model, CausalLM) else load_causal_lm(model)).masked(settings.mask_unknown_ids)
         if not lm.eos_ids:
-            raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
+            raise EngineError(f"'{model}' has no end-of-sequence token: its completions would never finish")
         fixed = find_fixed_positions(lm.model)
         if fixed is not None:
             lm = dataclasses.replace(lm, max_positions=min(fixed, lm.max_positions or fixed))
@@ -62,7 +61,7 @@ class TorchRolloutEngine(RolloutEngineBase):
         if options.forward != "huggingface" and fused.is_supported(lm):
             self._decoder = fused.FusedDecoder(*on_device, graphs=is_cuda and not options.enforce_eager)
         elif options.forward == "fused":
-            raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
+            raise EngineError(f"the fused forward pass does not support model type '{lm.model.config.model_type}'")
         else:
             self._decoder = HuggingFaceDecoder(*on_device)
         self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
@@ -82,21 +81,17 @@ class TorchRolloutEngine(RolloutEngineBase):
     def _withdraw(self, numbers: Collection[int]) -> None:
         self._batch.remove(numbers)
 
-    # -- weights ------------------------------------------------------------------------------------------------------
-
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
-        """Write new weights in place; after :meth:`meta` to host memory, unless ``cuda("weights")`` came before."""
+        """Write new weights in place; after :meth:`meta` to host memory, unless ``cuda("weights")`` was called."""
         store = self._decoder.store
         verify_snapshot(weights, store.shapes, serving=-1 if rewind else self.version)
         if store.place == "meta":
             store.host()
-        # Stays if writing breaks off: a mixture of versions is not served.
+        # Remains if writing fails midway: a mixture of versions is not served.
         self.version, self._lacks = -1, BROKEN_OFF
         store.write(weights)
         self.version, self._lacks = weights.version, ""
         self._batch.requeue()
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def cpu(self) -> None:
         self._release()
@@ -104,7 +99,7 @@ class TorchRolloutEngine(RolloutEngineBase):
         self._rebind()
 
     def cuda(self, part: Part = "all") -> None:
-        """Bring ``part`` to the device; the cache has its last size, the first is allocated with the first request."""
+        """Bring ``part`` to the device; the cache gets its last size, and the first request allocates the first."""
         if part in ("all", "weights") and self.place() != "cuda":
             self._decoder.store.cuda()
             self._rebind()
@@ -113,7 +108,7 @@ class TorchRolloutEngine(RolloutEngineBase):
             self._has_cache = True
 
     def meta(self) -> None:
-        """Release weights and key-value cache; running requests stay, and continue with the next weights."""
+        """Release weights and key-value cache; running requests continue with the next weights."""
         self._release()
         self._decoder.store.meta()
         self._rebind()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: the forward pass and the cache that it reads, whose layout is chosen for it.
-"""A forward pass for Llama-like models with fewer and larger operations than that of transformers, and the key-value
-cache with one slot per row that it reads.
-"""
+"""A forward pass for Llama-like models with fewer and larger operations than transformers has, and its key-value cache
+with one slot per row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, Ids, Prefi
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTARIES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the length of a sequence."""
+"""Rotary embeddings whose frequencies do not depend on a sequence's length."""
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -29,10 +28,10 @@ _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 _MIN_SAVING = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Cache entries that a further segment must save: as many as are read in the time of three more operations."""
+"""Cache entries that a further segment must save: three more operations take as long as reading them."""
 
 _ALIGNED = 16
-"""CUDA's attention copies a mask in each layer unless its rows begin at a multiple of this many entries."""
+"""CUDA's attention copies a mask in each layer unless its rows begin at multiples of 16 entries."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,14 @@ class Segment:
     start: int
     stop: int
     longest: int  # tokens of the longest row
-    bias: Any
-    """``[rows * kv_heads, 1, longest]``, added to the scores to mask what is beyond each row's end; None if all are
-    equally long."""
+    bias: Any  # `[rows * kv_heads, 1, longest]`, masks entries beyond a row's end; None if all are equally long
     values: Any  # on a CPU: indices of the values that each query reads, int32 `[rows * heads * longest]`
     begins: Any  # where each query's indices begin in `values`, int32 `[rows * heads]`
 
 
 class SlotCache:
-    """Keys and values of all layers: ``[layers, 2, rows, kv_heads, length, head_dim]``, allocated once.
-
-    Rows 0 to ``len(lengths) - 1`` are in use. Beyond its length a row has finite remains of others, always masked.
-    """
+    """Keys and values of all layers: ``[layers, 2, rows, kv_heads, length, head_dim]``, allocated once. Rows 0 to
+    ``len(lengths) - 1`` are in use. Beyond its length a row has finite entries of earlier sequences, always masked."""
 
     def __init__(
         self, shape: tuple[int, int, int, int, int, int], dtype: Any, memory: DeviceMemory, owner: str
@@ -80,7 +75,7 @@ class SlotCache:
         self.lengths.append(past.shape[3])
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row ``i`` becomes what ``rows[i]`` was, in ascending order: no row may be overwritten before it is read."""
+        """Make row ``i`` what ``rows[i]`` was, in ascending order: no row may be overwritten before it is read."""
         for row, old in enumerate(rows):
             if row != old:
                 length = self.lengths[old]
@@ -94,7 +89,7 @@ class SlotCache:
         return positions
 
     def indices(self, positions: Any) -> Any:
-        """The entries that :meth:`write` fills at these positions ``[rows]`` of the first rows, ``[rows, entries]``."""
+        """Return the entries ``[rows, entries]`` that :meth:`write` fills at positions ``[rows]`` of the first rows."""
         return (self._starts[: len(positions)] + positions.view(-1, 1, 1)).flatten(1)
 
     def write(self, layer: int, indices: Any, entries: Any) -> None:
@@ -102,12 +97,12 @@ class SlotCache:
         self.flat[layer].index_put_((indices,), entries)
 
     def read(self, layer: int, part: Segment) -> tuple[Any, Any]:
-        """Keys and values of a segment: views ``[rows * kv_heads, longest, head_dim]``."""
+        """Return keys and values of a segment, views ``[rows * kv_heads, longest, head_dim]``."""
         rows, (keys, values) = slice(part.start * self._heads, part.stop * self._heads), self._parts[layer]
         return keys[rows, : part.longest], values[rows, : part.longest]
 
     def segments(self, heads: int) -> list[Segment]:
-        """All rows in use, split where lengths differ much; each row has ``heads`` queries."""
+        """Divide the rows in use where lengths differ much; each row has ``heads`` queries."""
         spans: list[tuple[int, int, int]] = []
         for start in range(0, len(self.lengths), ROW_GROUP):
             lengths, begin = self.lengths[start : start + ROW_GROUP], start
@@ -133,32 +128,30 @@ class SlotCache:
         return segments
 
     def whole(self, positions: Any, longest: int) -> Segment:
-        """The first rows as one segment, up to the positions ``[rows]``, whose values only the device knows."""
+        """Return the first rows as one segment, up to positions ``[rows]`` that only the device has."""
         begins = (self._data.shape[4] - 1 - positions).repeat_interleave(self._heads)
         return Segment(0, len(positions), longest, self._windows(longest, begins)[..., :longest], None, None)
 
     def _windows(self, longest: int, begins: Any) -> Any:
-        """Masks of rows, which begin at these entries: ``[rows * kv_heads, 1, aligned longest]``."""
+        """Return the masks that begin at these entries, ``[rows * kv_heads, 1, aligned longest]``."""
         return self._mask.unfold(0, -(-longest // _ALIGNED) * _ALIGNED, 1).index_select(0, begins)[:, None]
 
 
 def is_supported(lm: CausalLM) -> bool:
-    """Return True if this forward pass computes what the model's own does."""
+    """Return True if this forward pass computes the same as the model's."""
     config, names = lm.model.config, {name for name, _ in lm.named_weights()}
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "sliding_window", None) is not None
     if kinds is not None:
         slides = any(kind != "full_attention" for kind in kinds)
-    if config.model_type not in _FAMILIES or config.hidden_act != "silu":
+    if slides or config.model_type not in _FAMILIES or config.hidden_act != "silu":
         return False
-    if config.rope_parameters.get("rope_type", "default") not in _ROTARIES or slides:
-        return False
-    groups = list(_groups(config.num_hidden_layers, names))
-    return {name for group in groups for name in group} == names
+    has_rotary = config.rope_parameters.get("rope_type", "default") in _ROTARIES
+    return has_rotary and {name for group in _groups(config.num_hidden_layers, names) for name in group} == names
 
 
 def _groups(layers: int, names: set[str]) -> Iterator[tuple[str, ...]]:
-    """The names of a model's weights, grouped by what is used as one tensor."""
+    """Iterate over groups of weights, by name, that are used as one tensor."""
     yield (_EMBEDDING,)
     for layer in range(layers):
         head = f"model.layers.{layer}."
@@ -184,13 +177,12 @@ class _Shape:
     kv_heads: int
     head_dim: int
     eps: float
-    means: tuple[Any, Any] | None
-    """On a CPU in float32: ``eps`` as ``[1, 1]``, and ``[width, 1]``, whose product with squares is their mean."""
+    means: tuple[Any, Any] | None  # for means by a product: `eps` `[1, 1]` and `1 / width` `[width, 1]`
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Views: matrices ``[out, in]``, but ``out`` and ``down`` transposed; each with its bias or None."""
+    """Views of a layer's weights: matrices ``[out, in]``, ``out`` and ``down`` transposed, with their bias or None."""
 
     before: Any
     qkv: tuple[Any, Any]
@@ -202,14 +194,11 @@ class _Layer:
 
 
 class FusedDecoder:
-    """A decoder, as :class:`HuggingFaceDecoder`, for models for which :func:`is_supported` is True; their weights are
-    copied.
+    """A decoder with the methods of :class:`HuggingFaceDecoder`, for models that :func:`is_supported` accepts; copies
+    their weights. Query, key and value are one product, gate and up another. Weights and cache may fill ``share`` of
+    the device. With ``graphs`` steps are CUDA graphs."""
 
-    Query, key and value are one product, gate and up another. Weights and cache may fill ``share`` of the device. With
-    ``graphs`` steps are recorded.
-    """
-
-    def __init__(  # noqa: PLR0913 - as HuggingFaceDecoder, and one
+    def __init__(  # noqa: PLR0913 - the arguments of HuggingFaceDecoder, and one more
         self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float, graphs: bool = False
     ) -> None:
         named, config = dict(lm.named_weights()), lm.model.config
@@ -227,8 +216,6 @@ class FusedDecoder:
         self._cache: SlotCache | None = None
         self._rotations: tuple[Any, Any] = (None, None)
         self.bind()
-
-    # -- the interface ------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:
         self._record()
@@ -273,14 +260,14 @@ class FusedDecoder:
         self._record()
 
     def _record(self) -> None:
-        """Steps are recorded again: weights or cache are at other addresses."""
+        """Drop recorded steps, since weights or cache have moved."""
         self._graphs: StepGraphs | None = None
         if self._records and self._cache is not None:
             self._graphs = StepGraphs(self._step, self._cache.rows, self.capacity, self.store.device)
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
         lengths = [len(tokens) for tokens in sequences]
-        # Padded on the right: causal attention masks what comes later.
+        # Padded on the right, which causal attention masks.
         padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
         for row, tokens in enumerate(sequences):
             padded[row, : len(tokens)] = tokens
@@ -314,11 +301,10 @@ class FusedDecoder:
         return self._advance(inputs, self._slots.segments(self._shape.heads))
 
     def _step(self, inputs: Any, longest: int) -> Any:
-        """See ``graphs.Step``."""
         return self._advance(inputs, [self._slots.whole(inputs[1], longest)])
 
     def _advance(self, inputs: Any, segments: Sequence[Segment]) -> Any:
-        """Logits after one token of each row; ``inputs`` ``[2, rows]`` are the tokens and their positions."""
+        """Return the logits after one token of each row; ``inputs`` ``[2, rows]`` are tokens and their positions."""
         tokens, positions = inputs
         indices = self._slots.indices(positions)
         cos, sin = self._rotations
@@ -331,15 +317,13 @@ class FusedDecoder:
             self._feed_forward(layer, hidden)
         return self._logits(hidden)
 
-    # -- the forward pass ---------------------------------------------------------------------------------------------
-
     @property
     def _slots(self) -> SlotCache:
         assert self._cache is not None, "allocate() comes first"
         return self._cache
 
     def _rms_norm(self, hidden: Any, weight: Any) -> Any:
-        """RMSNorm of ``[..., width]``; on a CPU in float32 the means are a product, which halves the operations."""
+        """Apply RMSNorm to ``[..., width]``; on a CPU in float32 a product computes the means in half the time."""
         if self._shape.means is None or len(weight) != len(self._shape.means[1]):
             return functional.rms_norm(hidden, weight.shape, weight, self._shape.eps)
         eps, averages = self._shape.means
@@ -348,7 +332,7 @@ class FusedDecoder:
         return (rows * means.rsqrt_()).mul_(weight).view_as(hidden)
 
     def _heads(self, layer: _Layer, normed: Any, rotations: tuple[Any, Any]) -> Any:
-        """Queries, keys (both rotated) and values: ``[..., heads + 2 * kv_heads, head_dim]``."""
+        """Return rotated queries and keys, and values: ``[..., heads + 2 * kv_heads, head_dim]``."""
         shape = self._shape
         heads = functional.linear(normed, *layer.qkv).unflatten(-1, (-1, shape.head_dim))
         rotated = heads[..., : shape.heads + shape.kv_heads, :]
@@ -356,28 +340,27 @@ class FusedDecoder:
             rotated[..., : shape.heads, :] = self._rms_norm(rotated[..., : shape.heads, :], layer.head_norms[0])
             rotated[..., shape.heads :, :] = self._rms_norm(rotated[..., shape.heads :, :], layer.head_norms[1])
         cos, sin = rotations
-        # Both halves of the last dimension in the other order; on a device roll would copy what is not contiguous.
+        # Both halves of the last dimension are swapped; on a device roll would copy tensors that are not contiguous.
         on_cpu, half = rotated.device.type == "cpu", shape.head_dim // 2
         swapped = rotated.roll(half, dims=-1) if on_cpu else rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
         rotated.mul_(cos).addcmul_(swapped, sin)
         return heads
 
     def _attend(self, index: int, heads: Any, segments: Sequence[Segment]) -> Any:
-        """Attention of one new token per row over the cache: ``[rows, heads * head_dim]``."""
+        """Attend from one new token per row over the cache: ``[rows, heads * head_dim]``."""
         queries = heads[:, : self._shape.heads].unflatten(1, (self._shape.kv_heads, -1))
         attend = self._by_products if self.store.dtype == torch.float32 else self._by_kernel
         outputs = [attend(index, queries[part.start : part.stop], part) for part in segments]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).reshape(len(heads), -1)
 
     def _by_kernel(self, index: int, queries: Any, part: Segment) -> Any:
-        """Attention of ``queries`` ``[rows, kv_heads, sharing, head_dim]`` by a kernel that keeps the scores in
-        float32."""
+        """Attend from ``queries`` ``[rows, kv_heads, sharing, head_dim]`` by a kernel with scores in float32."""
         keys, values = (entries.unflatten(0, queries.shape[:2]) for entries in self._slots.read(index, part))
         mask = None if part.bias is None else part.bias.unflatten(0, queries.shape[:2])
         return functional.scaled_dot_product_attention(queries, keys, values, mask)
 
     def _by_products(self, index: int, queries: Any, part: Segment) -> Any:
-        """Attention by matrix products, which are faster in float32."""
+        """Attend by matrix products, which are faster in float32."""
         keys, values = self._slots.read(index, part)
         queries = queries.reshape(len(keys), -1, queries.shape[-1])
         bias, counts = (queries.new_empty((1, 1, 1)), 0) if part.bias is None else (part.bias, 1)  # of 0: not read
@@ -386,21 +369,19 @@ class FusedDecoder:
         if part.values is None:
             return torch.bmm(weights, values)
         # A CPU's kernel for weighted sums of rows prefetches; the product takes two to three times as long.
-        summed = torch.embedding_bag(
-            self._slots.flat[index], part.values, part.begins, per_sample_weights=weights.view(-1)
-        )
+        flat = self._slots.flat[index]
+        summed = torch.embedding_bag(flat, part.values, part.begins, per_sample_weights=weights.view(-1))
         return summed[0].view_as(queries)
 
     def _attend_sequences(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Map ``[rows, seq, hidden]`` to attention's output ``[rows, seq, heads * head_dim]``, and keys and values
+        """Return attention's output ``[rows, seq, heads * head_dim]`` for ``[rows, seq, hidden]``, and keys and values
         ``[2, rows, kv_heads, seq, head_dim]``."""
         shape = self._shape
         cos, sin = rotations
         heads = self._heads(layer, self._rms_norm(hidden, layer.before), (cos[:, None], sin[:, None])).transpose(1, 2)
         queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
-        )
+        grouped = shape.heads != shape.kv_heads
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
         return attended.transpose(1, 2).flatten(2), torch.stack([keys, values])
 
     def _feed_forward(self, layer: _Layer, hidden: Any) -> None:

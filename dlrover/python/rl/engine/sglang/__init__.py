@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fa
 @dataclass(frozen=True)
 class SglangOptions:
     url: str | None = None
-    """A running server, started with the flags of :func:`launch_arguments`; None starts one."""
+    """A running server that was started with the flags of :func:`launch_arguments`; None starts one."""
 
     chunk_tokens: Annotated[int, Gt(0)] = 64
     """Most tokens that one ``advance`` generates for each request."""
@@ -24,18 +24,17 @@ class SglangOptions:
     """Limit on the start of a server."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 3600.0
-    """Limit on a call, which may generate whole completions."""
+    """Limit on a call; it may generate whole completions."""
 
     exchange: str | None = None
-    """Parent of the folders through which weights reach the server, visible to both; None: the system's temporary
-    folder."""
+    """Folder in which weights are passed to the server, visible to both; None: the system's temporary folder."""
 
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Further flags of a started server: ``{"attention-backend": "triton"}``; True is a flag without a value."""
 
 
 def launch_arguments(folder: str, settings: RolloutSettings, options: SglangOptions) -> list[str]:
-    """Flags for effective seeds, matching log-probs, and memory that can be released."""
+    """Build the server's flags, with effective seeds, matching log-probs, and memory that can be released."""
     flags: dict[str, Any] = {
         "model-path": folder,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
@@ -43,7 +42,7 @@ def launch_arguments(folder: str, settings: RolloutSettings, options: SglangOpti
         "tp-size": settings.tensor_parallel_size,
         "max-running-requests": settings.max_batch,
         "mem-fraction-static": settings.gpu_memory_utilization,
-        "sampling-backend": "pytorch",  # the other one has no seeds
+        "sampling-backend": "pytorch",  # flashinfer has no seeds
         "enable-deterministic-inference": True,
         "enable-memory-saver": True,
         **options.server_args,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine over SGLang's HTTP server: a child process, or a server that runs already."""
+"""The rollout engine over SGLang's HTTP server, which is a child process or runs already."""
 
 import math
 import shutil
@@ -24,14 +24,9 @@ from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.model.spec import (
-    count_cache_bytes_per_token,
-    count_weight_bytes,
-    get_head_width,
-    load_meta_causal_lm,
-)
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.server import RequestRefused, SglangServer
@@ -45,29 +40,26 @@ _ROWS = 2
 
 
 class ReadBack:
-    """Compares the weights of a server with a folder, tensor by tensor.
-
-    SGLang reads tensors by their names for few architectures: Llama and those that extend it (Mistral, Phi-3), OPT,
-    Granite and EXAONE 4. Its checksums, for all architectures, are of tensors that it has merged, padded and split, and
-    so cannot be compared. What cannot be read is not compared, and logged once.
-    """
+    """Compares the weights of a server, which computes in ``dtype`` on ``ranks`` ranks, with a folder. SGLang returns
+    tensors by name for few architectures: Llama and its extensions (Mistral, Phi-3), OPT, Granite and EXAONE 4. Its
+    checksums are of merged, padded and split tensors, and cannot be compared. Tensors that cannot be read are not
+    compared; a warning says so once."""
 
     def __init__(self, server: SglangServer, lm: CausalLM, dtype: torch.dtype, ranks: int) -> None:
-        """``dtype`` and ``ranks`` are the server's."""
         self._server, self._dtype = server, dtype
         embedding = lm.model.get_input_embeddings().weight
         self._embedding = next((name for name, tensor in lm.named_weights() if tensor is embedding), "")
-        # SGLang takes heads to be `hidden_size / num_attention_heads` wide, and each rank to have heads that no other
-        # has. For other models it reads these tensors at wrong rows of its merged projection.
+        # SGLang assumes heads of width `hidden_size / num_attention_heads` that no two ranks share. For other models it
+        # reads these tensors from wrong rows of its merged projection.
         config = lm.model.config.get_text_config()
         heads = int(config.num_attention_heads)
         key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        is_usual = get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
+        is_usual = spec.get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
         self._misread = () if is_usual else (".k_proj.", ".v_proj.")
-        self._names: list[str] | None = None  # of the tensors that can be read; None: not known yet
+        self._names: list[str] | None = None  # of the tensors that can be read, once that is tried
 
-    def different(self, folder: Path) -> list[str]:
-        """Names of the tensors whose first rows differ from those in ``folder``, cast as by the server."""
+    def find_different(self, folder: Path) -> list[str]:
+        """Return the names of tensors whose first rows differ from ``folder``, cast to the server's dtype."""
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             if self._names is None:
                 self._names = self._find_readable(list(file.keys()))
@@ -85,15 +77,12 @@ class ReadBack:
             candidates = [name for name in names if not any(part in name for part in self._misread)]
             readable = [name for name in candidates if self._read(name) is not None]
         if len(readable) < len(names):
-            _LOG.warning(
-                "SGLang cannot read back %d of this model's %d tensors: that they have arrived rests on its own answer",
-                len(names) - len(readable),
-                len(names),
-            )
+            counts = len(names) - len(readable), len(names)
+            _LOG.warning("SGLang cannot read back %d of this model's %d tensors: they are not verified", *counts)
         return readable
 
     def _read(self, name: str) -> Any:
-        """The first rows; None if SGLang refuses."""
+        """Return the first rows; None if SGLang refuses."""
         try:
             return self._server.call("POST", "/get_weights_by_name", {"name": name, "truncate_size": _ROWS})
         except RequestRefused:
@@ -107,41 +96,45 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     SGLang samples by seed and position here, so a sample depends neither on its batch nor on interruptions, beyond the
-    rounding of its logits. Refused, since SGLang does not offer it: ``logprobs="sampled"`` with ``top_k`` or ``top_p``,
-    and ``top_k`` together with ``top_p``.
+    rounding of its logits. ``top_k`` excludes ``top_p``, and both exclude ``logprobs="sampled"``.
 
     ``advance()`` generates up to ``chunk_tokens`` for every request; between calls the server is idle. SGLang caches
-    what it has read, so continuing costs about one token's time. A sequence is the prompt of its next chunk, so it ends
-    at SGLang's limit on prompts: 6 tokens below the model's context or the size of the cache, whichever is less.
+    the sequences, so continuing costs about one token's time. A sequence is the prompt of its next chunk, so it ends at
+    SGLang's limit on prompts: 6 tokens below the model's context or the size of the cache, whichever is less.
 
-    Weights reach the server as a folder in Hugging Face format. The last folder is kept: weights that SGLang has
-    released are read from there again.
+    Weights reach the server as a folder in Hugging Face format. The engine keeps the last folder, from which SGLang
+    reads released weights again.
 
     Raises:
-        EngineError: there is no such model or option, the server does not come up, or SGLang is not installed and no
-            ``url`` is given.
-        OutOfDeviceMemory: it does not fit the free capacity of ``memory``.
+        EngineError: there is no such model or option, or the server does not start.
+        OutOfDeviceMemory: weights or cache do not fit the free capacity of ``memory``.
     """
 
     info = INFO
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(SglangOptions, settings.backend)
-        self._lm, self._model = load_meta_causal_lm(model)
+        self._lm, self._model = spec.load_meta_causal_lm(model)
         self._dtype = DTYPES[settings.precision]
         self._options = options
         self._folder: Path | None = None
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "sglang")
         ranks = settings.tensor_parallel_size
-        self._offload.bring("weights", divide_bytes(count_weight_bytes(self._lm, self._dtype), ranks))
+        self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, self._dtype), ranks))
         with ExitStack() as owned:
             folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
             self._exchange = Path(owned.enter_context(folder))
-            self._server = owned.enter_context(closing(_connect(self._model, settings, options, self._exchange)))
+            if options.url is None:
+                flags = launch_arguments(self._model, settings, options)
+                server = SglangServer.start(flags, self._exchange, options.timeout_s, device_environment(settings))
+            else:
+                server = SglangServer(options.url, timeout_s=options.timeout_s)
+            self._server = owned.enter_context(closing(server))
+            server.wait_until_up(options.start_timeout_s)
             limits = self._server.call("GET", "/get_server_info")
-            cache_bytes = int(limits["max_total_num_tokens"]) * count_cache_bytes_per_token(self._lm, self._dtype)
+            cache_bytes = int(limits["max_total_num_tokens"]) * spec.count_cache_bytes_per_token(self._lm, self._dtype)
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
-            # SGLang refuses a prompt of this many tokens, and completes a shorter one up to them and beyond.
+            # SGLang refuses a prompt of this many tokens, but completes shorter ones beyond that length.
             self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]), self.info.columns)
             self._read_back = ReadBack(self._server, self._lm, self._dtype, ranks)
             self._owned = owned.pop_all()
@@ -150,7 +143,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
         super().check(tokens, sampling)
         if sampling.top_k is not None and sampling.top_p < 1.0:
-            raise EngineError("sglang takes top_p of the whole distribution, not of what top_k leaves: give only one")
+            raise EngineError("sglang applies top_p to the whole distribution, not to the top_k tokens: give only one")
         if sampling.logprobs == "sampled" and (sampling.top_k is not None or sampling.top_p < 1.0):
             raise EngineError("sglang has no log-probs of a distribution cut by top_k or top_p: use logprobs 'policy'")
 
@@ -159,7 +152,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         super().add(requests, sampling, seed)
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Generate up to ``max_tokens`` for each request, or ``chunk_tokens``. After an error no token is appended."""
+        """Generate up to ``max_tokens`` or ``chunk_tokens`` for each request; an error appends no token."""
         names = {number: uuid.uuid4().hex for number in self._requests.by_number}
         count = max_tokens or self._options.chunk_tokens
         calls: dict[int, Future[Any]] = {}
@@ -174,7 +167,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             self._abort_calls(names, calls)
             raise
         new_tokens: list[NewToken] = []
-        for number, answer in answers.items():  # whose tokens may go beyond the request's end
+        for number, answer in answers.items():  # their tokens may go beyond the request's end
             logprobs = answer["meta_info"]["output_token_logprobs"]
             if not logprobs:
                 raise EngineError("the SGLang server generated nothing: it aborted a request by itself")
@@ -189,20 +182,18 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
                 with suppress(EngineError):
                     self._server.call("POST", "/abort_request", {"rid": names[number]}, _ABORT_TIMEOUT_S)
 
-    # -- weights and memory -------------------------------------------------------------------------------------------
-
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
-        """Verify and load new weights; while the old ones are offloaded, only their folder is written."""
+        """Verify and load new weights; while the engine is offloaded, only write their folder."""
         self._lm.check(weights, serving=-1 if rewind else self.version)
         folder = Path(tempfile.mkdtemp(prefix=f"{weights.version}-", dir=self._exchange))
         try:
             self._lm.model.config.save_pretrained(folder)
             self._lm.tokenizer.save_pretrained(folder)
-            # The tensors get no name here: those with adapters are copies, which are freed before the server loads.
+            # Nothing may refer to these tensors: merged adapters are copies, which are freed before the server loads.
             metadata = {"format": "pt"}
             save_file({name: weights.tensor(name) for name in weights.buffers}, folder / WEIGHTS_FILE, metadata)
             if self._offload.place == "cuda":
-                # Stays if it breaks off: a mixture has no version.
+                # Remains if loading fails midway: a mixture has no version.
                 self.version, self._offload.unready_reason = -1, BROKEN_OFF
                 self._serve(folder)
         except BaseException:
@@ -250,35 +241,24 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._offload.leave(place)
 
     def _serve(self, folder: Path | None) -> None:
-        """Have the server load a folder, or the initial model; a ``WeightSyncError`` if it does not, or if what can be
-        read back differs from the folder."""
+        """Have the server load a folder, or the initial model. Raises WeightSyncError if it fails, or if the server has
+        other weights afterwards."""
         body = {"model_path": str(folder or self._model), "flush_cache": True}
         try:
             answer = self._server.call("POST", "/update_weights_from_disk", body)
+            if not answer["success"]:
+                raise EngineError(answer["message"])
         except EngineDied:
             raise
         except EngineError as error:
-            raise WeightSyncError(f"the SGLang server did not take the weights: {error}") from error
-        if not answer["success"]:
-            raise WeightSyncError(f"the SGLang server did not take the weights: {answer['message']}")
-        if folder is not None and (names := self._read_back.different(folder)):
-            raise WeightSyncError(f"the server does not serve what it was sent: {', '.join(map(repr, names))}")
+            raise WeightSyncError(f"the SGLang server did not load the weights: {error}") from error
+        if folder is not None and (names := self._read_back.find_different(folder)):
+            raise WeightSyncError(f"the SGLang server has other values of {', '.join(map(repr, names))}")
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
-
-
-def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exchange: Path) -> SglangServer:
-    if options.url is None:
-        flags = launch_arguments(model, settings, options)
-        return SglangServer.start(
-            flags, exchange, options.start_timeout_s, options.timeout_s, device_environment(settings)
-        )
-    server = SglangServer(options.url, timeout_s=options.timeout_s)
-    server.wait_until_up(options.start_timeout_s)
-    return server
 
 
 def _generate_body(name: str, running: RunningRequest, max_tokens: int, eos_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang server, started as a child process or found at a URL, and its HTTP interface.
 
-``python -m dlrover.python.rl.engine.sglang.server FOLDER COMMAND...`` runs a command for as long as the process that
-started it lives, in its own session with a pipe as standard input. When the pipe closes, as it does when the owner is
-killed, it removes the owner's FOLDER and kills its group.
+``python -m dlrover.python.rl.engine.sglang.server FOLDER COMMAND...`` runs a command while its owner lives. When its
+standard input closes, as it does when the owner is killed, it removes the owner's FOLDER and kills its process group.
 """
 
 import importlib.util
@@ -37,7 +36,7 @@ class RequestRefused(EngineError):
 
 
 class SglangServer:
-    """A server at ``url``, which threads may share. ``process`` is ended by :meth:`close`."""
+    """A server at ``url``; thread safe. :meth:`close` ends ``process``."""
 
     def __init__(self, url: str, process: "subprocess.Popen[bytes] | None" = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -46,16 +45,9 @@ class SglangServer:
         self._client = httpx.Client(base_url=self.url, limits=_LIMITS, trust_env=False)
 
     @classmethod
-    def start(
-        cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float, env: Mapping[str, str]
-    ) -> "SglangServer":
-        """Start ``python -m sglang.launch_server`` on a free TCP port of this machine and wait until it answers.
-
-        If this process is killed, the server is ended and ``folder`` removed.
-
-        Raises:
-            EngineError: SGLang is not installed, or the server ended or did not answer in time.
-        """
+    def start(cls, arguments: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str]) -> "SglangServer":
+        """Start a server on a free TCP port of this node. Once this process ends, however it does, the server ends and
+        ``folder`` is removed. Raises EngineError if SGLang is not installed."""
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("sglang is not installed here: give the option 'url', the URL of its server")
         with socket.socket() as free:
@@ -65,15 +57,10 @@ class SglangServer:
         launch = [sys.executable, "-m", "sglang.launch_server", *listen, *arguments]
         keeper = [sys.executable, "-m", _KEEPER, str(folder), *launch]
         process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True, env=dict(env))
-        server = cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
-        try:
-            server.wait_until_up(start_timeout_s)
-        except BaseException:
-            server.close()
-            raise
-        return server
+        return cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
 
     def wait_until_up(self, timeout_s: float) -> None:
+        """Wait until the server answers. Raises EngineError if it ends, or does not answer in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             note_progress()
@@ -88,17 +75,17 @@ class SglangServer:
                 time.sleep(0.5)
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises an ``EngineError`` without an
-        answer in time, ``RequestRefused`` with an error status and the server's message, and ``EngineDied`` if a server
-        that was started here has ended.
-        """
+        """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises RequestRefused for an error
+        status, EngineDied if a server that was started here has ended, else EngineError without an answer in time."""
         content = {} if body is None else {"json": body}
         try:
             answer = self._client.request(verb, path, timeout=timeout_s or self._timeout_s, **content)
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
             refusal = f"the SGLang server at {self.url} does not answer {path}"
-            if (status := self._status()) is not None:
-                raise EngineDied(f"{refusal}: it has ended with status {status}") from error
+            if self._process is not None:
+                with suppress(subprocess.TimeoutExpired):  # connections break a little before a process ends
+                    status = self._process.wait(_END_S)
+                    raise EngineDied(f"{refusal}: it has ended with status {status}") from error
             raise EngineError(f"{refusal}: {error}") from error
         if answer.is_error:
             raise RequestRefused(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
@@ -107,14 +94,8 @@ class SglangServer:
         except ValueError:
             return None
 
-    def _status(self) -> int | None:
-        """The status of a process that has ended, or does so at once: its connections break a little earlier."""
-        with suppress(subprocess.TimeoutExpired):
-            return None if self._process is None else self._process.wait(_END_S)
-        return None
-
     def close(self) -> None:
-        """End the server with all its children, if it was started here."""
+        """End a server that was started here, with all its child processes."""
         self._client.close()
         process, self._process = self._process, None
         if process is None:

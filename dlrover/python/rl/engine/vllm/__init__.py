@@ -21,7 +21,7 @@ _OWN_ARGUMENTS = {
     "async_scheduling", "speculative_config", "spec_method", "spec_model", "spec_tokens",
     "logprobs_mode", "logits_processors",
 }  # fmt: skip
-"""Arguments of vLLM that decide what the engine's devices, weight syncs and sampling depend on."""
+"""Arguments of vLLM on which the engine's devices, weight syncs and sampling depend."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class VllmOptions:
     """Longest sequence in tokens; None: the model's limit."""
 
     kv_cache_bytes: Annotated[int, Gt(0)] | None = None
-    """Size of the key-value cache. None: on a GPU what ``gpu_memory_utilization`` leaves, on a CPU the size for
-    ``max_batch`` sequences of full length."""
+    """Size of the key-value cache. None: what ``gpu_memory_utilization`` leaves on a GPU, and room for ``max_batch``
+    sequences of full length on a CPU."""
 
     compile: bool = True
-    """On a GPU, compile the model and record CUDA graphs; the start takes longer. A CPU always runs eagerly."""
+    """Compile the model and record CUDA graphs, which makes the start slower; a CPU always runs eagerly."""
 
     own_process: bool | None = None
-    """Run vLLM in a process of its own, which sees this engine's devices only. None: on CUDA. False on CUDA: for the
-    first visible device only, and in float32 with ``TRITON_F32_DEFAULT`` in the environment."""
+    """Run vLLM in a separate process, which sees this engine's devices only. None: only on CUDA. False on CUDA needs
+    the first visible device, and for float32 ``TRITON_F32_DEFAULT`` in the environment."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs``, which override others, but not those that the engine depends on."""
+    """Further arguments of vLLM's ``EngineArgs``; arguments on which the engine depends are refused."""
 
     def __post_init__(self) -> None:
         if fixed := sorted(_OWN_ARGUMENTS & self.engine_args.keys()):

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in a process of its own, which sees no other devices than its engine's.
+"""vLLM in a separate process, which sees its engine's devices only.
 
-``python -m dlrover.python.rl.engine.vllm.child FD`` answers calls over a socket. It leads a session of its own, which
-ends with its owner, when standard input closes.
+``python -m dlrover.python.rl.engine.vllm.child FD`` answers calls over a socket. It leads a process group, which ends
+with its owner, when standard input closes.
 """
 
 import fcntl
 import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import EngineDied, EngineError
+from dlrover.python.rl.common.errors import DLRoverRLError, EngineDied, EngineError
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, tensor_bytes
-from dlrover.python.rl.engine.memory.device_memory import Kind
-from dlrover.python.rl.engine.rollout.requests import RunningRequest
 
 if TYPE_CHECKING:
     from dlrover.python.rl.engine.vllm.runner import RestartingRunner, SleepingRunner
@@ -39,15 +36,15 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """A snapshot without its bytes, and the file of another process of this machine that has them."""
+    """A snapshot without its bytes, which a file of another process of this node has."""
 
     outline: WeightSnapshot
     file: SnapshotFile
-    factors: "SharedWeights | None" = None  # of the adapters that belong to them
+    factors: "SharedWeights | None" = None  # of the adapters, if any
 
     def open(self) -> WeightSnapshot:
-        """The snapshot, whose bytes are mapped from the file. While they are in use, the file is open with a shared
-        lock, so that a sender of weights does not overwrite it."""
+        """Map the snapshot's bytes. While they are in use, the file is open with a shared lock, so that no sender of
+        weights overwrites it."""
         descriptor = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -68,8 +65,7 @@ class SharedWeights:
 
 @contextmanager
 def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
-    """The snapshot for other processes, inside the block. Bytes that are in no file are copied to one in memory, which
-    ends with this process."""
+    """Share a snapshot with other processes inside the block; bytes in no file are copied to one in memory."""
     weights = weights.on_host()
     outline = replace(weights, buffers={}, checked=False, file=None, lock_pages=None)
     if weights.adapters is not None:
@@ -93,12 +89,12 @@ _MODULE = "dlrover.python.rl.engine.vllm.child"
 _END_S = 10.0
 _BEAT_S = 5.0
 _SLOW_S = {"start": 3600.0, "load": 1800.0, "wake": 1800.0}
-"""Calls that read or compile a model, and for how long they count as progress."""
+"""Calls that read or compile a model, and how long they count as progress."""
 
 
 class ChildRunner:
-    """A ``SleepingRunner``, or on a CPU a ``RestartingRunner``, in a process with the environment ``env``. It is its
-    own ``runner``. Raises the errors of the runner there, and ``EngineDied`` if the process has ended."""
+    """Stands for the ``SleepingRunner`` (on a CPU ``RestartingRunner``) and its ``runner`` in a process with the
+    environment ``env``. Raises their errors, and ``EngineDied`` if the process has ended."""
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
@@ -119,34 +115,21 @@ class ChildRunner:
     def runner(self) -> "ChildRunner":
         return self
 
-    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
-        self._call("submit", name, running, list(eos_ids))
-
-    def step(self) -> list[tuple[str, int, float]]:
-        tokens: list[tuple[str, int, float]] = self._call("step")
-        return tokens
-
-    def abort(self, names: Sequence[str]) -> None:
-        self._call("abort", list(names))
-
-    def cache_bytes(self) -> int:
-        return int(self._call("cache_bytes"))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method that calls the runner there: ``submit``, ``step``, ``abort``, ``wake``, ``sleep``..."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
 
     def load(self, weights: WeightSnapshot) -> None:
         with share_weights(weights) as shared:
             self._call("load", shared)
 
-    def wake(self, kind: Kind) -> None:
-        self._call("wake", kind)
-
-    def sleep(self, keep_weights: bool) -> None:
-        self._call("sleep", keep_weights)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self._calls += 1
         try:
             with self._whole_message():
-                self._connection.send((self._calls, method, arguments))
+                self._connection.send((self._calls, method, arguments, options))
             value, error = self._await_answer(time.monotonic() + _SLOW_S.get(method, 0.0))
         except (EOFError, OSError) as broken:
             self.close()
@@ -156,7 +139,7 @@ class ChildRunner:
         return value
 
     def _await_answer(self, until_s: float) -> tuple[Any, Exception | None]:
-        """Value and error of the last call, behind those of calls whose wait was interrupted."""
+        """Return value and error of the last call, and drop answers to calls whose wait was interrupted."""
         answered, value, error = 0, None, None
         while answered != self._calls:
             while not self._connection.poll(_BEAT_S):
@@ -178,7 +161,7 @@ class ChildRunner:
     def close(self) -> None:
         """End the process and its workers."""
         if self._process.returncode is not None:
-            return  # its number may be another process's by now
+            return  # another process may have its id by now
         self._connection.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -192,10 +175,11 @@ def serve(connection: Connection) -> None:
     offloadable: Any = None
     while True:
         try:
-            number, method, arguments = connection.recv()  # waits: for the owner, whose end closes the connection
+            number, method, arguments, options = connection.recv()  # waits: for the owner, or its end
         except EOFError:
             return
-        value = error = None
+        value: Any = None
+        error: Exception | None = None
         try:
             if method == "start":
                 offloadable = start_here(*arguments)
@@ -203,26 +187,19 @@ def serve(connection: Connection) -> None:
                 offloadable.load(arguments[0].open())
             else:
                 target = offloadable if method in ("wake", "sleep") else offloadable.runner
-                value = getattr(target, method)(*arguments)
+                value = getattr(target, method)(*arguments, **options)
+        except DLRoverRLError as failure:
+            error = failure
         except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner
-            error = _portable(failure)
+            error = EngineError(f"{type(failure).__name__}: {failure}")  # a library's exception may not be picklable
         connection.send((number, value, error, offloadable is not None and offloadable.has_weights))
 
 
 def start_here(arguments: dict[str, Any], on_cpu: bool) -> "RestartingRunner | SleepingRunner":
-    """Start vLLM in this process."""
     # Imported on demand: it imports vLLM, which takes seconds.
     from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
 
     return (RestartingRunner if on_cpu else SleepingRunner)(partial(Runner, arguments))
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 -- a library's exception may fail to pickle in any way; its text is enough
-        return EngineError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _end_with_owner() -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine on vLLM: in this process on a CPU, on CUDA in a child process; its tensor-parallel workers are
-child processes, too."""
+"""The rollout engine on vLLM, which runs in this process on a CPU and in a child process on CUDA."""
 
 import itertools
 import os
@@ -18,14 +17,9 @@ from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.model.spec import (
-    count_cache_bytes_per_token,
-    count_weight_bytes,
-    get_head_width,
-    load_meta_causal_lm,
-)
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 from dlrover.python.rl.engine.vllm.child import ChildRunner, start_here
@@ -40,39 +34,37 @@ if TYPE_CHECKING:
 
 _PACKAGE = "dlrover.python.rl.engine.vllm"
 _BLOCK = 128
-"""Tokens of the largest cache block, which a sequence may leave unused."""
+"""Tokens of vLLM's largest cache block: a sequence may leave as many unused."""
 
 
 class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     Tokens are sampled by the same rule and from the same random numbers as in the ``torch`` engine (see
-    ``vllm/worker.py``), so a sample depends neither on its batch nor on interruptions, beyond the rounding of its
-    logits. Weights are written in place by vLLM's own loader and read back, bit for bit, before they are served: all
-    the first time, later an eighth of the tensors in turn.
+    ``vllm/worker.py``): a sample depends neither on its batch nor on interruptions, beyond the rounding of its logits.
+    vLLM's own loader writes weights in place; before they are served they are read back, bit for bit.
 
-    On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2; both of level 2 once weights have come to an
-    engine that has slept before, since it keeps their snapshot. On a CPU vLLM cannot sleep: it is ended, and
-    ``cuda()`` starts it again, which takes seconds.
+    On a GPU ``cpu()`` and ``meta()`` put vLLM to sleep (see ``SleepingRunner``). On a CPU vLLM cannot sleep: it is
+    ended, and ``cuda()`` starts it again, which takes seconds.
 
     Raises:
         MissingExtra: vLLM is not installed (when this module is imported).
         EngineError: there is no such model or option, or vLLM does not start with them.
-        OutOfDeviceMemory: it does not fit the free capacity of ``memory``.
+        OutOfDeviceMemory: weights or cache do not fit the free capacity of ``memory``.
     """
 
     info = INFO
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(VllmOptions, settings.backend)
-        self._lm, folder = load_meta_causal_lm(model)
+        self._lm, folder = spec.load_meta_causal_lm(model)
         self._lm = self._lm.masked(settings.mask_unknown_ids)
         arguments = _engine_arguments(folder, self._lm, settings, options)
         self._requests = RunningRequests(self._lm, arguments["max_model_len"], self.info.columns)
         self._names: dict[int, str] = {}
         self._submissions = itertools.count()
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
-        nbytes = count_weight_bytes(self._lm, DTYPES[settings.precision])
+        nbytes = spec.count_weight_bytes(self._lm, DTYPES[settings.precision])
         self._offload.bring("weights", divide_bytes(nbytes, settings.tensor_parallel_size))
         with ExitStack() as undo:
             undo.callback(self._offload.leave, "meta")
@@ -88,7 +80,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         if on_cpu:
             from dlrover.python.rl.engine.vllm.runner import check_head_width
 
-            check_head_width(get_head_width(self._lm))
+            check_head_width(spec.get_head_width(self._lm))
         if has_own_process:
             env = device_environment(settings)
             if settings.precision == "fp32":
@@ -99,11 +91,11 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         return start_here(arguments, on_cpu)
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""
+        """Submit new requests and run one step of vLLM: a token for each scheduled sequence, or part of a prompt."""
         runner = self._offloadable.runner
         try:
             with self._offload.computing():
-                for number in [number for number in self._requests.by_number if number not in self._names]:
+                for number in sorted(self._requests.by_number.keys() - self._names.keys()):
                     self._names[number] = str(next(self._submissions))
                     runner.submit(self._names[number], self._requests.by_number[number], self._lm.eos_ids)
                 numbers = {name: number for number, name in self._names.items()}
@@ -111,11 +103,11 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             return self._requests.append(new_tokens, self.version)
         except BaseException:
             with suppress(EngineError):
-                self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
+                self._withdraw(self._requests.by_number)  # the next step generates this one's tokens again
             raise
 
     def _withdraw(self, numbers: Collection[int]) -> None:
-        """Abort these requests in vLLM; they keep their tokens, and can be submitted again."""
+        """Abort requests in vLLM; they keep their tokens and can be submitted again."""
         names = [self._names.pop(number) for number in list(numbers) if number in self._names]
         if names:
             self._offloadable.runner.abort(names)
@@ -124,7 +116,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         """Verify and load new weights; while the old ones are offloaded, they wait in host memory."""
         self._lm.check(weights, serving=-1 if rewind else self.version)
         self._withdraw(self._requests.by_number)
-        # Stays if loading breaks off: a mixture has no version.
+        # Remains if loading fails midway: a mixture has no version.
         self.version, self._offload.unready_reason = -1, BROKEN_OFF
         with self._offload.computing():
             self._offloadable.load(weights)
@@ -157,12 +149,12 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
 
 def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:
-    """The arguments of vLLM that an engine's settings stand for."""
     on_cpu = settings.device == "cpu"
     longest = options.max_model_len or lm.max_positions
     cache = options.kv_cache_bytes
     if cache is None and on_cpu and longest is not None:
-        cache = settings.max_batch * (longest + _BLOCK) * count_cache_bytes_per_token(lm, DTYPES[settings.precision])
+        token_bytes = spec.count_cache_bytes_per_token(lm, DTYPES[settings.precision])
+        cache = settings.max_batch * (longest + _BLOCK) * token_bytes
     return {
         "model": model,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
@@ -170,12 +162,12 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",  # never Ray's actors
-        "async_scheduling": False,  # sampling needs the number of generated tokens
+        "async_scheduling": False,  # the sampler needs the number of generated tokens
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": on_cpu or not options.compile,
         "enable_sleep_mode": not on_cpu,
-        **({} if on_cpu else {"moe_backend": "triton"}),  # others convert the experts, which cannot be read back then
+        **({} if on_cpu else {"moe_backend": "triton"}),  # other backends convert the experts: no read-back
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # not the model's own: requests have sampling parameters
@@ -188,11 +180,11 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
 
 
 def _check_shared_process(settings: RolloutSettings) -> None:
-    """Refuse what vLLM does otherwise on CUDA in this process, whose devices and environment it shares."""
+    """Refuse settings that vLLM would ignore on CUDA in this process, whose devices and environment it shares."""
     first = settings.devices[0] if settings.devices else torch.device(settings.device).index or 0
     if first != 0 or settings.tensor_parallel_size > 1:
         raise EngineError(
-            f"own_process false lets vLLM use the first visible device only, not device {first} of"
+            f"with own_process false vLLM uses the first visible device only, not device {first} of"
             f" {settings.tensor_parallel_size}: leave own_process out"
         )
     if settings.precision == "fp32" and "TRITON_F32_DEFAULT" not in os.environ:

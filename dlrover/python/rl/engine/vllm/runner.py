@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine inside this process: its start, steps, weights and end, and how it frees its device."""
+"""vLLM's engine inside this process: start, steps, weights, end, and two ways to free its device."""
 
 import gc
 import os
@@ -26,36 +26,34 @@ from dlrover.python.rl.engine.vllm.worker import EXTRA, READ_BACK_PARTS, Samplin
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives and ends with this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one has no logits processors
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 takes other logits processors
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin this process's own threads
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Variables that vLLM reads when it starts; values set by the user win."""
+"""Variables that vLLM reads when it starts; the user's values take precedence."""
 
 _LOAD_TIMEOUT_S = 600.0
-"""Limit on loading weights in a worker process; vLLM has its own deadline for each step."""
+"""Limit on a call to all workers; vLLM has its own deadline for each step."""
 
 _JOIN_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def _explained(what: str, refused: type[EngineError] = EngineError) -> Iterator[None]:
-    """Raise an exception of vLLM, of any type, as ``EngineDied`` or ``refused``, with its type and text."""
+def _as_engine_error(failure: str, refusal: type[EngineError] = EngineError) -> Iterator[None]:
+    """Raise an exception of vLLM, of any type, as ``EngineDied`` or ``refusal``, with its type and text."""
     try:
         yield
     except EngineError:
         raise
     except Exception as error:
-        # A worker, a device or a collective has failed, and vLLM does not compute any more; or it cannot do this.
+        # After these a worker, a device or a collective has failed, and vLLM no longer computes.
         has_died = isinstance(error, RuntimeError | TimeoutError) and not isinstance(error, NotImplementedError)
-        raise (EngineDied if has_died else refused)(f"{what}: {type(error).__name__}: {error}") from error
+        raise (EngineDied if has_died else refusal)(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 class Runner:
-    """One vLLM engine, from its start with ``EngineArgs`` (an ``EngineError`` if it does not start) to its end.
-
-    All engines of one rank share this process's group of ranks, which ends with the last of them.
-    """
+    """One vLLM engine, made from the fields of ``EngineArgs``; an ``EngineError`` if it does not start. Engines without
+    tensor parallelism share this process's group of ranks, which ends with the last of them."""
 
     _alive: ClassVar[set[int]] = set()
 
@@ -63,19 +61,19 @@ class Runner:
         self._ranks = int(arguments["tensor_parallel_size"])
         self._loads = 0
         self._has_foreign_group = torch.distributed.is_initialized() and not Runner._alive
-        if self._ranks == 1:  # several ranks are processes of their own
+        if self._ranks == 1:  # several ranks are child processes
             Runner._alive.add(id(self))
         try:
             with _preserved_process_state():
                 self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except BaseException as error:
             self._leave_process_group()
-            if isinstance(error, Exception):  # a plain one, if a worker process fails
+            if isinstance(error, Exception):  # vLLM raises a plain one if a worker process fails
                 raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
             raise
 
     def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
-        """Have the remaining tokens generated, under a name that was not used before."""
+        """Queue a request's remaining tokens under a name that was not used before."""
         sampling, count = running.sampling, len(running.tokens)
         params = VllmSamplingParams(
             max_tokens=sampling.max_new_tokens - count,
@@ -87,12 +85,12 @@ class Runner:
             output_kind=RequestOutputKind.DELTA,
             extra_args={EXTRA: SamplingPlan(sampling, running.uniform[count:], running.known_ids)},
         )
-        with _explained("vLLM refused a request"):
+        with _as_engine_error("vLLM refused a request"):
             self.llm.add_request(name, tokens_input(running.sequence.tolist()), params)
 
     def step(self) -> list[tuple[str, int, float]]:
-        """One step of vLLM: the request's name, token and log-prob of each new token."""
-        with _explained("vLLM broke off"):
+        """Run one step; returns the request's name, token and log-prob of each new token."""
+        with _as_engine_error("vLLM failed in a step"):
             outputs = self.llm.step()
         new_tokens = []
         for output in outputs:
@@ -102,45 +100,43 @@ class Runner:
         return new_tokens
 
     def abort(self, names: Sequence[str]) -> None:
-        with _explained("vLLM did not abort requests"):
+        with _as_engine_error("vLLM did not abort requests"):
             self.llm.abort_request(list(names))
 
     def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place and read them back: the first ones, and those after a failure, in full, later ones by
-        parts in turn, since what is compared goes to the device again. No request may run. A ``WeightSyncError`` names
-        what differs; ``EngineDied`` after a failure of vLLM's own."""
+        """Load weights in place and read them back, while no request runs. Since compared tensors go to the device
+        again, the first load and one after a failure are compared in full, later ones an eighth at a time. Raises
+        WeightSyncError, which names the different tensors, or EngineDied if vLLM itself has failed."""
         loads, self._loads = self._loads, 0
         part = (loads - 1) % READ_BACK_PARTS if loads else None
-        with _explained(f"vLLM broke off taking the weights of version {weights.version}", WeightSyncError):
+        with _as_engine_error(f"vLLM failed to load the weights of version {weights.version}", WeightSyncError):
             with nullcontext(weights) if self._ranks == 1 else share_weights(weights) as shared:
-                self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
-                worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared, part))
+                self.call_workers("take_weights", shared)
+                worker_faults = self.call_workers("read_back", shared, part)
             self.llm.reset_prefix_cache()
         if faults := sorted({fault for faults in worker_faults for fault in faults}):
-            raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
+            raise WeightSyncError(f"vLLM did not load the weights of version {weights.version}: {'; '.join(faults)}")
         self._loads = loads + 1
 
     def cache_bytes(self) -> int:
-        """On the worker with the largest key-value cache."""
-        with _explained("vLLM does not say the size of its cache"):
-            return int(max(self.llm.collective_rpc("cache_bytes")))
+        """Return the bytes of the key-value cache on the worker where it is largest."""
+        with _as_engine_error("vLLM does not report the size of its cache"):
+            return int(max(self.call_workers("cache_bytes")))
 
     def sleep_again(self) -> None:
-        """Free what is awake and keep the weights, where a part sleeps: vLLM's own call would return at once."""
-        self.llm.collective_rpc("sleep", _LOAD_TIMEOUT_S, (1,))
+        """Free the awake part and keep the weights: while another part sleeps, ``llm.sleep()`` does nothing."""
+        self.call_workers("sleep", 1)
         self.llm.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
-    def drop_host_copies(self) -> None:
-        self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
-
-    def release_host_memory(self) -> None:
-        """Free the memory of copies which are no longer needed."""
-        self.llm.collective_rpc("release_host_memory", _LOAD_TIMEOUT_S)
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``WeightLoader``, or of vLLM's own worker, in every worker."""
+        results: list[Any] = self.llm.collective_rpc(method, _LOAD_TIMEOUT_S, arguments)
+        return results
 
     def close(self) -> None:
         """End the engine and its workers; vLLM's own shutdown would end a train engine's process groups too."""
         if self._ranks == 1:
-            self.llm.collective_rpc("drop_layer_records")
+            self.call_workers("drop_layer_records")
         self.llm.engine_core._finalizer.detach()
         core = self.llm.engine_core.engine_core
         workers = [] if self._ranks == 1 else core.model_executor.workers
@@ -148,7 +144,7 @@ class Runner:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         for worker in workers:
-            worker.proc.join(_JOIN_TIMEOUT_S)  # has ended or been killed; leaves no zombie
+            worker.proc.join(_JOIN_TIMEOUT_S)  # it has ended: no zombie remains
         del core, self.llm
         self._leave_process_group()
 
@@ -164,7 +160,7 @@ class Runner:
 
 
 def check_head_width(width: int) -> None:
-    """Refuse a head width that vLLM's attention for CPUs does not support, which fails at the first token only."""
+    """Refuse a head width that vLLM's attention on CPUs does not support: it would fail at the first token."""
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if width not in supported:
         widths = ", ".join(map(str, supported))
@@ -173,11 +169,8 @@ def check_head_width(width: int) -> None:
 
 @contextmanager
 def _preserved_process_state() -> Iterator[None]:
-    """Set the environment for vLLM's start, and restore afterwards what the start changes.
-
-    vLLM writes to the environment, ``LD_PRELOAD`` among it, seeds all random states, and on a CPU makes
-    ``torch.set_num_threads`` fail.
-    """
+    """Set the environment for vLLM's start and restore the state that it changes: environment variables such as
+    ``LD_PRELOAD``, all random states, and on a CPU ``torch.set_num_threads``."""
     before = dict(os.environ)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in before})
@@ -194,25 +187,22 @@ def _preserved_process_state() -> Iterator[None]:
 
 
 class SleepingRunner:
-    """vLLM's sleep mode, for GPUs only; ``runner`` may be used while weights and cache are on the device.
-
-    An engine that has slept before keeps the last snapshot, which takes the place of a copy of the weights on the host:
-    it sleeps at level 2, which copies nothing, and loads the snapshot when it wakes. Before the first one it sleeps at
-    level 1, which keeps the weights.
-    """
+    """Frees a GPU by vLLM's sleep mode; ``runner`` may be used while weights and cache are on the device. Level 1
+    copies the weights to the host; level 2 copies nothing. An engine that has slept before keeps the last snapshot
+    instead of a copy: it sleeps at level 2, and loads the snapshot when it wakes."""
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()
-        self.has_weights = True  # to wake
+        self.has_weights = True  # that can wake
         self._asleep: set[Kind] = set()
         self._has_slept = False
         self._snapshot: WeightSnapshot | None = None
-        self._is_loaded = True  # the device has the last weights, or vLLM brings them by itself
+        self._is_loaded = True  # the device has the last weights, or vLLM wakes them
 
     def wake(self, kind: Kind) -> None:
-        """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
+        """Bring the last weights, or an empty cache, to the device; if that fails, weights and cache sleep."""
         try:
-            with _explained(f"vLLM did not wake its {kind}"):
+            with _as_engine_error(f"vLLM did not wake its {kind}"):
                 self.runner.llm.wake_up(tags=[kind])
         except BaseException:
             self.runner.sleep_again()
@@ -220,18 +210,18 @@ class SleepingRunner:
             raise
         self._asleep.discard(kind)
         if kind == "weights":
-            self.runner.release_host_memory()
+            self.runner.call_workers("release_host_memory")
         if kind == "weights" and not self._is_loaded and self._snapshot is not None:
             try:
                 self.runner.load(self._snapshot)
             except BaseException:
-                self.sleep(keep_weights=False)  # they are a mixture
+                self.sleep(keep_weights=False)  # the device has a mixture
                 raise
             self._is_loaded = True
 
     def sleep(self, keep_weights: bool) -> None:
         self._snapshot = self._snapshot if keep_weights else None
-        # Sleeping weights are not woken for this: another engine may use their memory.
+        # Weights that sleep already are not woken: another engine may use their memory.
         if "weights" not in self._asleep:
             self._is_loaded = keep_weights and self._snapshot is None
             self.runner.llm.sleep(level=1 if self._is_loaded else 2)
@@ -255,7 +245,7 @@ class SleepingRunner:
 
     def _drop_host_copies(self) -> None:
         if self._is_loaded:
-            self.runner.drop_host_copies()
+            self.runner.call_workers("drop_host_copies")
         self._is_loaded = False
 
     def close(self) -> None:
@@ -263,10 +253,8 @@ class SleepingRunner:
 
 
 class RestartingRunner:
-    """For CPUs, where vLLM cannot sleep: it is ended, and started again once weights and cache are both needed.
-
-    The last snapshot is kept for that; before the first, the weights are those of the model's folder.
-    """
+    """Ends vLLM on a CPU, where it cannot sleep, and starts it again once weights and cache are both needed: with the
+    last snapshot, or before the first with the weights of the model's folder."""
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self._start = start

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token sampling and weights inside vLLM's workers.
 
-vLLM's own seeds depend on a request's history: after an interruption it would generate other tokens. So this logits
-processor samples each token with the random number of its position, and masks all others, with the log-prob in place
-of the logit. vLLM, set to greedy sampling and processed logits, then takes the token and reports the log-prob.
+vLLM's own seeds depend on a request's history: after an interruption it would generate other tokens. This logits
+processor instead samples each token with the random number of its position, writes the log-prob in place of the logit,
+and masks all other tokens. vLLM samples greedily from processed logits: it picks the token and reports the log-prob.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,25 +34,31 @@ EXTRA = "dlrover_drawing"
 @dataclass(frozen=True, eq=False)
 class SamplingPlan:
     sampling: SamplingParams
-    uniform: list[float]  # the random numbers of the remaining tokens
-    known_ids: int | None = None  # ids from this one on are not sampled
+    uniform: list[float]  # random numbers of the remaining tokens
+    known_ids: int | None = None  # this id and higher ones are not sampled
 
 
 class PositionSampler(LogitsProcessor):
-    """vLLM creates one in each worker."""
+    """Samples every token; vLLM creates one in each worker."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}
-        """The plan of each row, and vLLM's own list of its generated tokens, which grows."""
+        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}  # plan, and vLLM's growing list of generated tokens
         self._groups: list[tuple[SamplingParams, list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow changes of vLLM's batch: a ``BatchUpdate``, or None."""
-        if not process_dict_updates(self._rows, batch_update, _row):
+        """Follow changes of vLLM's batch, a ``BatchUpdate`` or None."""
+
+        def row_of(
+            params: VllmSamplingParams, prompt: list[int] | None, output: list[int]
+        ) -> tuple[SamplingPlan, list[int]] | None:
+            plan = (params.extra_args or {}).get(EXTRA)
+            return None if plan is None else (plan, output)
+
+        if not process_dict_updates(self._rows, batch_update, row_of):
             return
         groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
         for number, (plan, _) in self._rows.items():
@@ -64,32 +70,22 @@ class PositionSampler(LogitsProcessor):
         for sampling, rows in self._groups:
             index = torch.tensor(rows, device=self._device)
             plans = [self._rows[row] for row in rows]
-            # The last number stays for tokens past the last, which vLLM discards.
+            # vLLM discards tokens past the last one, which get its number.
             numbers = [plan.uniform[min(len(output), len(plan.uniform) - 1)] for plan, output in plans]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-            known_ids = plans[0][0].known_ids  # the engine's
+            known_ids = plans[0][0].known_ids  # equal in all plans of an engine
             tokens, logprobs = choose(logits[index, :known_ids], sampling, uniform)
             logits[index] = -torch.inf
             logits[index, tokens] = logprobs.to(logits.dtype)
         return logits
 
 
-def _row(
-    params: VllmSamplingParams, prompt: list[int] | None, output: list[int]
-) -> tuple[SamplingPlan, list[int]] | None:
-    plan = (params.extra_args or {}).get(EXTRA)
-    return None if plan is None else (plan, output)
-
-
 _dispatch = layers.dispatch_cpu_unquantized_gemm
 
 
 def _dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
-    """Let a linear layer on a CPU compute with its own weight.
-
-    vLLM would replace the weight by a packed copy. The copy of a tied head is not updated when weights are loaded
-    again, and no copy can be read back.
-    """
+    """Let a linear layer on a CPU compute with its own weight instead of vLLM's packed copy: a reload does not update
+    the copy of a tied head, and no copy can be read back."""
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
@@ -101,7 +97,7 @@ if current_platform.is_cpu():
 
 
 class WeightLoader:
-    """vLLM adds this class to the bases of its worker, whose calls it extends."""
+    """Extends vLLM's worker, which adds this class to its bases."""
 
     model_runner: Any
     _sleep_saved_buffers: dict[str, Any]
@@ -111,11 +107,10 @@ class WeightLoader:
         self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
 
     def read_back(self, weights: WeightSnapshot | SharedWeights, part: int | None = None) -> list[str]:
-        """The differences between the model's tensors and ``weights``, bit for bit; given a number, those of a part of
-        ``READ_BACK_PARTS``. That each tensor has been read, and each of the model's written, is seen of all.
+        """Compare the model's tensors with ``weights``, bit for bit, and return the differences: of all tensors, or of
+        one ``part`` of ``READ_BACK_PARTS``. Tensors that were not read or not written are always found.
 
-        vLLM's own loader decides which part of which tensor belongs where; it runs again, and each of its copies is
-        compared instead of made.
+        vLLM's own loader decides which part of a tensor belongs where: it runs again, with comparisons for copies.
         """
         comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()), part)
         with comparison:
@@ -123,27 +118,23 @@ class WeightLoader:
         return comparison.faults()
 
     def drop_layer_records(self) -> None:
-        """Drop vLLM's records for loading a layer again, which would keep the layer alive after the engine ends."""
+        """Drop vLLM's records for reloading layers, which would keep the layers alive after the engine ends."""
         for layer in self.model_runner.model.modules():
             LAYERWISE_INFO.pop(layer, None)
 
     def drop_host_copies(self) -> None:
-        """Drop the host copies of sleeping weights, but not those of buffers, which no loader restores."""
-        blocks = {
-            start: block
-            for start, block in get_mem_allocator_instance().pointer_to_data.items()
-            if block.tag == "weights" and block.cpu_backup_tensor is not None
-        }
+        """Drop the host copies of sleeping weights, except for buffers, which no loader restores."""
+        copies = {}
+        for start, block in get_mem_allocator_instance().pointer_to_data.items():
+            if block.tag == "weights" and block.cpu_backup_tensor is not None:
+                copies[start], block.cpu_backup_tensor = block.cpu_backup_tensor, None
         buffers = dict(self.model_runner.model.named_buffers())
-        copies = {start: block.cpu_backup_tensor for start, block in blocks.items()}
         self._sleep_saved_buffers |= read_copies(buffers, copies)  # written back when the weights wake
-        for block in blocks.values():
-            block.cpu_backup_tensor = None
         copies.clear()
         self.release_host_memory()
 
     def release_host_memory(self) -> None:
-        """PyTorch keeps page-locked memory for others of its size, in powers of two."""
+        """Return the page-locked memory that PyTorch caches, in powers of two."""
         torch.accelerator.empty_host_cache()
 
     def cache_bytes(self) -> int:
@@ -153,7 +144,7 @@ class WeightLoader:
 
 
 class _CopyComparison(TorchDispatchMode):
-    """While active, a copy into one of ``parameters`` compares instead, and the parameter stays as it is."""
+    """Compares, while active, instead of copying into one of ``parameters``, which stays as it is."""
 
     def __init__(self, parameters: Mapping[str, Any], part: int | None) -> None:
         super().__init__()
@@ -165,7 +156,7 @@ class _CopyComparison(TorchDispatchMode):
         self._different: set[str] = set()
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield ``named``, and record which of them are read."""
+        """Yield ``named``, and record which tensors vLLM reads."""
         for number, (name, tensor) in enumerate(named):
             self._name = name
             self._is_compared = self._part in (None, number % READ_BACK_PARTS)
@@ -181,9 +172,11 @@ class _CopyComparison(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (owner := _owner_of(self._owners, args[0])) is not None:
-            target = args[0]
-            if self._is_compared and not _equals(target, args[1]):
-                self._different.add(self._name)
+            target, source = args[:2]
+            if self._is_compared:
+                expected = source.to(target.device, target.dtype).expand_as(target).reshape(-1).view(torch.uint8)
+                if not torch.equal(target.reshape(-1).view(torch.uint8), expected):
+                    self._different.add(self._name)
             self._unread.discard(self._name)
             self._untouched.discard(owner)
             return target
@@ -191,7 +184,7 @@ class _CopyComparison(TorchDispatchMode):
 
 
 def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[str, Any]:
-    """The values of contiguous tensors whose memory is freed, from copies of it by start address; by name."""
+    """Restore the values of contiguous tensors whose memory is freed from copies of that memory, by start address."""
     restored = {}
     for name, tensor in tensors.items():
         for start, copy in copies.items():
@@ -202,12 +195,6 @@ def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[s
     return restored
 
 
-def _equals(target: Any, source: Any) -> bool:
-    """Compare the bits of a tensor with those that ``source`` would have in its place."""
-    expected = source.to(target.device, target.dtype).expand_as(target)
-    return bool(torch.equal(target.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)))
-
-
 def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
     return owners.get(tensor.untyped_storage().data_ptr())
 
@@ -215,7 +202,7 @@ def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
 def _iterate(
     weights: WeightSnapshot | SharedWeights, device: torch.device, part: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """All tensors; given a number, those of other parts without the adapters that would be computed for nothing."""
+    """Yield all tensors; with a number, tensors of other parts come without their adapters, which takes no time."""
     snapshot = weights.open() if isinstance(weights, SharedWeights) else weights
     for number, name in enumerate(snapshot.buffers):
         is_whole = part in (None, number % READ_BACK_PARTS)

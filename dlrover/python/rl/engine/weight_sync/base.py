@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of weight sync, and what its transports share.
+"""The interface of weight sync, and the code that its transports share.
 
 ::
 
@@ -11,10 +11,10 @@
                                                              compared with the sender's    engine.receive()
                                                              fingerprints, tensor by tensor
 
-A ticket has the weights' version, names, shapes and address: a few dozen bytes per tensor, which is all that passes
-through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive`` returns a whole version, assembled in
-host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket, and
-the matrix to which adapters are being added. With ``cuda_ipc`` versions are on the device instead, whole.
+Only the ticket passes through the trainer: the weights' version, names, shapes and address, a few dozen bytes per
+tensor. After the bytes the sender sends a :class:`Seal`. ``receive`` returns a whole version, assembled in host memory
+and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket, and the matrix
+to which adapters are being added. With ``cuda_ipc`` whole versions are on the device instead.
 """
 
 import inspect
@@ -41,20 +41,18 @@ from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, W
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 ALIGN = 64
-"""Tensors begin at multiples of this, and bucket sizes are multiples of it."""
+"""Tensors begin at multiples of 64 bytes, and buckets have multiples."""
 
 HOST_BUCKET, DEVICE_BUCKET = 1 << 20, 1 << 26
-"""Default bytes of a bucket: fits a core's cache; makes the start of a device's copy negligible."""
+"""Default bytes of a bucket: a host's fits a core's cache, a device's makes the start of a copy negligible."""
 
 _SHORT_PAUSE_S, _LONG_PAUSE_S = 50e-6, 5e-3
 _SHORT_PAUSES_FOR_S = 0.02
 
 
 class StallTimer:
-    """Pauses between two looks at another process, short ones at first; raises after ``timeout_s`` without progress.
-
-    ``describe`` says what is awaited; ``check_peer``, called occasionally, raises if the other process has ended.
-    """
+    """Pauses while another process works, briefly at first; raises after ``timeout_s`` without progress. ``describe``
+    names what is missing; ``check_peer``, called occasionally, raises if the other process has ended."""
 
     def __init__(
         self, timeout_s: float, describe: Callable[[], str], check_peer: Callable[[], None] = lambda: None
@@ -82,8 +80,8 @@ class WeightSource(Protocol):
     def version(self) -> int: ...
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of each weight, always in the same order; a collective of all train ranks. With a torch
-        ``dtype`` parameters are cast to it before they are gathered; without that argument, once they are here."""
+        """Iterate over name and whole tensor of each weight, always in the same order; a collective of all train ranks.
+        With a torch ``dtype`` parameters are cast before they are gathered; a source without it has them cast here."""
 
 
 class TensorEntry(NamedTuple):
@@ -140,15 +138,20 @@ class Ticket:
     sender: str  #: its name in messages
     table: WeightTable
     address: Mapping[str, Any] = field(default_factory=dict)  #: what receivers need to reach the sender
-    base: "Ticket | None" = None  #: of the weights to which these are adapters, which were sent before
-    scale: float = 1.0  #: of the product that is added
+    base: "Ticket | None" = None  #: of adapters: the ticket of the model under them, which was sent before
+    scale: float = 1.0  #: factor of the adapters' product
 
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"
 
+    def check_whole(self) -> None:
+        """Raise WeightSyncError for a ticket of adapters without their model."""
+        if self.base is not None:
+            raise WeightSyncError(f"{self} has adapters alone: receive it with a transport of make_transport()")
+
 
 class Seal(NamedTuple):
-    """A sender's addition behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
+    """Follows the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
 
     crcs: tuple[int, ...]
     stamp: WeightStamp
@@ -177,39 +180,20 @@ _STAMP = struct.Struct("<q8s")
 
 @dataclass(frozen=True)
 class SyncSettings:
-    name: str = "the sender"
-    """This process's name in messages: ``ACTOR[0]``."""
-
-    is_leader: bool = True
-    """This train rank sends; the others only take part in gathering each tensor."""
-
-    receivers: Annotated[int, Gt(0)] = 1
-    """Receivers that take part in each sync, for transports that wait for them."""
-
-    address: str = "127.0.0.1"
-    """The sender's host, as the receivers reach it."""
-
-    folder: Path | None = None
-    """A folder that both sides see, for transports that meet there; its owner removes it."""
-
-    channel: str = "weights"
-    """The sender's name among those who use the folder."""
+    name: str = "the sender"  #: this process's name in messages: ``ACTOR[0]``
+    is_leader: bool = True  #: this train rank sends; the other ranks only take part in gathering each tensor
+    receivers: Annotated[int, Gt(0)] = 1  #: receivers of each sync, for transports that wait for them
+    address: str = "127.0.0.1"  #: the sender's host, as the receivers reach it
+    folder: Path | None = None  #: a folder that both sides see, for transports through files
+    channel: str = "weights"  #: the sender's name among the users of the folder
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
-    """Bytes handed over at a time, rounded up to a multiple of 64. A tensor may span buckets. None: 1 MiB, or 64 MiB
-    if ``device`` is an accelerator."""
+    """Bytes sent at a time, rounded up to a multiple of 64. None: 1 MiB, or 64 MiB if ``device`` is an accelerator."""
 
-    timeout_s: Annotated[float, Gt(0.0)] = 60.0
-    """Longest wait for the other side without progress."""
-
-    device: str = "cpu"
-    """The device of this process's weights, and of the buckets of transports that can pass them between devices."""
-
-    memory: DeviceMemory | None = None
-    """Accounts for those buckets."""
-
-    dtype: Any = None
-    """The torch dtype in which the receivers compute, and weights are sent; None: the source's own."""
+    timeout_s: Annotated[float, Gt(0.0)] = 60.0  #: longest wait for the other side without progress
+    device: str = "cpu"  #: device of this process's weights, and of buckets that pass between devices
+    memory: DeviceMemory | None = None  #: accounts for those buckets
+    dtype: Any = None  #: torch dtype of sent weights, in which the receivers compute; None: the source's dtypes
 
     @property
     def is_on_host(self) -> bool:
@@ -225,35 +209,24 @@ class WeightTransport(Protocol):
     """One way of moving weights: one object on each side, made with equal ``folder`` and ``channel``."""
 
     def offer(self, source: WeightSource) -> Ticket:
-        """Describe the source's current weights; all train ranks call it, the leader's ticket is the one to use. The
-        first call for a source iterates over its weights.
-        """
+        """Describe the source's current weights. All train ranks call it, and the leader's ticket is used. The first
+        call for a source iterates over its weights."""
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        """Send what ``ticket`` offers; all train ranks call it. Can be repeated, also after a failure. None on ranks
-        that do not lead.
-
-        Raises:
-            WeightSyncError: the source has other weights than were offered, or the other side has ended.
-        """
+        """Send the weights that ``ticket`` offers; all train ranks call it, and may repeat it after a failure. Returns
+        None on ranks that do not lead. Raises WeightSyncError if the source has other weights than it offered, or the
+        other side has ended."""
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal; a
-        ``WeightSyncError`` names the sender or the tensors.
-        """
+        """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal. Raises
+        WeightSyncError, which names the sender or the tensors."""
 
     def close(self) -> None:
         """Release everything; snapshots stay valid."""
 
 
-def refuse_adapters(ticket: Ticket) -> None:
-    """Raise WeightSyncError for a ticket of adapters alone, where a whole model is expected."""
-    if ticket.base is not None:
-        raise WeightSyncError(f"{ticket} has adapters alone: receive it with what make_transport() makes")
-
-
 def waits_for_receivers(transport: Any) -> bool:
-    """Return True if a transport, or a class of one, sends while its receivers receive; others keep what was sent."""
+    """Return True if a transport, or its class, sends while its receivers receive; others keep what was sent."""
     return bool(getattr(transport, "waits_for_receivers", False))
 
 
@@ -261,7 +234,7 @@ Pieces: TypeAlias = Iterator[tuple[int, Any]]
 
 
 class SenderBase:
-    """Offers weights: keeps the table of its source until a sync finds that it has changed."""
+    """Offers weights, and keeps the table of their source until a sync finds that it has changed."""
 
     def __init__(self, settings: SyncSettings | None = None) -> None:
         self.settings = settings or SyncSettings()
@@ -277,7 +250,7 @@ class SenderBase:
         if self.settings.is_leader:
             try:
                 address = self._address()
-            except (OSError, DLRoverRLError) as error:  # the other ranks go on, and send() has to meet them
+            except (OSError, DLRoverRLError) as error:  # the other ranks continue, and wait for this one in send()
                 self._unreachable = error
         return Ticket(uuid4().hex, source.version, self.settings.name, self._table, address)
 
@@ -293,7 +266,7 @@ class SenderBase:
         )
 
     def _address(self) -> dict[str, Any]:
-        """Describe how receivers reach the rank that leads. If that fails, :meth:`send` raises the error."""
+        """Describe how receivers reach the leading rank; if that fails, :meth:`send` raises the error."""
         return {}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
@@ -311,7 +284,7 @@ class SenderBase:
         raise NotImplementedError
 
     def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
-        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size."""
+        """Iterate over offset and bytes (``uint8``) of successive pieces, which do not cross ends of buckets."""
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
         for offer, named in zip_longest(offers, self._named_weights(source)):
             entry, offered = named and TensorEntry.of(*named), offer and offer[0]
@@ -319,10 +292,8 @@ class SenderBase:
                 self._table = None
                 names = [each.name for each in ticket.table.entries]
                 nearest = hint(entry.name, names) if entry and not offered else ""
-                raise WeightSyncError(
-                    f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
-                    f" was offered{nearest}"
-                )
+                difference = f"{entry or 'nothing'} where it offered {offered or 'nothing'}{nearest}"
+                raise WeightSyncError(f"the source of version {ticket.version} has {difference}")
             flat = named[1].detach().contiguous().reshape(-1).view(torch.uint8)
             begin, end = start, _ = offer[1]
             while begin < end:
@@ -334,21 +305,18 @@ class SenderBase:
 def assemble_snapshot(
     ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal, path: str = "", flat_at: int = 0
 ) -> WeightSnapshot:
-    """The snapshot with the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal. They
-    begin at ``flat_at`` in the open file ``path``, if any.
-
-    Raises:
-        WeightSyncError: names the tensors that differ, or both stamps where version, names, shapes or dtypes do.
-    """
+    """Make a snapshot of the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal. The
+    bytes begin at ``flat_at`` in the open file ``path``, if any. Raises WeightSyncError, which names the tensors whose
+    bytes differ, or both stamps if version, names, shapes or dtypes do."""
     entries, spans = ticket.table.entries, ticket.table.spans()
     refusal = f"weights of {ticket} refused"
-    pairs = zip(entries, crcs, seal.crcs, strict=False)  # of other lengths: the stamps differ, too
+    pairs = zip(entries, crcs, seal.crcs, strict=False)  # if their lengths differ, the stamps do
     if damaged := [f"'{entry.name}'" for entry, received, sent in pairs if received != sent]:
         raise WeightSyncError(f"{refusal}: {', '.join(damaged)} came with other bytes than were sent")
     buffers = {entry.name: flat[start:stop] for entry, (start, stop) in zip(entries, spans, strict=True)}
     snapshot = _snapshot(ticket, buffers, crcs)
     if snapshot.stamp != seal.stamp:
-        raise WeightSyncError(f"{refusal}: {seal.stamp} was sent, and the ticket makes {snapshot.stamp} of it")
+        raise WeightSyncError(f"{refusal}: {seal.stamp} was sent, but the ticket describes {snapshot.stamp}")
     starts = {entry.name: flat_at + start for entry, (start, _) in zip(entries, spans, strict=True)}
     return replace(snapshot, file=SnapshotFile(path, starts)) if path else snapshot
 

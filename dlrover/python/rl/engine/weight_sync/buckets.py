@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the memory that it comes to.
+"""The bytes of weights: copies to host memory, fingerprints, and the memory that holds a version.
 
-A :class:`WeightFile` is memory without a name in any file system: the kernel frees it when the last process that has it
-open ends. It has three parts, and may be read while it is written::
+A :class:`WeightFile` is memory without a name in any file system: the kernel frees it once no process has it open. It
+may be read while it is written::
 
     head      a page: progress u64 (bytes of data that are written; one more than all of them: complete)
     data      the tensors, each at a multiple of 64
-    seal      the sender's, from a multiple of 64
+    seal      the sender's, at a multiple of 64
 """
 
 import errno
@@ -37,13 +37,13 @@ from dlrover.python.rl.engine.memory.offload import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
 
 _PART = 1 << 22
-"""Bytes for one thread: a third of a millisecond."""
+"""Bytes that one thread fingerprints at a time, in a third of a millisecond."""
 
-_CORES_FOR_A_THREAD, _MOST_THREADS = 4, 4  # the receivers of a node compute at the same time
+_CORES_PER_THREAD, _MAX_THREADS = 4, 4  # all receivers of a node compute at the same time
 
 
 class CrcTally:
-    """CRC-32 of each tensor of a table, updated while the passing bytes are in the cache."""
+    """CRC-32 of each tensor of a table, updated while the bytes are in the processor's cache."""
 
     def __init__(self, table: WeightTable) -> None:
         self.table, self.crcs = table, [0] * len(table.entries)
@@ -63,7 +63,7 @@ class CrcTally:
             self._tensor += 1
         self._offset = stop
         crcs: Iterator[int] = map(crc32, parts)
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_THREAD)
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_THREAD)
         if threads > 1 and sum(map(len, parts)) >= 2 * _PART:
             crcs = _pool(os.getpid(), threads).map(crc32, parts)  # waits: for a computation
         for tensor, part, crc in zip(tensors, parts, crcs, strict=True):
@@ -72,17 +72,17 @@ class CrcTally:
 
 @lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process: one that was forked has none of its parent's."""
+    """Return this process's threads; a forked process has none of its parent's."""
     return ThreadPoolExecutor(threads, "dlrover-checksums")
 
 
 BLOCK_BYTES = 1 << 14
 _AT_ONCE = 1 << 24
-"""Words whose products are on the device at a time."""
+"""Words that are multiplied on the device at a time."""
 
 
 def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
-    """Fingerprint the tensors of ``table`` in ``flat``: ``uint8`` on any device, whole blocks, zeros between them."""
+    """Fingerprint the tensors of ``table`` in ``flat``: ``uint8``, whole blocks, zeros between tensors."""
     factors = _factors(flat.device)
     parts = flat.view(torch.int32).split(_AT_ONCE)
     sums = torch.cat([(part.view(-1, len(factors)) * factors).sum(dim=-1) for part in parts]).cpu().numpy()
@@ -98,7 +98,7 @@ def _factors(device: torch.device) -> Any:
 Bytes = npt.NDArray[np.uint8]
 
 _UNDER_WAY = 1 << 27
-"""Bytes that a device is copying while those before them are fingerprinted."""
+"""Bytes that a device copies while the host fingerprints earlier ones."""
 
 _streams: dict[torch.device, Any] = {}
 
@@ -113,13 +113,9 @@ def copy_to_host(target: Bytes, piece: Any) -> None:
 
 
 def stream_to_host(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[int]:
-    """Copy pieces, offset and bytes (``uint8``) in order, to host memory, which ``pages`` have. Those of a CUDA device
-    come while the caller reads the ones before.
-
-    Yields:
-        Up to where the bytes are there.
-    """
-    under_way: deque[tuple[int, Any, Any]] = deque()  # where a piece ends, the piece, and its arrival
+    """Copy pieces, offset and bytes (``uint8``) in order, to host memory in ``pages``; a CUDA device copies while the
+    caller reads earlier pieces. Yields the offset up to which all bytes have arrived."""
+    under_way: deque[tuple[int, Any, Any]] = deque()  # end of a piece, the piece, and the event of its arrival
     arrived = 0
     try:
         for offset, piece in pieces:
@@ -140,7 +136,7 @@ def stream_to_host(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[
 
 
 def _begin_copy(target: Bytes, piece: Any) -> Any:
-    """Copy a piece on a stream of its own; returns the event of its end."""
+    """Copy a piece on a separate stream; returns the event of its end."""
     if piece.device not in _streams:
         _streams[piece.device] = torch.cuda.Stream(piece.device)
     stream = _streams[piece.device]
@@ -151,7 +147,7 @@ def _begin_copy(target: Bytes, piece: Any) -> Any:
 
 
 def _take_arrived(under_way: deque[tuple[int, Any, Any]], at_least: int) -> int:
-    """Wait for the first pieces and take all that have arrived; returns where they end."""
+    """Wait for the first pieces, and remove all that have arrived; returns their end."""
     for _, _, arrival in islice(under_way, at_least):
         arrival.synchronize()
     stop = 0
@@ -170,20 +166,19 @@ def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
 
 
 class HostArena:
-    """Assembles versions in host memory that is reused once no snapshot refers to it: new pages cost more than copying
-    into old ones."""
+    """Host memory for versions, reused once no snapshot refers to it: new pages cost more than the copy into them."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Bytes, weakref.ref[Bytes]]] = []
 
     def fill(self, ticket: Ticket, size: int, read: Callable[[Bytes], object]) -> tuple[Bytes, list[int]]:
-        """Have ``read`` fill the memory of a version in parts of ``size`` bytes, and fingerprint each of them. Returns
-        the memory and the tensors' fingerprints, for :func:`assemble_snapshot`."""
+        """Have ``read`` fill the memory of a version in parts of ``size`` bytes. Returns the memory and the tensors'
+        fingerprints, for :func:`assemble_snapshot`."""
         nbytes = ticket.table.nbytes
         free = [block for block, view in self._blocks if view() is None and len(block) == nbytes]
         self._blocks = [(block, view) for block, view in self._blocks if view() is not None]
         block = free[0] if free else np.empty(nbytes, dtype=np.uint8)
-        flat = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
+        flat = np.frombuffer(block.data, dtype=np.uint8)  # the base of all slices, which numpy would make the block
         self._blocks.append((block, weakref.ref(flat)))
         tally = CrcTally(ticket.table)
         for start, stop in bucket_spans(ticket.table, size):
@@ -193,7 +188,7 @@ class HostArena:
 
 
 def try_lock(descriptor: int, operation: int) -> bool:
-    """Lock an open file without waiting; returns True if that succeeded."""
+    """Lock an open file without waiting; returns False if another process has locked it."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,8 +197,8 @@ def try_lock(descriptor: int, operation: int) -> bool:
 
 
 def reserve(descriptor: int, start: int, stop: int) -> None:
-    """Give a part of an open file its space, without which a store into its mapping would end the process. Raises
-    WeightSyncError where there is none."""
+    """Allocate a part of an open file: without its space, a store into a mapping would kill the process. Raises
+    WeightSyncError if no space is left."""
     try:
         os.posix_fallocate(descriptor, start, stop - start)
     except OSError as error:
@@ -211,7 +206,7 @@ def reserve(descriptor: int, start: int, stop: int) -> None:
             raise
         disk = os.fstatvfs(descriptor)
         free = disk.f_bavail * disk.f_frsize
-        raise WeightSyncError(f"no space for weights: {stop - start:,} bytes are needed, {free:,} are free") from error
+        raise WeightSyncError(f"no space left for weights: {stop - start:,} bytes needed, {free:,} free") from error
 
 
 def seal_offset(table: WeightTable) -> int:
@@ -219,7 +214,7 @@ def seal_offset(table: WeightTable) -> int:
 
 
 class WeightFile:
-    """A version in memory, which can be overwritten by another one with the same table."""
+    """A version in memory, which another version with the same table may overwrite."""
 
     def __init__(self, table: WeightTable) -> None:
         self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
@@ -233,16 +228,16 @@ class WeightFile:
         self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=self._nbytes, offset=HEAD_BYTES)
 
     def publish(self, progress: int) -> None:
-        """Show readers how far the data is written."""
-        self._progress[0] = progress  # one store of eight bytes: no reader sees half of it
+        """Tell readers how far the data is written."""
+        self._progress[0] = progress  # one store of eight bytes, which no reader sees half done
 
     def reserve(self) -> None:
-        """Give the file all of its space, which takes a second per GB or more."""
+        """Allocate the whole file, which takes a second per GB or more."""
         if os.fstat(self._descriptor).st_blocks * 512 < self._size:
             reserve(self._descriptor, 0, self._size)
 
     def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
-        """Copy pieces, offset and bytes, in order, and seal them; readers may follow."""
+        """Copy pieces, offset and bytes in order, and seal them; readers may follow."""
         self.reserve()
         tally = CrcTally(self.table)
         for stop in stream_to_host(self._data, self.pages, pieces):
@@ -253,8 +248,8 @@ class WeightFile:
         return seal
 
     def fill(self, size: int, read: Callable[[Bytes], object], read_seal: Callable[[], bytes]) -> list[int]:
-        """Have ``read`` fill the data in parts of ``size`` bytes, which may come slowly: each has its space when it is
-        its turn, and is fingerprinted and shown to readers when it is there. Returns the CRCs of the tensors."""
+        """Have ``read`` fill the data in parts of ``size`` bytes, which may come slowly: each part is allocated just
+        before it is read, and published once it is there. Returns the CRCs of the tensors."""
         tally = CrcTally(self.table)
         for start, stop in bucket_spans(self.table, size):
             reserve(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
@@ -273,7 +268,7 @@ class WeightFile:
         self.publish(0)
 
     def lend(self) -> tuple[int, WeightTable] | None:
-        """A descriptor of the file, locked against being overwritten, and its table; None if it is being taken."""
+        """Return a descriptor of the file, locked against writers, and its table; None if a writer has it."""
         descriptor = self._open(fcntl.LOCK_SH)
         return None if descriptor is None else (descriptor, self.table)
 
@@ -311,7 +306,7 @@ class DeviceBuffer:
         memory.hold(owner, "buffer", [self.flat])
 
     def clear(self) -> None:
-        """Do nothing: what is being written is not lent."""
+        """Do nothing: a buffer is not lent while it is written."""
 
     def is_open(self) -> bool:
         return self.readers > 0
@@ -326,7 +321,7 @@ class DeviceBuffer:
             self.readers -= 1
 
     def handle(self) -> Any:
-        """A handle with which another process opens the memory, once."""
+        """Return a handle with which another process can open the memory once."""
         return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
@@ -335,11 +330,9 @@ def map_tensor(descriptor: int) -> Any:
 
 
 class MappedWeights:
-    """A receiver's view of a sender's pages, which no version overwrites as long as a view of ``flat`` lives.
-
-    ``descriptor``, of the file and with a shared lock, is closed with the last view of ``flat``. ``maps`` has
-    mappings of earlier files by inode, since a new one costs as much as a copy.
-    """
+    """A receiver's view of a sender's pages, which no version overwrites while a view of ``flat`` lives. ``descriptor``
+    has a shared lock on the file and is closed with the last view of ``flat``. ``maps`` keeps earlier mappings by
+    inode, since a new one costs as much as a copy."""
 
     def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, HostPages]) -> None:
         self._descriptor, self._seal_at = descriptor, seal_offset(table)
@@ -349,7 +342,7 @@ class MappedWeights:
         pages = maps.pop(inode, None)
         if pages is None or len(pages.mapping) != self._size:
             pages = HostPages(_map(descriptor, self._size, mmap.ACCESS_READ), read_only=True)
-        maps[inode] = pages  # last: the mapping that was used before goes first
+        maps[inode] = pages  # as the last: the least recently used mapping is dropped first
         while len(maps) > _CACHED_MAPS:
             del maps[next(iter(maps))]
         self._pages = pages
@@ -360,14 +353,13 @@ class MappedWeights:
     def _check_length(self) -> None:
         nbytes = os.fstat(self._descriptor).st_size
         if nbytes != self._size:
-            raise WeightSyncError(f"a sender's file is cut: {nbytes:,} of {self._size:,} bytes")
+            raise WeightSyncError(f"a sender's file is truncated: {nbytes:,} of {self._size:,} bytes")
 
     def progress(self) -> int:
-        self._check_length()  # reading a page that is cut off would end this process
+        self._check_length()  # reading a page beyond the end would kill this process
         return int(self._progress[0])
 
     def snapshot(self, ticket: Ticket, crcs: Sequence[int]) -> WeightSnapshot:
-        """The whole version; see :func:`assemble_snapshot`."""
         seal, path = Seal.unpack(self._pages.mapping[self._seal_at :]), f"/proc/{os.getpid()}/fd/{self._descriptor}"
         snapshot = assemble_snapshot(ticket, self.flat, crcs, seal, path, HEAD_BYTES)
         return replace(snapshot, lock_pages=self._pages.lock)
@@ -375,7 +367,7 @@ class MappedWeights:
 
 def _map(descriptor: int, size: int, access: int) -> mmap.mmap:
     flags = os.O_RDONLY if access == mmap.ACCESS_READ else os.O_RDWR
-    # Its own open file: the mapping keeps it, and would keep a lock of the given one.
+    # Opened again: the mapping keeps its open file, and would keep the lock of the descriptor.
     reopened = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
     try:
         return mmap.mmap(reopened, size, access=access)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights by a collective broadcast: gloo between hosts, nccl between devices.
+"""Weights by collective broadcast: gloo between hosts, nccl between devices.
 
 ::
 
@@ -7,11 +7,11 @@
       offer: host, TCP port
       send: an attempt of a ticket  -->       <-- joins the attempt
       waits, with a deadline, until all have joined
-      group                         -->       --> enters it, unless it is a worker
+      group                         -->       --> enters it, unless it belongs to it
       bucket, bucket, ..., seal      == broadcast ==>               assembled on the host
 
-The group is separate from the train ranks' groups. It is reused as long as the same receivers join and nothing fails. A
-process that fails leaves it, which the others notice; then the ticket can be sent again.
+The group is reused while the same receivers join and nothing fails. A process that fails leaves it, which the other
+processes notice; then the ticket can be sent again.
 """
 
 import threading
@@ -37,14 +37,12 @@ from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, HostAr
 _SENDER_RANK = 0
 _POLL_S = 50e-6
 _NCCL_TIMEOUT_FACTOR = 10
-"""nccl's own watchdog ends a process whose wait is too long: its limit is this many times ours."""
+"""Limit of nccl's watchdog, which kills a process that waits too long, as a multiple of the settings' timeout."""
 
 
 class BroadcastTransport(SenderBase):
-    """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them.
-
-    ``device`` has the buckets: ``cpu`` for gloo, CUDA devices for nccl. The sender needs ``receivers`` and ``address``.
-    """
+    """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them; its
+    settings need ``receivers`` and ``address``. Buckets are on ``device``: ``cpu`` for gloo, CUDA devices for nccl."""
 
     waits_for_receivers = True
 
@@ -97,7 +95,7 @@ class BroadcastTransport(SenderBase):
         return assemble_snapshot(ticket, flat, crcs, Seal.unpack(self._on_host(seal).tobytes()))
 
     def _on_host(self, part: Any) -> Bytes:
-        """The bytes of a ``uint8`` tensor, valid until the next call: its own, or a copy in page-locked memory."""
+        """Return the bytes of a ``uint8`` tensor; a device's are in page-locked memory until the next call."""
         on_host = part
         if part.device.type != "cpu":
             if len(self._pinned) < len(part):
@@ -112,12 +110,12 @@ class BroadcastTransport(SenderBase):
         if self.settings.memory is not None:
             self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
         yield bucket
-        if self.settings.memory is not None:  # it is about to be freed: gloo's threads keep it for a moment
+        if self.settings.memory is not None:  # released before it is freed: gloo's threads keep it for a moment
             self.settings.memory.release(bucket)
 
     @contextmanager
     def _entered_group(self, ticket: Ticket, enter: Callable[[Ticket], "BroadcastGroup"]) -> Iterator["BroadcastGroup"]:
-        """The group that ``enter`` returns; this process leaves it after a failure."""
+        """Use the group that ``enter`` returns; after a failure this process leaves it."""
         try:
             with _as_connection_error():
                 self._group = enter(ticket)
@@ -128,7 +126,7 @@ class BroadcastTransport(SenderBase):
             if not isinstance(error, ConnectionError):
                 raise
             raise WeightSyncError(
-                f"the broadcast of {ticket} to {ticket.address['receivers']} receivers broke off at"
+                f"the broadcast of {ticket} to {ticket.address['receivers']} receivers failed at"
                 f" {self.settings.name}: a process has ended or is late: {error}"
             ) from error
         finally:
@@ -137,7 +135,7 @@ class BroadcastTransport(SenderBase):
                     self._server.delete_key(ticket.id)  # late receivers wait for the next attempt
 
     def _gather_receivers(self, ticket: Ticket) -> "BroadcastGroup":
-        """The sender waits for all receivers, and names the group: the present one if they are its workers."""
+        """Wait, as the sender, for all receivers, and choose a group: the last one if the same receivers came."""
         attempt = uuid4().hex
         self._server.set(ticket.id, attempt)
         store, receivers = dist.PrefixStore(attempt, self._server), ticket.address["receivers"]
@@ -145,10 +143,8 @@ class BroadcastTransport(SenderBase):
         try:
             store.wait(keys, self._timeout)
         except dist.DistStoreError:
-            count, timeout_s = store.add("receivers", 0), self.settings.timeout_s
-            raise WeightSyncError(
-                f"{count} of {receivers} receivers of version {ticket.version} came within {timeout_s:g} s"
-            ) from None
+            joined = f"{store.add('receivers', 0)} of {receivers} receivers of version {ticket.version} joined"
+            raise WeightSyncError(f"{joined} within {self.settings.timeout_s:g} s") from None
         members = frozenset(store.get(key) for key in keys)
         name = self._group.name if self._members == members else uuid4().hex
         self._members = members
@@ -156,7 +152,7 @@ class BroadcastTransport(SenderBase):
         return self._enter(name, store, _SENDER_RANK, receivers)
 
     def _join(self, ticket: Ticket) -> "BroadcastGroup":
-        """A receiver joins once the sender has begun, and waits for the group's name."""
+        """Join, as a receiver, once the sender has begun, and wait for the group's name."""
         address, receivers = (ticket.address["host"], ticket.address["tcp_port"]), ticket.address["receivers"]
         if self._client[0] != address:
             use_interface_towards(address[0])
@@ -165,12 +161,13 @@ class BroadcastTransport(SenderBase):
         store = dist.PrefixStore(client.get(ticket.id).decode(), client)  # waits: as long as the store's own timeout
         rank = store.add("receivers", 1)
         if rank > receivers:
-            raise WeightSyncError(f"{ticket.sender} sends to {receivers} receivers, and as many have come already")
+            raise WeightSyncError(f"{ticket.sender} sends to {receivers} receivers, and as many have joined already")
         store.set(f"receiver {rank}", self._member)
-        return self._enter(store.get("group").decode(), store, rank, receivers)  # waits: likewise
+        name = store.get("group").decode()  # waits: as long as the store's own timeout
+        return self._enter(name, store, rank, receivers)
 
     def _enter(self, name: str, store: Any, rank: int, receivers: int) -> "BroadcastGroup":
-        """Enter the group with this name, unless this process is its worker."""
+        """Enter the group with this name, unless this process belongs to it."""
         if self._group.name == name:
             return self._group
         self._group.leave()
@@ -190,7 +187,7 @@ class BroadcastTransport(SenderBase):
 
 @contextmanager
 def _as_connection_error() -> Iterator[None]:
-    """Errors of torch inside the block are caused by the other processes."""
+    """Raise errors of torch as ConnectionError: other processes cause them."""
     try:
         yield
     except RuntimeError as error:  # the base of torch's DistError
@@ -198,18 +195,18 @@ def _as_connection_error() -> Iterator[None]:
 
 
 class BroadcastGroup:
-    """A process group with a unique name; "" for none. Nothing else refers to torch's ``backend``: leaving frees it."""
+    """A process group with a unique name, "" for none. Only this object refers to ``backend``: leaving frees it."""
 
     def __init__(self, name: str, backend: Any, timeout_s: float) -> None:
         self.name, self._backend, self._timeout_s = name, backend, timeout_s
 
     def broadcast(self, tensor: Any) -> None:
-        """Broadcast from the sender to all others; ConnectionError if a rank has ended or is late."""
+        """Broadcast from the sender to all receivers. Raises ConnectionError if a rank has ended or is late."""
         with _as_connection_error():
             if self._backend.name() != "nccl":
                 self._backend.broadcast(tensor, _SENDER_RANK).wait()  # waits: as long as the group's own timeout
                 return
-            # Neither nccl's first call, which connects, nor its wait() has a deadline for the host.
+            # Neither nccl's first call, which connects, nor its wait() has a deadline on the host.
             result: Future[None] = Future()
             threading.Thread(target=self._run, args=(self._backend, tensor, result), daemon=True).start()
             try:
@@ -222,9 +219,9 @@ class BroadcastGroup:
             work = backend.broadcast(tensor, _SENDER_RANK)
             while not work.is_completed() and self._backend is backend:
                 time.sleep(_POLL_S)
-            # nccl calls work complete that has failed, and the bucket is then not what was sent.
+            # nccl also reports failed work as complete, whose bucket has other bytes than were sent.
             failure = None
-            with suppress(TypeError):  # earlier versions of torch cannot give it to Python
+            with suppress(TypeError):  # earlier versions of torch cannot return it to Python
                 failure = work.exception()
             if failure is not None:
                 raise RuntimeError(f"nccl failed: {failure}")
@@ -233,7 +230,7 @@ class BroadcastGroup:
             result.set_exception(error)
 
     def leave(self) -> None:
-        """Close the connections, which the others notice."""
+        """Close the connections, which the other ranks notice."""
         backend, self._backend, self.name = self._backend, None, ""
         if backend is not None and backend.name() == "nccl":
             backend.abort()

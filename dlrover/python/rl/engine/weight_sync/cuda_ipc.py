@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that stay in their sender's device memory, which receivers on the same device have open: by CUDA IPC, or as
-they are in the sender's own process.
+"""Weights that stay in their sender's device memory, which receivers on the same device open: by CUDA IPC, or directly
+in the sender's process.
 
 ::
 
     sender's process                              each receiver
       version 7, on the device
-        <-- a connection, for as long as it reads --
-        -- a handle of the memory, and the seal -->   fingerprints it there, compares, and copies it to its own weights
+        <-- a connection, while it reads --
+        -- a handle of the memory, and the seal -->   fingerprints it there, compares, and copies it to its weights
       version 8, on the device
 
-Neither side waits for the other. A version that is being read is not overwritten: a later one takes other memory. If
-the sender no longer has a version, receivers raise :class:`~dlrover.python.rl.common.errors.WeightsLost`. A host stands
-in for a device, with memory that its processes share.
+Neither side waits for the other. A version that is being read is not overwritten: a later one gets other memory. If the
+sender no longer has a version, receivers raise :class:`~dlrover.python.rl.common.errors.WeightsLost`. Without a device
+the host stands in, with memory that its processes share.
 """
 
 import os
@@ -20,6 +20,7 @@ import pickle
 import socket
 import struct
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,43 +33,25 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dlrover.python.rl.common.errors import EngineError, WeightsLost
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.weight_sync.base import (
-    Pieces,
-    Seal,
-    SyncSettings,
-    Ticket,
-    assemble_snapshot,
-    refuse_adapters,
-)
+from dlrover.python.rl.engine.weight_sync import weight_server
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SyncSettings, Ticket, assemble_snapshot
 from dlrover.python.rl.engine.weight_sync.buckets import DeviceBuffer, device_fingerprints, map_tensor
-from dlrover.python.rl.engine.weight_sync.weight_server import (
-    AVAILABLE,
-    GONE,
-    ID_BYTES,
-    MISSING,
-    KeepingSender,
-    PublishedVersions,
-    WeightServer,
-    connect_on_host,
-    listen_on_host,
-    read_exactly,
-    request,
-)
+from dlrover.python.rl.engine.weight_sync.weight_server import KeepingSender, PublishedVersions
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
-"""Sent by a receiver that has not yet opened the memory of a version."""
+"""Sent by a receiver that has not opened the memory of a version yet."""
 
 _MOST_OPENED = 2
-"""A sender keeps two versions: a step may send two, and a worker that is replaced in it receives both again."""
+"""A sender keeps two versions: a step may send two, and a worker that is replaced during it receives both again."""
 
 _versions: "weakref.WeakValueDictionary[str, PublishedVersions[DeviceBuffer]]" = weakref.WeakValueDictionary()
 """The versions of this process's senders, by the names in their tickets."""
 
 
 class CudaIpcTransport(KeepingSender[DeviceBuffer]):
-    """Implements ``WeightTransport``. Any number of receivers on the sender's ``device``, at any time; a version stays
-    until the second after it. The device has room for two more copies of the weights."""
+    """Implements ``WeightTransport`` for any number of receivers on the sender's ``device``, at any time. A version
+    stays until the second after it: the device needs memory for two more copies of the weights."""
 
     def __init__(self, settings: SyncSettings | None = None) -> None:
         super().__init__(settings)
@@ -77,13 +60,11 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         self._name = ""
         self._opened_of, self._opened = "", dict[str, Any]()  # memory of a sender in another process, by its id
 
-    # -- the sender ---------------------------------------------------------------------------------------------------
-
     def _address(self) -> dict[str, Any]:
-        if self._server is None:
-            timeout_s, self._name = self.settings.timeout_s, f"dlrover-weights-{uuid4().hex}"
-            serve = partial(_serve, versions=self._versions, timeout_s=timeout_s)
-            self._server = WeightServer(serve, (listen_on_host(self._name),), timeout_s)
+        if self._stop_server is None:
+            self._name = f"dlrover-weights-{uuid4().hex}"
+            serve = partial(_serve, versions=self._versions, timeout_s=self.settings.timeout_s)
+            self._stop_server = self._start_server(serve, weight_server.listen_on_host(self._name))
             _versions[self._name] = self._versions
         return {"on_device": self._name, "device": _identify(self.settings.device)}
 
@@ -94,43 +75,41 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
             buffer.seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
             return buffer.seal.stamp
 
-    # -- the receivers ------------------------------------------------------------------------------------------------
-
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer, ``EngineError``
-        if its memory cannot be opened here. The snapshot is on the device, in the sender's memory: while there are
-        references to it, a version to come takes other memory."""
-        refuse_adapters(ticket)
+        """Raise WeightsLost if the sender lacks the weights or does not answer, and EngineError if its memory cannot be
+        opened here; else see ``WeightTransport``. The snapshot is in the sender's memory on the device, which is not
+        overwritten while there are references to it."""
+        ticket.check_whole()
         here = _identify(self.settings.device)
         if ticket.address["device"] != here:
             raise EngineError(
                 f"{ticket} is on the device {ticket.address['device']}, and {self.settings.name} on {here}:"
-                " engine.weight_sync 'pull' reaches it"
+                " use engine.weight_sync 'pull'"
             )
         try:
             flat, seal, release = self._open(ticket)
         except OSError as error:
-            raise WeightsLost(f"{ticket} cannot be had: {error}") from error
+            raise WeightsLost(f"{ticket} cannot be fetched: {error}") from error
         try:
             snapshot = assemble_snapshot(ticket, flat, device_fingerprints(ticket.table, flat), seal)
         except BaseException:
             release()
             raise
-        buffers = _LentBuffers(snapshot.buffers)
+        buffers = UserDict(snapshot.buffers)  # unlike a dict it can have a finalizer
         weakref.finalize(buffers, _release, flat.device, release).atexit = False
         return replace(snapshot, buffers=buffers)
 
     def _open(self, ticket: Ticket) -> tuple[Any, Seal, Callable[[], object]]:
-        """The memory with the ticket's weights, their seal, and what says that it is no longer read."""
+        """Return the memory with the ticket's weights, their seal, and a function that ends the reading."""
         versions = _versions.get(ticket.address["on_device"])
         if versions is not None:
             buffer = versions.open(ticket.id, self.settings.timeout_s, DeviceBuffer.lend, whole=True)
             if buffer is None:
-                raise WeightsLost(f"{ticket} {GONE}")
+                raise WeightsLost(f"{ticket} {weight_server.GONE}")
             return buffer.flat, buffer.seal, buffer.give_back
-        connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
+        connection = weight_server.connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
-            raise WeightsLost(f"{ticket} cannot be had: no process of this host listens at its name")
+            raise WeightsLost(f"{ticket} cannot be fetched: no process of this host listens at its name")
         try:
             flat, seal = self._request(ticket, connection)
         except BaseException:
@@ -139,16 +118,16 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         return flat, seal, connection.close
 
     def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
-        request(connection, ticket)
+        weight_server.request(connection, ticket)
         identity, seal = _receive(connection)
         if self._opened_of != ticket.address["on_device"]:
             self._opened_of, self._opened = ticket.address["on_device"], {}
         if identity not in self._opened:
             connection.sendall(_ASK)
             handle, fault = _receive(connection)
-            self._opened = dict(list(self._opened.items())[1 - _MOST_OPENED :])  # before another one is opened
+            self._opened = dict(list(self._opened.items())[1 - _MOST_OPENED :])  # before more memory is opened
             self._opened[identity] = _open_memory(handle, fault, ticket, self.settings.device)
-        self._opened[identity] = self._opened.pop(identity)  # last: the memory that was used before goes first
+        self._opened[identity] = self._opened.pop(identity)  # as the last: the least recently used is dropped first
         return self._opened[identity], seal
 
     def close(self) -> None:
@@ -156,28 +135,21 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         self._opened_of, self._opened = "", {}
 
 
-class _LentBuffers(dict[str, Any]):
-    """The buffers of a snapshot, which are given back with the last reference to them: no plain dict can tell that."""
-
-
 def _release(device: torch.device, release: Callable[[], object]) -> None:
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # it may be copying from there
+        torch.cuda.current_stream(device).synchronize()  # it may still copy from there
     release()
 
 
 def _identify(device: str) -> str:
-    """A name of the device that all processes agree on, by whatever number they know it."""
+    """Name the device alike in all processes, which may number it differently."""
     if torch.device(device).type != "cuda":
         return "of the host"
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-# -- the memory --------------------------------------------------------------------------------------------------------
-
-
 def shares_memory(device: str) -> bool:
-    """Return True if this process can let others open memory of a CUDA device."""
+    """Return True if other processes can open memory of this process on a CUDA device."""
     try:
         reduce_tensor(torch.zeros(1, device=device))
     except RuntimeError:
@@ -190,7 +162,7 @@ _DEVICE = 6
 
 
 def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
-    """``device``, as this process numbers it: its sender may number it otherwise."""
+    """Open memory on ``device``, by this process's number for it, which the sender's may differ from."""
     if not isinstance(handle, str):
         try:
             if not fault:
@@ -210,23 +182,23 @@ def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
 
 
 def _serve(connection: socket.socket, versions: PublishedVersions[DeviceBuffer], timeout_s: float) -> None:
-    """Lend a receiver of another process the version that it names, until it closes the connection."""
-    ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
+    """Lend a receiver in another process the version that it names, until it closes the connection."""
+    ticket_id = weight_server.read_exactly(connection, weight_server.ID_BYTES).decode("ascii", "replace")
     buffer = versions.open(ticket_id, timeout_s, DeviceBuffer.lend, whole=True)
     if buffer is None:
-        connection.sendall(MISSING)
+        connection.sendall(weight_server.MISSING)
         return
     try:
-        connection.sendall(AVAILABLE)
+        connection.sendall(weight_server.AVAILABLE)
         _send(connection, (buffer.id, buffer.seal))
         connection.settimeout(None)
-        if connection.recv(1) == _ASK:  # waits: until the receiver asks or has read, or has ended
+        if connection.recv(1) == _ASK:  # waits: until the receiver requests a handle, or has read, or has ended
             try:
                 handle, fault = buffer.handle(), ""
             except RuntimeError as error:
                 handle, fault = None, str(error).splitlines()[0]
             _send(connection, (handle, fault))
-            connection.recv(1)  # waits: likewise
+            connection.recv(1)  # waits: until the receiver has read, or has ended
     finally:
         buffer.give_back()
 
@@ -237,6 +209,6 @@ def _send(connection: socket.socket, message: Any) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """A message of a process of this user."""
-    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-    return pickle.loads(read_exactly(connection, length))
+    """Receive a message from a process of this user."""
+    (length,) = _LENGTH.unpack(weight_server.read_exactly(connection, _LENGTH.size))
+    return pickle.loads(weight_server.read_exactly(connection, length))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in a file of a folder that both sides see, which may be on another node.
+"""Weights in files of a folder that both sides see.
 
 ::
 
@@ -8,9 +8,9 @@
       ACTOR-<run>.<ticket id>.part     while it is written
       ACTOR-<run>.<ticket id>.weights  one version: the tensors, then the seal
 
-The last version stays, for a replaced receiver, beside the one that is written. Several runs may share a folder.
-Remains of a crash are removed by the next sender of the run, and after a day by that of another one; a version that is
-used for longer is renewed.
+The last version remains, for a replaced receiver, while the next is written. Several runs may share a folder. The next
+sender of the run removes the files of a crash, and after a day the senders of other runs do; a version that is used for
+longer is renewed.
 """
 
 import errno
@@ -36,7 +36,6 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     assemble_snapshot,
-    refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, copy_to_host, reserve, try_lock
 
@@ -46,23 +45,21 @@ _LOCK_TIMEOUT_S = 2.0
 _ABANDONED_S = 86400.0
 
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
-"""Errors that stay until the folder is changed: to repeat the step does not help."""
+"""Errors that repeating the step does not fix."""
 
 
 class DiskTransport(SenderBase):
-    """Implements ``WeightTransport``. Any number of receivers, at any time.
-
-    ``folder`` is required; ``channel`` becomes the first part of file names, and has neither a dot nor a slash.
-    """
+    """Implements ``WeightTransport`` for any number of receivers, at any time. The settings need a ``folder``; their
+    ``channel`` is the first part of file names, and has neither a dot nor a slash."""
 
     sends_adapters_alone = True
 
     def __init__(self, settings: SyncSettings) -> None:
         super().__init__(settings)
         if settings.folder is None:
-            raise ValueError("weights on disk need a folder that both sides see")
+            raise ValueError("'disk' needs a folder that both sides see")
         if not settings.channel or {".", "/"} & set(settings.channel):
-            raise ValueError(f"'{settings.channel}' cannot name a sender: it becomes the first part of file names")
+            raise ValueError(f"'{settings.channel}' cannot name a sender: it is the first part of file names")
         self._folder, self._last = settings.folder, ""
         self._sender_path = self._folder / f"{settings.channel}{_SENDER}"
         self._arena = HostArena()
@@ -71,7 +68,7 @@ class DiskTransport(SenderBase):
         part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
         with self._locked(ticket), self._opened(part, ticket.table.nbytes + Seal.size(ticket.table)) as file:
             buffer = np.empty(self.settings.bucket, dtype=np.uint8)
-            for offset, piece in pieces:  # an OSError in here is the source's own
+            for offset, piece in pieces:  # an OSError of the source does not name the folder
                 data = buffer[: len(piece)]
                 copy_to_host(data, piece)
                 tally.update(data, offset, offset + len(piece))
@@ -86,7 +83,7 @@ class DiskTransport(SenderBase):
         return seal.stamp
 
     def keeps(self, ticket: Ticket) -> bool:
-        """Return True if the file that was sent is still there; for another day no sender removes it."""
+        """Return True if the file is still there, and renew it: for another day no sender removes it."""
         if not self.settings.is_leader:
             return True
         try:
@@ -98,7 +95,7 @@ class DiskTransport(SenderBase):
 
     @contextmanager
     def _opened(self, part: Path, size: int) -> Iterator[int]:
-        """The descriptor of a new file of this size; what is not needed beside it has been removed."""
+        """Create a file of this size, after removing all files but the last version; yields its descriptor."""
         with self._naming_folder():
             last = self._path(self._last)
             for path in [*self._files(_WEIGHTS, _PART), *self._abandoned()]:
@@ -114,8 +111,8 @@ class DiskTransport(SenderBase):
 
     @contextmanager
     def _naming_folder(self, done: str = "written to") -> Iterator[None]:
-        """Raise errors of the operating system as a WeightSyncError, lasting ones as an EngineError, after which the
-        step is not repeated. A full disk's are left, which a job's end is named after."""
+        """Raise an OSError as WeightSyncError, or as EngineError if repeating the step does not fix it. The error of a
+        full disk stays an OSError, since it gives a job's end its cause."""
         try:
             yield
         except OSError as error:
@@ -136,7 +133,7 @@ class DiskTransport(SenderBase):
         try:
             with self._naming_folder():
                 timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_read_sender(descriptor)[1]} sends already")
-                while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers hold it for an instant to test it
+                while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers test the lock for an instant
                     timer.pause()
                 sender = json.dumps({"name": self.settings.name, "pid": os.getpid(), "ticket": ticket.id})
                 os.pwrite(descriptor, sender.encode().ljust(_SENDER_BYTES), 0)
@@ -150,7 +147,7 @@ class DiskTransport(SenderBase):
         return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
 
     def _abandoned(self) -> Iterator[Path]:
-        """Find what senders of other runs, which were killed, have left in this folder."""
+        """Find the files that killed senders of other runs have left in this folder."""
         kind, kinds = self.settings.channel.partition("-")[0], (_WEIGHTS, _PART, _SENDER)
         for path in self._folder.glob(f"{kind}*"):
             with suppress(FileNotFoundError):
@@ -158,21 +155,21 @@ class DiskTransport(SenderBase):
                     yield path
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        refuse_adapters(ticket)
+        ticket.check_whole()
         path, size = self._path(ticket.id), ticket.table.nbytes + Seal.size(ticket.table)
         with self._naming_folder("read from"):
             self._wait_for(ticket, path)
             with path.open("rb", buffering=0) as file:
                 nbytes = os.fstat(file.fileno()).st_size
                 if nbytes != size:
-                    raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {size:,} bytes")
+                    raise WeightSyncError(f"{path.name} is truncated: {nbytes:,} of {size:,} bytes")
                 bucket = self.settings.bucket
                 flat, crcs = self._arena.fill(ticket, bucket, lambda part: _read_exactly(file, part.data))
                 return assemble_snapshot(ticket, flat, crcs, Seal.unpack(file.read()))
 
     def _wait_for(self, ticket: Ticket, path: Path) -> None:
         def check_sender() -> None:
-            """Raise if the sender has begun with this ticket, and no longer sends."""
+            """Raise WeightSyncError if the sender has begun with this ticket, and no longer sends."""
             try:
                 descriptor = os.open(self._sender_path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -189,7 +186,7 @@ class DiskTransport(SenderBase):
             timer.pause()
 
     def close(self) -> None:
-        """Remove the files if this is the side that sends."""
+        """Remove the files, on the side that sends."""
         if self._last:
             for path in self._files(_WEIGHTS, _PART, _SENDER):
                 path.unlink(missing_ok=True)
@@ -205,12 +202,12 @@ def _read_exactly(file: io.RawIOBase, target: memoryview) -> None:
     while target:
         count = file.readinto(target)
         if not count:
-            raise WeightSyncError(f"a file of weights was cut at byte {file.tell():,} while it was read")
+            raise WeightSyncError(f"a file of weights was truncated at byte {file.tell():,} while it was read")
         target = target[count:]
 
 
 def _read_sender(descriptor: int) -> tuple[str, str]:
-    """The id of the last ticket of the process that has the sender's lock or had it, and its name for messages."""
+    """Return the last ticket's id, and the name in messages, of the process that has the sender's lock or had it."""
     with suppress(ValueError, KeyError):
         sender = json.loads(os.pread(descriptor, _SENDER_BYTES, 0))
         return sender["ticket"], f"{sender['name']} (process {sender['pid']})"

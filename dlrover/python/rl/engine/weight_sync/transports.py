@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports that a job chooses from with ``engine.weight_sync``, what each one requires, and adapters alone behind
-one copy of the model that they are added to.
-"""
+"""The transports that ``engine.weight_sync`` names, their requirements, and the sending of adapters without the model
+that they are added to."""
 
 import os
 import tempfile
@@ -18,7 +17,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, WeightSyncError
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import lies_in, parse, salvage
+from dlrover.python.rl.config.typed import lies_in, salvage
 from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
 from dlrover.python.rl.engine.weight_sync.base import (
     ALIGN,
@@ -42,33 +41,28 @@ TRANSPORTS = ExtensionPoint(
         "cuda_ipc": f"{_PACKAGE}.cuda_ipc:CudaIpcTransport",
     },
 )
-"""Classes that are made as ``Transport(settings)`` on each side, see ``WeightTransport``. One with a true attribute
-``waits_for_receivers`` sends while the receivers receive; the others keep what was sent. Of one with a true attribute
-``sends_adapters_alone`` each side has two more where adapters are trained, with a ``channel`` each."""
+"""Classes that each side constructs as ``Transport(settings)``; see ``WeightTransport``. A class with a true attribute
+``waits_for_receivers`` sends while the receivers receive; others keep what was sent. Where adapters are trained, each
+side has two more transports of a class with a true attribute ``sends_adapters_alone``, with a ``channel`` each."""
 
 
 @dataclass(frozen=True)
 class WeightSyncOptions:
     folder: str | None = None
-    """A folder that all workers see; required by ``disk``, and of no use to other built-in transports."""
+    """A folder that all workers see; required by ``disk``, and not used by other built-in transports."""
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
-    """Bytes handed over at a time; None: 1 MiB on a host, 64 MiB on a device."""
+    """Bytes sent at a time; None: 1 MiB on a host, 64 MiB on a device."""
 
     timeout_s: Annotated[float, Gt(0.0)] | None = None
-    """Longest wait for the other side without progress; None: 5 s for transports that keep what was sent, 60 s for
-    others."""
-
-
-def validate_transport_options(options: Mapping[str, Any]) -> list[ConfigError]:
-    """Check the part of :func:`validate_transport` that does not depend on the machine."""
-    return parse(WeightSyncOptions, dict(options), "config.engine.weight_sync_options")[1]
+    """Longest wait for the other side without progress; None: 60 s for ``broadcast``, which waits for its receivers,
+    5 s for the other built-in transports."""
 
 
 def validate_transport(
     name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
 ) -> list[ConfigError]:
-    """Check name (key ``where``) and options (key ``{where}_options``) of a transport before the start."""
+    """Check name (key ``where``) and options (key ``{where}_options``) of a transport."""
     parsed, errors = salvage(WeightSyncOptions, dict(options), f"{where}_options")
     try:
         if TRANSPORTS.place(name) not in TRANSPORTS.builtin.values():
@@ -87,9 +81,9 @@ def validate_transport(
 
 
 def _find_folder_fault(name: str, option: str | None, device: str) -> str:
-    """Say why a built-in transport cannot have this folder; "" if it can, or may on the machines of the job."""
+    """Say why a built-in transport cannot use this folder; "" if it can, or may on the job's nodes."""
     if name != "disk":
-        return "" if option is None else f"is not used by '{name}', but by 'disk'"
+        return "" if option is None else f"is an option of 'disk', not of '{name}'"
     if not option:
         return f"{'' if option is None else 'is empty: '}'disk' needs a folder that all workers see"
     folder = Path(option).expanduser().absolute()
@@ -102,8 +96,8 @@ def _find_folder_fault(name: str, option: str | None, device: str) -> str:
 
 
 def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
-    """Make the folder in the options of a built-in transport, if there is one, and write to it: on the machine of the
-    side that sends, before the first step. Raises EngineError; an error of a full disk stays what it is."""
+    """Create the folder of ``disk`` on the sender's node and test it, before the first step. Raises EngineError, or an
+    OSError if the disk is full."""
     folder = options.get("folder")
     if folder is None or name != "disk":
         return
@@ -122,89 +116,60 @@ def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
 def check_collocation(
     name: str, device: str, is_collocated: bool, in_one_process: bool = False, receivers: int = 1
 ) -> None:
-    """Refuse a transport where sender and receivers share their devices, or do not, or their process.
-
-    Raises:
-        EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see; receivers of
-            one process receive one after the other where the sender waits for them.
-    """
+    """Raise EngineError for a transport that does not fit the workers' places: nccl needs separate devices, CUDA IPC a
+    shared one, and receivers of one process cannot receive at the same time."""
     if name == "broadcast" and is_collocated and device.startswith("cuda"):
         raise EngineError("engine.weight_sync 'broadcast' needs actor and rollout on separate devices")
     if name == "cuda_ipc" and not is_collocated:
         raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in one workload_group")
     if in_one_process and receivers > 1 and waits_for_receivers(TRANSPORTS.load(name)):
         raise EngineError(
-            f"engine.weight_sync '{name}' sends to {receivers} rollouts at once, which in one process receive one after"
-            " the other: leave out --local, or use 'pull', or one rollout"
+            f"engine.weight_sync '{name}' sends to {receivers} rollouts at once, but in one process they receive in"
+            " turn: leave out --local, or use 'pull', or one rollout"
         )
 
 
 _MODEL, _ADAPTERS = "model", "adapters"
 
 
-class _Adapters:
-    """The adapters of a source, as a source."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = weakref.proxy(source)
-
-    @property
-    def version(self) -> int:
-        return int(self.source.version)
-
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        named: Iterator[tuple[str, Any]] = self.source.named_adapters()
-        return named
-
-
 @dataclass(eq=False)
-class _Base:
-    """The model under a source's adapters, as a source, and what has become of it."""
+class _PartialSource:
+    """The adapters of a source, or the model under them, as a source."""
 
-    owner: "weakref.ref[Any]"
     version: int
-    adapters: _Adapters
-    transport: WeightTransport
-    ticket: Ticket | None = None
-    is_sent: bool = False
-    stamp: WeightStamp | None = None  # on the rank that leads
-
-    def is_of(self, source: Any) -> bool:
-        owner = self.owner()
-        return owner is not None and owner is source and bool(self.version == owner.base_version)
-
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        named: Iterator[tuple[str, Any]] = self.adapters.source.named_base_weights(dtype)
-        return named
+    named_weights: Callable[..., Iterator[tuple[str, Any]]]
 
 
 class AdapterTransport:
-    """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
-    if need be one for the model under the adapters and one for these, with a ``channel`` each.
+    """Implements ``WeightTransport`` over transports that keep what was sent: one for whole models, and where adapters
+    are trained one for the model under them and one for the adapters, with a ``channel`` each.
 
     ::
 
         sender                                          receivers
           the model without adapters   ---- once ---->    kept, as bytes
-          the adapters of version 7    ------------->     added to it, tensor by tensor, where the engine takes them
+          the adapters of version 7    ------------->     added to it, tensor by tensor, when the engine loads them
           the adapters of version 8    ------------->
 
-    A model of 7 B has 15 GB in bf16, and its adapters of rank 16 have 0.2 GB in float32. A source with adapters has
-    besides ``named_weights``:
+    A source with adapters has, besides ``named_weights``:
 
-    - ``adapter_scale``, the factor of ``up @ down``; None if it has no adapters to send alone.
-    - ``base_version``, another one on all train ranks once the weights may have changed to which adapters are added.
-    - ``named_base_weights(dtype)``, the weights without the adapters.
-    - ``named_adapters()``, under the names of their weights with ``DOWN`` (``[rank, inputs]``) or ``UP`` (``[outputs,
-      rank]``); a collective, too.
-    - ``any_rank(flag)``, True on all ranks that gather weights together if the flag is true on one; a collective.
+    - ``adapter_scale``: the factor of ``up @ down``; None if it has no adapters to send alone.
+    - ``base_version``: differs, on all train ranks, once the weights under the adapters may have changed.
+    - ``named_base_weights(dtype)``: the weights without the adapters.
+    - ``named_adapters()``: the adapters under the names of their weights with ``DOWN`` (``[rank, inputs]``) or ``UP``
+      (``[outputs, rank]``); a collective, too.
+    - ``any_rank(flag)``: True on all ranks that gather weights together if the flag is true on one; a collective.
     """
 
     def __init__(self, make: Callable[[SyncSettings], WeightTransport], settings: SyncSettings) -> None:
         self.settings = settings
         self._make, self._whole = make, make(settings)
         self._parts: dict[str, WeightTransport] = {}
-        self._base: _Base | None = None
+        self._owner: Callable[[], Any] = lambda: None  # the source of model and adapters
+        self._model = self._adapters = _PartialSource(-1, lambda dtype=None: iter(()))
+        self._model_ticket: Ticket | None = None
+        self._model_stamp: WeightStamp | None = None  # on the leading rank
+        self._is_model_sent = False
         self._received: tuple[str, WeightSnapshot] | None = None
 
     def _part(self, name: str) -> WeightTransport:
@@ -212,50 +177,52 @@ class AdapterTransport:
             self._parts[name] = self._make(replace(self.settings, channel=f"{self.settings.channel}-{name}"))
         return self._parts[name]
 
-    # -- the sender ---------------------------------------------------------------------------------------------------
+    def _has_model_of(self, source: Any) -> bool:
+        return self._owner() is source and bool(self._model.version == source.base_version)
 
     def offer(self, source: WeightSource) -> Ticket:
         scale = getattr(source, "adapter_scale", None)
         if scale is None:
             return self._whole.offer(source)
-        base = self._base
-        if base is None or not base.is_of(source):
+        owner: Any = source
+        if not self._has_model_of(owner):
             if _MODEL in self._parts:
                 self._parts.pop(_MODEL).close()
-            owner: Any = source
-            base = _Base(weakref.ref(owner), owner.base_version, _Adapters(owner), self._part(_MODEL))
-            self._base = base
-        keeps: Callable[[Ticket], bool] = getattr(base.transport, "keeps", lambda ticket: True)
-        if base.ticket is None or not base.is_sent or not keeps(base.ticket):  # receivers can no longer get it
-            base.ticket, base.is_sent = base.transport.offer(base), False
-        return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
+            proxy, self._owner, self._model_ticket = weakref.proxy(owner), weakref.ref(owner), None
+            self._model = _PartialSource(owner.base_version, lambda dtype=None: proxy.named_base_weights(dtype))
+            self._adapters = _PartialSource(owner.version, lambda dtype=None: proxy.named_adapters())
+        self._adapters.version = owner.version
+        model = self._part(_MODEL)
+        keeps: Callable[[Ticket], bool] = getattr(model, "keeps", lambda ticket: True)
+        if self._model_ticket is None or not self._is_model_sent or not keeps(self._model_ticket):
+            self._model_ticket, self._is_model_sent = model.offer(self._model), False
+        return replace(self._part(_ADAPTERS).offer(self._adapters), base=self._model_ticket, scale=scale)
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         if ticket.base is None:
             return self._whole.send(ticket, source)
-        base = self._base
-        if base is None or not base.is_of(source):
-            raise WeightSyncError(f"{ticket} was offered, and the source has another model under its adapters")
-        is_new = base.adapters.source.any_rank(not base.is_sent)
+        owner: Any = source
+        if not self._has_model_of(owner):
+            raise WeightSyncError(f"{ticket} was offered, but the source has another model under its adapters now")
+        self._adapters.version = owner.version
+        is_new = owner.any_rank(not self._is_model_sent)
         try:
             if is_new:
-                base.is_sent = False
-                base.stamp = base.transport.send(ticket.base, base)
-                base.is_sent = True
-        finally:  # after a failure, too: the other ranks take part in this
-            stamp = self._part(_ADAPTERS).send(ticket, base.adapters)
-        if stamp is None or base.stamp is None:
+                self._is_model_sent = False
+                self._model_stamp = self._part(_MODEL).send(ticket.base, self._model)
+                self._is_model_sent = True
+        finally:  # after a failure, too: it is a collective
+            stamp = self._part(_ADAPTERS).send(ticket, self._adapters)
+        if stamp is None or self._model_stamp is None:
             return None  # this rank does not lead
-        return adapted_stamp(base.stamp, stamp, ticket.scale)
-
-    # -- the receivers ------------------------------------------------------------------------------------------------
+        return adapted_stamp(self._model_stamp, stamp, ticket.scale)
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         if ticket.base is None:
             self._received = None
             return self._whole.receive(ticket)
         if self._received is None or self._received[0] != ticket.base.id:
-            self._received = None  # before another one comes
+            self._received = None  # its memory is free before the next model comes
             self._received = ticket.base.id, self._part(_MODEL).receive(ticket.base)
         base = self._received[1]
         adapters = Adapters(self._part(_ADAPTERS).receive(replace(ticket, base=None)), ticket.scale)
@@ -270,7 +237,7 @@ class AdapterTransport:
         with ExitStack() as stack:
             for transport in (self._whole, *self._parts.values()):
                 stack.callback(transport.close)
-        self._parts, self._base, self._received = {}, None, None
+        self._parts, self._owner, self._received = {}, lambda: None, None
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of weights in a process's memory, and the threads that give them to other processes.
-
-Processes of the same host get a descriptor of the memory itself, through a socket of the host; others get a stream.
-"""
+"""Versions of weights in a process's memory, and the threads that send them to other processes: to processes of the
+same host a descriptor of the memory, through a Unix socket, to others a stream."""
 
 import os
 import selectors
@@ -23,7 +21,7 @@ from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, DeviceBuffe
 AVAILABLE, MISSING = b"+", b"-"
 """The answer to a request for a ticket."""
 
-GONE = "is not there: the sender has gone on, or sent nothing"
+GONE = "is not there: the sender has a later version, or sent nothing"
 
 ID_BYTES = 32
 _PAUSE_S = 0.0005
@@ -32,16 +30,13 @@ _CREDENTIALS = struct.Struct("3i")
 
 BACKLOG = 1024
 
-
 M = TypeVar("M", bound=WeightFile | DeviceBuffer)
-Taken = TypeVar("Taken")
+T = TypeVar("T")
 
 
 class PublishedVersions(Generic[M]):
-    """A process's last version, and the one before it or that is being written. Thread safe.
-
-    Memory that no receiver has open takes the next version: that is faster than new memory.
-    """
+    """A process's last version, and the one before it or the one being written. Thread safe. Memory that no receiver
+    has open is reused, which is faster than new memory."""
 
     def __init__(self, allocate: Callable[[WeightTable], M]) -> None:
         self._allocate = allocate
@@ -52,24 +47,24 @@ class PublishedVersions(Generic[M]):
         self._closed = False
 
     def expect(self, ticket_id: str) -> None:
-        """Let receivers of this ticket wait until it is written."""
+        """Let receivers wait until this ticket's version is written."""
         with self._changed:
             self._expected = ticket_id
 
     def prepare(self, table: WeightTable) -> M:
-        """The memory for the next version, before a receiver waits for it."""
+        """Allocate the memory for the next version before a receiver waits for it."""
         with self._changed:
             self._spare = self._find_unused(table, list(self._files)[:-1]) or self._allocate(table)
             return self._spare
 
     @contextmanager
     def writing(self, ticket: Ticket) -> Iterator[M]:
-        """Memory that the ticket's weights are to be written into, instead of the version before the last. Receivers
-        may follow; it is dropped if that fails."""
+        """Replace the version before the last by memory for the ticket's weights, which receivers may follow while the
+        block writes them; a version that fails is dropped."""
         with self._changed:
             replaced = [*[ticket_id for ticket_id in self._files if ticket_id != ticket.id][:-1], ticket.id]
             memory = self._find_unused(ticket.table, replaced)
-            self._spare = None  # as the replaced ones, before more is allocated
+            self._spare = None  # freed like the replaced versions, before more is allocated
             for ticket_id in replaced:
                 self._files.pop(ticket_id, None)
             memory = memory or self._allocate(ticket.table)
@@ -86,28 +81,26 @@ class PublishedVersions(Generic[M]):
             self.stop_waiting()
 
     def _find_unused(self, table: WeightTable, ticket_ids: Sequence[str]) -> M | None:
-        """The memory that is spare or of one of these tickets, if it fits and no receiver reads it."""
+        """Return the spare memory, or one of these tickets', if it fits and no receiver reads it."""
         free = [self._spare, *map(self._files.get, ticket_ids)]
         return next((each for each in free if each is not None and each.table == table and not each.is_open()), None)
 
     def stop_waiting(self) -> None:
-        """No receiver waits any longer for a version that is expected or being written."""
+        """Wake the receivers that wait for a version, whether it has been written or not."""
         with self._changed:
             self._expected = self._writing = ""
             self._changed.notify_all()
 
-    def open(
-        self, ticket_id: str, timeout_s: float, take: Callable[[M], Taken | None], whole: bool = False
-    ) -> Taken | None:
-        """Let ``take`` have the ticket's memory before another version may take it; None if it is not there. With
-        ``whole`` not before it is written."""
+    def open(self, ticket_id: str, timeout_s: float, lend: Callable[[M], T | None], whole: bool = False) -> T | None:
+        """Lend the ticket's memory, which no version overwrites then, or return None if it is not there. With ``whole``
+        wait until it is written."""
 
         def is_there() -> bool:
             return ticket_id in self._files and not (whole and ticket_id == self._writing)
 
         with self._changed:
             self._changed.wait_for(lambda: is_there() or ticket_id != self._expected or self._closed, timeout_s)
-            return take(self._files[ticket_id]) if is_there() else None
+            return lend(self._files[ticket_id]) if is_there() else None
 
     def is_writing(self, ticket_id: str) -> bool:
         with self._changed:
@@ -119,7 +112,7 @@ class PublishedVersions(Generic[M]):
                 self._changed.wait(_RECHECK_S)
 
     def close(self) -> None:
-        """Drop all versions; receivers that have one open are not affected."""
+        """Drop all versions, which receivers may still have open."""
         with self._changed:
             self._closed = True
             self._files.clear()
@@ -128,11 +121,11 @@ class PublishedVersions(Generic[M]):
 
 
 class KeepingSender(SenderBase, Generic[M]):
-    """A sender whose last versions stay in its memory, for receivers that come at any time."""
+    """Keeps the last versions that it sent in its memory, for receivers that come at any time."""
 
     sends_adapters_alone = True
     _versions: PublishedVersions[M]
-    _server: "WeightServer | None" = None
+    _stop_server: Callable[[], object] | None = None
 
     def offer(self, source: WeightSource) -> Ticket:
         ticket = super().offer(source)
@@ -148,26 +141,21 @@ class KeepingSender(SenderBase, Generic[M]):
 
     def close(self) -> None:
         self._versions.close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._stop_server is not None:
+            self._stop_server()
+            self._stop_server = None
 
-
-class WeightServer:
-    """Calls ``serve`` in a thread with the connection of each receiver that comes to ``listeners``, until this object
-    ends, to which ``serve`` must not refer."""
-
-    def __init__(
-        self, serve: Callable[[socket.socket], None], listeners: Sequence[socket.socket], timeout_s: float
-    ) -> None:
-        stop, self._stop = socket.socketpair()
-        self.close: Callable[[], object] = weakref.finalize(self, self._stop.close)
-        arguments = (serve, listeners, stop, timeout_s)
+    def _start_server(self, serve: Callable[[socket.socket], None], *listeners: socket.socket) -> Callable[[], object]:
+        """Call ``serve`` in a thread for each receiver that connects to ``listeners``, until the returned function is
+        called or this object, to which ``serve`` must not refer, is garbage."""
+        stop, own_end = socket.socketpair()
+        arguments = (serve, listeners, stop, self.settings.timeout_s)
         threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
+        return weakref.finalize(self, own_end.close)
 
 
 def listen_on_host(name: str) -> socket.socket:
-    """A socket that processes of this host find by its name, until it is closed; OSError if another one has it."""
+    """Return a socket that processes of this host find by its name. Raises OSError if another process has the name."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(b"\0" + name.encode())
@@ -179,8 +167,8 @@ def listen_on_host(name: str) -> socket.socket:
 
 
 def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to the process of this host that listens at a name; None if there is none. OSError if it is another
-    user's."""
+    """Connect to the process of this host that listens at a name; None if there is none. Raises OSError for another
+    user's process."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -195,10 +183,9 @@ def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user of the other end, which is of this host."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    """Return process id and user of the other end, on this host."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
     return int(process), int(user)
 
 
@@ -227,15 +214,15 @@ def _accept(listener: socket.socket, serve: Callable[[socket.socket], None], tim
 
 
 def _serve(connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    """Serve one receiver: on this host a process of the same user, from others each that knows a ticket. It sees a
-    failure by itself: the connection ends before the weights do."""
+    """Serve one receiver: a process of the same user on this host, or one of another host that knows a ticket. After a
+    failure the connection ends before all weights have come, which the receiver notices."""
     with connection, suppress(OSError):
         if connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid():
             serve(connection)
 
 
 def serve_version(connection: socket.socket, versions: PublishedVersions[WeightFile], timeout_s: float) -> None:
-    """Give the version of the ticket that the receiver names, by its descriptor or as a stream."""
+    """Send the version of the ticket that the receiver names, by its descriptor or as a stream."""
     ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
     opened = versions.open(ticket_id, timeout_s, WeightFile.lend)
     if opened is None:
@@ -245,7 +232,7 @@ def serve_version(connection: socket.socket, versions: PublishedVersions[WeightF
             socket.send_fds(connection, [AVAILABLE], [opened[0]])
         finally:
             os.close(opened[0])
-        connection.sendall(AVAILABLE)  # only the receiver holds the lock now
+        connection.sendall(AVAILABLE)  # now only the receiver holds the lock
         versions.wait_until_written(ticket_id)
     else:
         connection.sendall(AVAILABLE)
@@ -253,7 +240,7 @@ def serve_version(connection: socket.socket, versions: PublishedVersions[WeightF
 
 
 def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_writing: Callable[[], bool]) -> None:
-    """Send the data as it is written, then the seal; closes the descriptor before the last bytes of it."""
+    """Send the data as it is written, close the descriptor, and send the seal."""
     sent, end = 0, table.nbytes
     with open(descriptor, "rb", buffering=0) as file:
         while True:
@@ -272,14 +259,14 @@ def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_w
 
 
 def request(connection: socket.socket, ticket: Ticket) -> None:
-    """Ask for the ticket's version as a stream. Raises WeightsLost if it is not there."""
+    """Request the ticket's version. Raises WeightsLost if it is not there."""
     connection.sendall(ticket.id.encode("ascii"))
     if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
         raise WeightsLost(f"{ticket} {GONE}")
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes; OSError if the other side has ended or is silent for too long."""
+    """Read exactly ``count`` bytes. Raises OSError if the other side has ended or is silent for too long."""
     buffer = bytearray(count)
     read_into(connection, memoryview(buffer))
     return bytes(buffer)

@@ -24,7 +24,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.engine.weight_sync.transports import validate_transport, validate_transport_options
+from dlrover.python.rl.engine.weight_sync.transports import WeightSyncOptions, validate_transport
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
@@ -88,7 +88,8 @@ class RecipePlan(TrainerPlan, ABC):
             errors += registry.validate_engine(
                 registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False
             )
-        errors += validate_transport_options(engine.weight_sync_options)
+        where = "config.engine.weight_sync_options"
+        errors += salvage(WeightSyncOptions, dict(engine.weight_sync_options), where)[1]
         names = [train, rollout, "config.algorithm.name"]
         return [*(error for error in errors if error.where not in names), *super().check_options(config)]
 
