@@ -25,22 +25,8 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, ProcessKind, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Command, Kill, Place, Release, StartMembers, StartTrainer, Wait
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    MemberLost,
-    MemberStarted,
-    Placed,
-    Process,
-    Progressed,
-    Released,
-    StepsOpened,
-    TrainerFinished,
-    TrainerLost,
-    TrainerStarted,
-    WaitOver,
-)
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
@@ -318,7 +304,7 @@ class LocalExecutor:
         """Ctrl-C and SIGTERM raise KeyboardInterrupt inside."""
         if isinstance(command, Place):
             forget_memory(self.job.name)
-            emit(Placed(command.incarnation))
+            emit(events.Placed(command.incarnation))
         elif isinstance(command, StartMembers):
             self._start_members(command, emit)
         elif isinstance(command, Kill) and command.process_id.kind is ProcessKind.MEMBER:
@@ -329,10 +315,10 @@ class LocalExecutor:
             self._run_trainer(command, emit)
         elif isinstance(command, Release):
             self._release(command.final)
-            emit(Released(command.incarnation))
+            emit(events.Released(command.incarnation))
         elif isinstance(command, Wait):
             # No waiting: there is no other process that could recover meanwhile.
-            emit(WaitOver(command.timer))
+            emit(events.WaitOver(command.timer))
 
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
         role = RLRoleType(command.role)
@@ -344,10 +330,10 @@ class LocalExecutor:
                 members[rank : rank + 1] = [self._make(role, rank, incarnation)]
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
                 message, detail = f"{type(error).__name__}: {error}", user_traceback(error)
-                cause = Cause(CauseKind.START_FAILED, str(ProcessId(role, rank)), message, detail)
-                emit(MemberLost(role, rank, incarnation, cause))
+                cause = events.Cause(events.CauseKind.START_FAILED, str(ProcessId(role, rank)), message, detail)
+                emit(events.MemberLost(role, rank, incarnation, cause))
                 return
-            emit(MemberStarted(role, rank, incarnation, _here()))
+            emit(events.MemberStarted(role, rank, incarnation, _here()))
 
     def _make(self, role: str, rank: int, incarnation: int, why: str = "") -> LocalMember:
         role = RLRoleType(role)
@@ -379,8 +365,8 @@ class LocalExecutor:
             epoch=command.epoch,
             fresh=command.fresh,
             restart_info=RestartInfo(command.restarts, command.reason),
-            opened=lambda: emit(StepsOpened(command.epoch)),
-            progressed=lambda step: emit(Progressed(command.epoch, step)),
+            opened=lambda: emit(events.StepsOpened(command.epoch)),
+            progressed=lambda step: emit(events.Progressed(command.epoch, step)),
         )
         resources = {role: slots[0].resources for role, slots in self.placement.slots.items()}
         try:
@@ -389,14 +375,14 @@ class LocalExecutor:
                 checkpoints = checkpoints_of(self.job, self.run, command.epoch)
                 trainer = TrainerRun(self.job, port, checkpoints, resources, self.report, self.announce, recovery)
                 self._trainer = trainer
-                emit(TrainerStarted(command.epoch, _here()))
+                emit(events.TrainerStarted(command.epoch, _here()))
                 with process_environment(self.job.env):
                     trainer.run()
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
             cause = cause_of(error, "trainer", user_traceback(error), alone=True)
-            emit(TrainerLost(command.epoch, cause))
+            emit(events.TrainerLost(command.epoch, cause))
             return
-        emit(TrainerFinished(command.epoch))
+        emit(events.TrainerFinished(command.epoch))
 
     def _release(self, final: bool) -> None:
         run, self._trainer = self._trainer, None
@@ -438,8 +424,8 @@ def set_ray_auto_start(value: bool) -> bool:
     return earlier
 
 
-def _here() -> Process:
-    return Process(host=socket.gethostname(), pid=os.getpid())
+def _here() -> events.Process:
+    return events.Process(host=socket.gethostname(), pid=os.getpid())
 
 
 HERE = "here"
@@ -456,7 +442,7 @@ class LocalHosting:
         self._members: dict[str, list[LocalMember]] = {}
         self.port = LocalPort(self._members, enforce_deadlines=False)
 
-    def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
+    def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[events.Process]:
         cls, world = class_at(where), len(slots)
         members = []
         with contextlib.ExitStack() as started:  # closes the earlier ranks if a later one cannot start
@@ -469,7 +455,7 @@ class LocalHosting:
                 members.append(LocalMember(host, {}))
             started.pop_all()
         self._members[name] = members
-        here = Process(HERE, os.getpid(), socket.gethostname(), "127.0.0.1")
+        here = events.Process(HERE, os.getpid(), socket.gethostname(), "127.0.0.1")
         return [here] * world
 
     def end(self, name: str) -> None:

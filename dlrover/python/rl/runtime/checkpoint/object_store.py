@@ -89,11 +89,7 @@ class ObjectStore:
         return replace(file, node="")
 
     def commit(
-        self,
-        step: int,
-        epoch: int,
-        files: Mapping[str, StateFile],
-        extra: Mapping[str, Any] | None = None,
+        self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
     ) -> Manifest:
         """Make the uploaded files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
         CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""

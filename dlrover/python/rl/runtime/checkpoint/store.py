@@ -336,11 +336,7 @@ class CheckpointStore:
         return copy_file(source, self.folder(step, epoch), file, self.durable)
 
     def commit(
-        self,
-        step: int,
-        epoch: int,
-        files: Mapping[str, StateFile],
-        extra: Mapping[str, Any] | None = None,
+        self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
     ) -> Manifest:
         """Make the workers' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
         CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""

@@ -26,14 +26,7 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
-from dlrover.python.rl.common.errors import (
-    CallSkipped,
-    InvocationError,
-    ReplayDiverged,
-    ResultLost,
-    StaleCall,
-    user_traceback,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
 from dlrover.python.rl.config.spec import JobSpec
@@ -48,25 +41,8 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
 from dlrover.python.rl.runtime.member.loading import load_workload
-from dlrover.python.rl.trainer.port import (
-    COMMIT,
-    FORGET,
-    HELD,
-    PERSIST,
-    READ,
-    RESTORE,
-    STORE,
-    WHERE,
-    WRITTEN,
-    Standing,
-    gone_incarnation,
-)
-from dlrover.python.rl.trainer.workload import (
-    MemberContext,
-    guards_state,
-    is_stateful,
-    member_context,
-)
+from dlrover.python.rl.trainer import port
+from dlrover.python.rl.trainer.workload import MemberContext, guards_state, is_stateful, member_context
 
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -78,7 +54,7 @@ _NEVER: CallId = (-1, -1)
 class _Answer:
     method: str
     result: Stored | None = None
-    error: InvocationError | None = None
+    error: errors.InvocationError | None = None
 
 
 class MemberHost:
@@ -94,7 +70,7 @@ class MemberHost:
         self._epoch = 0
         self._answers: dict[CallId, _Answer] = {}
         self._latest = _NEVER
-        self._standing = Standing()
+        self._standing = port.Standing()
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
         self.work = Work()
@@ -163,9 +139,9 @@ class MemberHost:
                 return self._repeat(header, answer)
             if header.call_id < self._latest:
                 reason = f"call {header.call_id} comes after call {self._latest} has run"
-                raise self._refusal(ReplayDiverged, header, reason)
+                raise self._refusal(errors.ReplayDiverged, header, reason)
             if header.after is not None and header.after not in self._answers:
-                raise self._refusal(CallSkipped, header, f"call {header.after} has not run")
+                raise self._refusal(errors.CallSkipped, header, f"call {header.after} has not run")
         args, kwargs = arguments()
         return self._execute(header, args, kwargs)
 
@@ -174,13 +150,13 @@ class MemberHost:
         self._standing = replace(self._standing, since=None, at=None)
         return self._call(method, _NEVER, args, kwargs)
 
-    def failure(self, method: str, error: BaseException) -> InvocationError:
+    def failure(self, method: str, error: BaseException) -> errors.InvocationError:
         """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
         trainer's traceback tells more: it ends at the call."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_entered = not frames or frames[-1].f_code is not MemberHost._call.__code__
-        text = valid_text(user_traceback(error)) if is_entered else ""
-        failure = InvocationError(
+        text = valid_text(errors.user_traceback(error)) if is_entered else ""
+        failure = errors.InvocationError(
             valid_text(cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT)),
             role=self._context.role,
             rank=self._context.rank,
@@ -200,12 +176,12 @@ class MemberHost:
 
     def _admit(self, header: CallHeader) -> None:
         if header.epoch and header.epoch < self._epoch:
-            raise self._refusal(StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
+            raise self._refusal(errors.StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
         if 0 < header.incarnation < self._incarnation:
-            raise gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
+            raise port.gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
         if header.incarnation > self._incarnation:
             reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
-            raise self._refusal(StaleCall, header, reason)
+            raise self._refusal(errors.StaleCall, header, reason)
         if header.epoch > self._epoch and not is_stateful(type(self.workload)):
             # Another trainer repeats the step: what failed last is tried again.
             while self._answers and self._answers[last := max(self._answers)].error is not None:
@@ -217,12 +193,12 @@ class MemberHost:
 
     def _repeat(self, header: CallHeader, answer: _Answer) -> Any:
         if answer.method != header.method:
-            raise self._refusal(ReplayDiverged, header, f"call {header.call_id} was {answer.method} before")
+            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was {answer.method} before")
         if answer.error is not None:
             raise answer.error
         return answer.result.load() if answer.result is not None else None
 
-    def _refusal(self, kind: type[InvocationError], header: CallHeader, reason: str) -> InvocationError:
+    def _refusal(self, kind: type[errors.InvocationError], header: CallHeader, reason: str) -> errors.InvocationError:
         return kind(reason, role=self._context.role, rank=self._context.rank, method=header.method)
 
     # -- execution ----------------------------------------------------------------------------------------------------
@@ -233,7 +209,7 @@ class MemberHost:
         try:
             result = self._call(header.method, header.call_id, args, kwargs)
             stored = _stored(result) if header.keep else None
-        except ResultLost:  # an argument's value is lost: nothing has run
+        except errors.ResultLost:  # an argument's value is lost: nothing has run
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 -- the user's code may raise any
             failure = self.failure(header.method, error)
@@ -278,22 +254,22 @@ class MemberHost:
 
     def _serve(self, verb: str, args: Sequence[Any]) -> Any:
         verbs: dict[str, Callable[..., Any]] = {
-            COMMIT: self._commit,
-            WRITTEN: self._state.written,
-            RESTORE: self._restore,
-            PERSIST: self._state.persist,
-            FORGET: self._forget,
-            WHERE: self._where,
-            READ: read,
-            STORE: partial(store, node=self._state.node),
-            HELD: partial(held, node=self._state.node),
+            port.COMMIT: self._commit,
+            port.WRITTEN: self._state.written,
+            port.RESTORE: self._restore,
+            port.PERSIST: self._state.persist,
+            port.FORGET: self._forget,
+            port.WHERE: self._where,
+            port.READ: read,
+            port.STORE: partial(store, node=self._state.node),
+            port.HELD: partial(held, node=self._state.node),
         }
         try:
             return verbs[verb](*args)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
             raise (failure := self.failure(verb.removeprefix("!"), error)) from failure.original
 
-    def _where(self) -> Standing:
+    def _where(self) -> port.Standing:
         is_deterministic = bool(self.workload.is_deterministic())
         return replace(self._standing, deterministic=is_deterministic, node=self._state.node)
 
@@ -307,13 +283,13 @@ class MemberHost:
     def _restore(self, request: GenerationRequest) -> None:
         self._forget()
         self._state.restore(self.workload, request)
-        self._standing = Standing(request.step, request.step, request.step)
+        self._standing = port.Standing(request.step, request.step, request.step)
 
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
         self._latest = max(self._answers, default=_NEVER)
-        self._standing = Standing(None, None)
+        self._standing = port.Standing(None, None)
 
     def _settle(self, ended: int) -> None:
         """The calls of the steps up to ``ended`` will not be repeated."""

@@ -10,18 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.disk_space import is_disk_full
-from dlrover.python.rl.common.errors import (
-    ClassNotFound,
-    DataError,
-    InvalidJob,
-    InvocationError,
-    JobFailed,
-    MasterLost,
-    WorkloadDied,
-    WorkloadStartError,
-    user_traceback,
-)
 from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.log import hide_values, valid_text
 from dlrover.python.rl.common.names import ProcessId, RLRoleType, hint
@@ -99,13 +89,13 @@ def death_kind(why: str) -> CauseKind:
 
 
 def _cause_of(error: BaseException, who: str, remote_traceback: str) -> Cause:
-    if isinstance(error, WorkloadDied):
+    if isinstance(error, errors.WorkloadDied):
         return Cause(death_kind(_first_line(error)), str(ProcessId(error.role, error.rank)), _first_line(error))
-    if isinstance(error, WorkloadStartError):
+    if isinstance(error, errors.WorkloadStartError):
         kind = CauseKind(error.fault or CauseKind.USER_ERROR)
         kind = CauseKind.START_FAILED if kind is CauseKind.USER_ERROR else kind
         return Cause(kind, error.who, f"{COULD_NOT_START}{error.summary}", error.remote_traceback)
-    if isinstance(error, InvocationError):
+    if isinstance(error, errors.InvocationError):
         member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
         kind = _kind_of(error.original) if error.original is not None else fault_in(_first_line(error))
         return Cause(kind, member, _first_line(error), _detail(error.original, detail))
@@ -118,7 +108,7 @@ def _detail(error: BaseException | None, remote_traceback: str) -> str:
     the code that checks or writes."""
     if error is not None and is_disk_full(error):
         return ""
-    if not isinstance(error, DataError | InvalidJob):
+    if not isinstance(error, errors.DataError | errors.InvalidJob):
         return remote_traceback
     message = str(error).strip()
     return message if "\n" in message else ""
@@ -127,7 +117,7 @@ def _detail(error: BaseException | None, remote_traceback: str) -> str:
 def _kind_of(error: BaseException) -> CauseKind:
     if is_disk_full(error):
         return CauseKind.NO_SPACE
-    if isinstance(error, JobFailed | MasterLost):
+    if isinstance(error, errors.JobFailed | errors.MasterLost):
         return CauseKind.RETRYABLE_ERROR
     return fault_of(error)
 
@@ -138,8 +128,8 @@ def starting(who: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-        text, trace = map(valid_text, (f"{type(error).__name__}: {error}", user_traceback(error)))
-        failure = WorkloadStartError(who, text, trace)
+        text, trace = map(valid_text, (f"{type(error).__name__}: {error}", errors.user_traceback(error)))
+        failure = errors.WorkloadStartError(who, text, trace)
         failure.fault = fault_of(error).value
         raise failure from None
 
@@ -173,11 +163,11 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
     for part in name.split("."):
         if not hasattr(target, part):
             classes = [key for key, value in vars(target).items() if isinstance(undecorated(value), type)]
-            raise ClassNotFound(f"module '{module}' has no class '{name}'{hint(part, classes)}")
+            raise errors.ClassNotFound(f"module '{module}' has no class '{name}'{hint(part, classes)}")
         target = getattr(target, part)
     target = undecorated(target)
     if not isinstance(target, type):
-        raise ClassNotFound(f"'{module}.{name}' is a {type(target).__name__}, not a class")
+        raise errors.ClassNotFound(f"'{module}.{name}' is a {type(target).__name__}, not a class")
     return target
 
 

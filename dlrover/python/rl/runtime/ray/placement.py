@@ -69,11 +69,7 @@ class _NodeGroup(GroupRow):
 
 
 def reserve(
-    cluster: RayClusterApi,
-    placement: Placement,
-    prefix: str,
-    excluded: tuple[str, ...] = (),
-    has_members: bool = False,
+    cluster: RayClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = (), has_members: bool = False
 ) -> list[str]:
     """Request the resources of the whole plan, except what an earlier call with this ``prefix`` has reserved or
     requested. What was reserved on an ``excluded`` node is replaced, unless the plan ``has_members`` that run, which

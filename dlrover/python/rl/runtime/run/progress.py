@@ -15,16 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeAlias
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from dlrover.python.rl.common.disk_space import DiskWait, replace
@@ -90,7 +82,7 @@ class ProgressView:
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True, opening: str = "") -> None:
         self.title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
-        self._bar: Progress | None = None
+        self._bar: progress.Progress | None = None
         self._task: int | None = None
         self._printed_s, self._entered_s = 0.0, time.monotonic()
         self._unprinted: StepReport | None = None
@@ -99,20 +91,20 @@ class ProgressView:
     def __enter__(self) -> "ProgressView":
         console = Console(file=self._stream)
         if self._live and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[metrics]}", markup=False),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
                 console=console,
             )
             self._bar.start()
         return self
 
     @property
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[progress.Task]:
         """What the bar shows; empty without a terminal."""
         return [] if self._bar is None else self._bar.tasks
 
@@ -155,7 +147,7 @@ class ProgressView:
         self._stream.write(f"{line}\n")
         self._stream.flush()
 
-    def _update(self, bar: Progress, **values: Any) -> None:
+    def _update(self, bar: progress.Progress, **values: Any) -> None:
         if self._task is None:
             self._task = bar.add_task(self.title, total=None, metrics="")
         bar.update(bar.tasks[self._task].id, **values)  # Rich has a separate type for task numbers

@@ -31,28 +31,12 @@ from dlrover.python.rl.runtime.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.local import TrainerRun
 from dlrover.python.rl.runtime.member.arguments import Stored
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.run.folder import (
-    BEAT_S,
-    FAILED,
-    FINISHED,
-    IN_PROCESS,
-    LAUNCHED,
-    ON_RAY,
-    Claim,
-    claim,
-    held,
-    in_use,
-    newest_owner,
-)
+from dlrover.python.rl.runtime.run import folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
-from dlrover.python.rl.trainer.trainer import (
-    Announcer,
-    Reporter,
-    announce_nothing,
-)
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -65,7 +49,7 @@ _POLL_S = 0.1
 
 
 @contextmanager
-def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim]]:
+def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folder.Claim]]:
     """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
     ``alone``: in a single process, so that one process can go on with it.
 
@@ -74,15 +58,15 @@ def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim
         JobConflict: another start holds the folder, and did not end within 15 s: a launcher may start processes again
             while the former ones end.
     """
-    previous = newest_owner(job.job_dir)
-    if previous is not None and previous.runtime != ON_RAY and job.checkpoint.resume == "latest":
-        deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
-        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+    previous = folder.newest_owner(job.job_dir)
+    if previous is not None and previous.runtime != folder.ON_RAY and job.checkpoint.resume == "latest":
+        deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + folder.BEAT_S)
+        while folder.in_use(job.job_dir) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         job = replace(job, run=previous.run)
     else:
         forget_memory(job.name)
-    with held(claim(job, IN_PROCESS if alone else LAUNCHED, bound=True)) as claimed:
+    with folder.held(folder.claim(job, folder.IN_PROCESS if alone else folder.LAUNCHED, bound=True)) as claimed:
         yield job, claimed
 
 
@@ -92,7 +76,7 @@ class Leader:
     and ``start`` is the claim on its folder."""
 
     job: JobSpec
-    start: Claim
+    start: folder.Claim
     launch: LaunchEnv
     links: dict[int, Link]
     report: Reporter
@@ -123,7 +107,7 @@ class Leader:
             holder.give_back()
         if self.error is None:
             roots_of(self.job, self.job.run, self.start.number, socket.gethostname()).commit_store("").remove()
-            self.start.end(FINISHED)
+            self.start.end(folder.FINISHED)
         return self.error
 
     def _run_trainer(self, port: TorchrunPort) -> None:
@@ -141,7 +125,7 @@ class Leader:
             detail = f"\n{cause.detail.rstrip()}" if cause.detail else ""
             _LOG.error("%s failed: %s: %s%s", self.job.name, cause.who, cause.message, detail)
             redraw(self.job.job_dir)
-            self.start.end(FAILED)  # a launcher ends this process as soon as the other ones have failed
+            self.start.end(folder.FAILED)  # a launcher ends this process as soon as the other ones have failed
             self.note_failure(self.error)
         finally:
             port.end(clean=self.error is None)

@@ -100,10 +100,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        launch: LaunchEnv,
-        send: Callable[[Any], None],
-        fetch: Callable[[ResultKey], Future[Stored]] | None = None,
+        self, launch: LaunchEnv, send: Callable[[Any], None], fetch: Callable[[ResultKey], Future[Stored]] | None = None
     ) -> None:
         self._launch, self._send, self._fetch = launch, send, fetch or self._request
         self._tasks: SimpleQueue[Task] = SimpleQueue()

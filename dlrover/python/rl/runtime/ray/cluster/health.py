@@ -20,17 +20,8 @@ from ray.experimental.internal_kv import _internal_kv_get
 from dlrover.python.rl.common.sockets import is_loopback, machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
-from dlrover.python.rl.runtime.run.machine import (
-    Check,
-    MachineReport,
-    accept_one,
-    examine,
-    find_marks,
-    leave_mark,
-    reach,
-    read_clock,
-    remove_mark,
-)
+from dlrover.python.rl.runtime.run import machine
+from dlrover.python.rl.runtime.run.machine import Check, MachineReport
 
 MOST_APART_S = 2.0
 
@@ -73,9 +64,9 @@ async def _examine(
 async def _ask(cluster: RayClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
     """With how far its clock is ahead of this one, from a call that returns at once: the time there is that at half of
     the way."""
-    report: MachineReport | None = await cluster.run_on(node, examine, folder, ports)
+    report: MachineReport | None = await cluster.run_on(node, machine.examine, folder, ports)
     began_s = time.time()
-    wall_s: float | None = await cluster.run_on(node, read_clock)
+    wall_s: float | None = await cluster.run_on(node, machine.read_clock)
     if report is None or wall_s is None:
         return None
     return replace(report, ahead_s=wall_s - (began_s + time.time()) / 2)
@@ -92,10 +83,10 @@ async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder:
         return await asyncio.gather(*calls)
 
     try:
-        await on_each(leave_mark, names)
-        found = await on_each(find_marks, [names] * len(nodes))
+        await on_each(machine.leave_mark, names)
+        found = await on_each(machine.find_marks, [names] * len(nodes))
     finally:
-        await on_each(remove_mark, names)
+        await on_each(machine.remove_mark, names)
     lacking = [node.host for node, marks in zip(nodes, found, strict=True) if set(marks or ()) != set(names)]
     if not lacking:
         return Check(f"shared {folder}", True, "each node reads what the others write")
@@ -109,8 +100,8 @@ async def check_connections(cluster: RayClusterApi, nodes: Sequence[NodeRow]) ->
     async def is_open(source: NodeRow, target: NodeRow) -> bool:
         for _ in range(2):  # at another port: the first may be taken
             port = random.randrange(*_EPHEMERAL)
-            listening = cluster.run_on(target.node_id, accept_one, target.host, port, _CONNECT_S)
-            reaching = cluster.run_on(source.node_id, reach, target.host, port, _CONNECT_S)
+            listening = cluster.run_on(target.node_id, machine.accept_one, target.host, port, _CONNECT_S)
+            reaching = cluster.run_on(source.node_id, machine.reach, target.host, port, _CONNECT_S)
             if all(await asyncio.gather(listening, reaching)):
                 return True
         return False

@@ -10,22 +10,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray import exceptions
 
-from dlrover.python.rl.common.errors import (
-    DLRoverRLError,
-    JobConflict,
-    MasterLost,
-    WorkloadStartError,
-)
+from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost, WorkloadStartError
 from dlrover.python.rl.common.log import HIDDEN, get_logger
 from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.config.secrets import seal
@@ -135,19 +122,19 @@ def ask(request: Callable[[], Any], timeout_s: float) -> Any:
     while True:
         try:
             return ray.get(request(), timeout=max(deadline_s - time.monotonic(), 0.0))
-        except (TimeoutError, RayTaskError, RayActorError) as error:
+        except (TimeoutError, exceptions.RayTaskError, exceptions.RayActorError) as error:
             _raise_if_final(error, deadline_s, timeout_s)
         time.sleep(_RETRY_S)
 
 
 def _raise_if_final(error: Exception, deadline_s: float, timeout_s: float) -> None:
     """Raise the error of a call to a master as one of this package; return if the call is to be repeated."""
-    if isinstance(error, ActorUnavailableError):
+    if isinstance(error, exceptions.ActorUnavailableError):
         if time.monotonic() > deadline_s:
             raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
     elif isinstance(error, TimeoutError):
         raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
-    elif isinstance(error, RayTaskError):
+    elif isinstance(error, exceptions.RayTaskError):
         if isinstance(error.cause, DLRoverRLError):
             raise error.cause from None
         raise MasterLost(f"the master failed: {error.cause}") from error
@@ -219,7 +206,7 @@ _PAUSE_S = 2.0
 class MemberGone(Exception):
     """A process of the job is gone; ``who`` it was, and Ray's error."""
 
-    def __init__(self, who: str, error: RayError) -> None:
+    def __init__(self, who: str, error: exceptions.RayError) -> None:
         super().__init__(who)
         self.who, self.error = who, error
 
@@ -229,14 +216,16 @@ def classify(error: Exception, process: Process | None = None) -> Cause:
     if isinstance(error, MemberGone):
         died, kind = error.error, CauseKind.PROCESS_DIED
         # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
-        if isinstance(died, OutOfMemoryError) or "running low on memory" in str(died):
+        if isinstance(died, exceptions.OutOfMemoryError) or "running low on memory" in str(died):
             kind = CauseKind.OUT_OF_MEMORY
-        elif isinstance(died, NodeDiedError) or (isinstance(died, ActorDiedError) and "node has died" in str(died)):
+        elif isinstance(died, exceptions.NodeDiedError) or (
+            isinstance(died, exceptions.ActorDiedError) and "node has died" in str(died)
+        ):
             kind = CauseKind.NODE_LOST
         tail = ray_worker_log_tail(session_folder(), process.pid) if process is not None else ""
         detail = [str(died), f"its last log lines:\n{tail}" if tail else ""]
         return Cause(kind, error.who, _one_line(died), "\n\n".join(filter(None, detail)))
-    inner = error.cause if isinstance(error, RayTaskError) else error
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
@@ -257,7 +246,7 @@ async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await awaited(ref)
-    except RayActorError as error:
+    except exceptions.RayActorError as error:
         raise MemberGone(who, error) from error
 
 
@@ -326,12 +315,12 @@ class MasterCalls:
                 ref = getattr(self._handle, method).remote(*arguments)
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     return await awaited(ref)
-            except (TimeoutError, RayTaskError, RayActorError) as error:
+            except (TimeoutError, exceptions.RayTaskError, exceptions.RayActorError) as error:
                 _raise_if_final(error, deadline_s - _MASTER_RETRY_S, timeout_s)
             await asyncio.sleep(_MASTER_RETRY_S)
 
     def end(self) -> None:
-        with suppress(RayActorError, ValueError):
+        with suppress(exceptions.RayActorError, ValueError):
             end(self._handle)
 
 

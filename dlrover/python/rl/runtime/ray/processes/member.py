@@ -34,12 +34,7 @@ from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.member.arguments import CallHeader, decode
-from dlrover.python.rl.runtime.member.heartbeat import (
-    BeatAnswer,
-    DepartureNotice,
-    Heartbeat,
-    HeartbeatSender,
-)
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, DepartureNotice, Heartbeat, HeartbeatSender
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_workload, starting, take_secrets
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output

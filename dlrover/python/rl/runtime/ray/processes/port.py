@@ -11,16 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
@@ -99,7 +90,7 @@ class RayPort:
         # One get for the whole list: it ends at the first error, wherever in the list that is.
         try:
             return [Outcome(value) for value in ray.get([ref.token for ref in refs], timeout=timeout_s)]
-        except (GetTimeoutError, RayError):
+        except (exceptions.GetTimeoutError, exceptions.RayError):
             pass
         tokens = list(dict.fromkeys(ref.token for ref in refs))
         ready, _ = ray.wait(tokens, num_returns=len(tokens), timeout=0, fetch_local=False)
@@ -109,22 +100,22 @@ class RayPort:
     def _settle(self, ref: Ref) -> Outcome:
         try:
             return Outcome(ray.get(ref.token, timeout=_SETTLE_S))
-        except RayError as error:
+        except exceptions.RayError as error:
             return Outcome(error=self._as_invocation_error(error, ref))
 
-    def _as_invocation_error(self, error: RayError, ref: Ref) -> InvocationError:
+    def _as_invocation_error(self, error: exceptions.RayError, ref: Ref) -> InvocationError:
         for link in _chain(error):
             with self._lock:
                 owner = self._owners.get(str(getattr(link, "actor_id", "")))
-            if owner is not None and isinstance(link, ActorUnavailableError) and self._comes_back(owner):
+            if owner is not None and isinstance(link, exceptions.ActorUnavailableError) and self._comes_back(owner):
                 return ResultLost("its connection broke", role=ref.role, rank=ref.rank, method=ref.method)
             if owner is not None:
                 return _death_of(link, ref, owner)
-            if isinstance(link, ObjectLostError):
+            if isinstance(link, exceptions.ObjectLostError):
                 return _with_cause(ResultLost(_summarize(link), role=ref.role, rank=ref.rank, method=ref.method), link)
-        if isinstance(error, RayActorError | NodeDiedError | WorkerCrashedError):
+        if isinstance(error, exceptions.RayActorError | exceptions.NodeDiedError | exceptions.WorkerCrashedError):
             return _death_of(error, ref, (ref.role, ref.rank, ref.incarnation))
-        if not isinstance(error, RayTaskError):
+        if not isinstance(error, exceptions.RayTaskError):
             failure = InvocationError(_summarize(error), role=ref.role, rank=ref.rank, method=ref.method)
             return _with_cause(failure, error)
         cause = error.cause
@@ -147,11 +138,11 @@ class RayPort:
             ping = handle.dlrover_ping.remote()
             try:
                 ray.get(ping, timeout=_PING_S)
-            except GetTimeoutError:
+            except exceptions.GetTimeoutError:
                 return True  # the ping has arrived, and waits for the worker's calls
-            except ActorUnavailableError:
+            except exceptions.ActorUnavailableError:
                 time.sleep(_PAUSE_S)
-            except RayError:
+            except exceptions.RayError:
                 return False
             else:
                 return True
@@ -160,7 +151,13 @@ class RayPort:
 
 def is_loss(error: BaseException) -> bool:
     """Return True if an error of ``ray.get`` says that a process or a result is lost."""
-    lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError | WorkloadDied
+    lost = (
+        exceptions.RayActorError
+        | exceptions.NodeDiedError
+        | exceptions.WorkerCrashedError
+        | exceptions.ObjectLostError
+        | WorkloadDied
+    )
     return any(isinstance(link, lost) for link in _chain(error))
 
 
@@ -180,7 +177,7 @@ def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> Wo
     """The death of ``owner``, the worker called or one whose result was an argument of the call of ``ref``."""
     role, rank, incarnation = owner
     summary = _summarize(error)
-    is_ours = isinstance(error, RayError | DLRoverRLError)
+    is_ours = isinstance(error, exceptions.RayError | DLRoverRLError)
     text, method = summary if is_ours else f"{type(error).__name__}: {summary}", ref.method
     if (role, rank) != (ref.role, ref.rank):
         text, method = f"its result, which {ref.role}[{ref.rank}].{ref.method} needs, is lost: {text}", ""
@@ -196,7 +193,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in visited:
         visited.add(id(link))
         yield link
-        link = link.cause if isinstance(link, RayTaskError) else getattr(link, "original", None)
+        link = link.cause if isinstance(link, exceptions.RayTaskError) else getattr(link, "original", None)
 
 
 def _with_cause(failure: InvocationError, cause: BaseException | None) -> InvocationError:
@@ -207,7 +204,7 @@ def _with_cause(failure: InvocationError, cause: BaseException | None) -> Invoca
 def _summarize(error: BaseException) -> str:
     """One line without colours; of a traceback the last one."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__
+    return lines[-1 if isinstance(error, exceptions.RayTaskError) else 0] if lines else type(error).__name__
 
 
 _TASK_BYTES = ray.TaskID.size()

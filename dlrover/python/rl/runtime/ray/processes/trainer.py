@@ -21,16 +21,8 @@ from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
+from dlrover.python.rl.runtime.member import loading
 from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender
-from dlrover.python.rl.runtime.member.loading import (
-    cause_of,
-    death_kind,
-    enter_folder,
-    load_class,
-    load_workload,
-    starting,
-    take_secrets,
-)
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
@@ -114,7 +106,7 @@ class RayRecovery(Recovery):
 
     def _wait_for_replacement(self, process_id: ProcessId, incarnation: int, why: str) -> Replaced:
         """Wait until the master has replaced a dead incarnation. Raises JobFailed or MasterLost."""
-        cause = Cause(death_kind(why), str(process_id), why)
+        cause = Cause(loading.death_kind(why), str(process_id), why)
         deadline_s = time.monotonic() + self._timeout_s
         request = (self.epoch, process_id.role, process_id.rank, incarnation, cause, _WAIT_S)
         while True:
@@ -171,12 +163,12 @@ class TrainerActor:
     def start(self, start: TrainerStart) -> Process:
         """Import the job's classes; returns where this process runs. Raises WorkloadStartError."""
         job = start.job
-        enter_folder(job.work_dir)
-        take_secrets(job)
+        loading.enter_folder(job.work_dir)
+        loading.take_secrets(job)
         self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
-        with starting(str(TRAINER_ID)):
-            self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-            self._classes = {role: load_workload(job, role) for role in job.workloads}
+        with loading.starting(str(TRAINER_ID)):
+            self._trainer_class = loading.load_class(job.trainer.module, job.trainer.class_, job.search_path)
+            self._classes = {role: loading.load_workload(job, role) for role in job.workloads}
         self._start = start
         return locate()
 
@@ -204,7 +196,7 @@ class TrainerActor:
             link, make = self._bind(self._start)
             run_trainer(make, link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            self._outcome = cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
+            self._outcome = loading.cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
         self._ended, self._running = True, False
         if self._log is not None:
             self._log.copy()
@@ -233,7 +225,7 @@ class TrainerActor:
             master.announce.remote(activity)
 
         def make() -> BaseTrainer:
-            with starting(str(TRAINER_ID)):
+            with loading.starting(str(TRAINER_ID)):
                 trainer: BaseTrainer = self._trainer_class(port.handles(), self._classes, job.config)
                 return trainer
 
