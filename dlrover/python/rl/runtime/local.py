@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: the port and the executor of workers in this process are read together.
-"""Processes of a job or a script that are this process: the port to them, their replacement, and the executor.
+"""Jobs and scripts that run in this process: the port to their workers, the replacement of workers, and the executor.
 
 :class:`LocalPort` runs each call at once in the caller's thread: a debugger stops inside a workload as in any function.
-Arguments and results are copies with large arrays shared read-only, as through Ray. :class:`LocalExecutor` executes
-each of the control machine's commands before ``execute`` returns. Nothing else runs beside the trainer, so workers that
-are killed by it are replaced without the control machine.
+Arguments and results are copies that share large arrays read-only, as through Ray. :class:`LocalExecutor` executes each
+command of the control machine before ``execute`` returns, but replaces workers without the control machine.
 """
 
 import contextlib
@@ -72,7 +71,7 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class LocalMember:
-    """A worker in this process, and the environment that its process would have."""
+    """A worker in this process, with the environment that a separate process would have."""
 
     host: MemberHost
     env: Mapping[str, str] = field(repr=False)
@@ -88,13 +87,13 @@ class CallResult:
     took_s: float = 0.0
 
     def outcome(self, timeout_s: float | None) -> Outcome:
-        """The trainer's view, with the call's deadline; 0 is a poll, and every call has ended."""
+        """Return the outcome for the trainer, late after the deadline; 0 is a poll, and every call has ended."""
         if timeout_s and self.took_s > timeout_s:
             return Outcome(late=True)
         return Outcome(self.result.load() if self.result else None, self.error)
 
     def stored(self) -> Stored:
-        """The view of another worker; raises the failure of this call."""
+        """Return the value for another worker; raises the error of this call."""
         if self.error is not None:
             raise self.error
         assert self.result is not None, "a call without an error has a result"
@@ -106,7 +105,7 @@ class LocalPort:
     """The port over workers of this process."""
 
     members: Mapping[Any, list[LocalMember]]  # by role, in rank order
-    enforce_deadlines: bool = True  # a call that took longer than its timeout is late, as on Ray; off for debuggers
+    enforce_deadlines: bool = True  # a call beyond its timeout is late, as on Ray; off for debuggers
     now_s: Callable[[], float] = time.monotonic
 
     def put(self, value: Any) -> Ref:
@@ -120,7 +119,7 @@ class LocalPort:
     def execute(self, member: LocalMember, role: str, rank: int, call: Call) -> CallResult:
         started_s = self.now_s()
         result, error = self._run(member, call) if member.alive else (None, None)
-        if not member.alive:  # from the beginning, or since the middle of the call
+        if not member.alive:  # before the call, or killed during it
             died = WorkloadDied("the worker was killed", role=role, rank=rank, method=call.method)
             died.incarnation = member.incarnation
             result, error = None, died
@@ -163,7 +162,7 @@ class LocalPort:
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """One worker as an actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
+    """A worker's actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
 
     port: Port
     role: str
@@ -195,13 +194,13 @@ def close_members(members: Iterable[tuple[MemberHost, Mapping[str, str]]]) -> No
         try:
             with process_environment(env):
                 host.close()
-        except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
+        except Exception:  # noqa: BLE001 -- a process boundary
             _LOG.exception("closing %s failed", env["NAME"])
 
 
 @dataclass
 class LocalRecovery(Recovery):
-    """Replaces killed workers; ``make`` constructs one from role, rank, incarnation and reason."""
+    """Replaces killed workers; ``make`` constructs a worker from role, rank, incarnation and reason."""
 
     port: LocalPort
     make: Callable[[str, int, int, str], LocalMember]
@@ -233,7 +232,7 @@ class LocalRecovery(Recovery):
 
 @dataclass
 class TrainerRun:
-    """The trainer of a job in this process, whose raw handles call through ``port``. Raises ClassNotFound."""
+    """A job's trainer in this process, whose raw handles call through ``port``. Raises ClassNotFound."""
 
     job: JobSpec
     port: Port
@@ -242,7 +241,7 @@ class TrainerRun:
     report: Reporter
     announce: Announcer = announce_nothing
     recovery: Recovery | None = None
-    _trainer: BaseTrainer | None = None  # one that runs, or was interrupted
+    _trainer: BaseTrainer | None = None  # running or interrupted
 
     def __post_init__(self) -> None:
         job = self.job
@@ -250,7 +249,7 @@ class TrainerRun:
         self._classes = {role: load_workload(job, role) for role in job.workloads}
 
     def run(self) -> None:
-        """Raises what ``run_trainer`` raises."""
+        """Run the trainer; raises as ``run_trainer``."""
         link = TrainerLink(
             port=self.port,
             report=self.report,
@@ -265,13 +264,15 @@ class TrainerRun:
         )
         try:
             run_trainer(self._make, link)
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise  # stop() ends the trainer
+        except BaseException:
             self._trainer = None
             raise
         self._trainer = None
 
     def stop(self) -> None:
-        """Tell a trainer that was interrupted that it has ended."""
+        """Tell an interrupted trainer that it has ended."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             tell_end(trainer, "stopped")
@@ -286,8 +287,8 @@ class TrainerRun:
 
 @dataclass
 class LocalExecutor:
-    """Runs a whole job in this process; of ``placement`` only resources matter here. ``enforce_deadlines``: see
-    :class:`~dlrover.python.rl.runtime.local.LocalPort`."""
+    """Runs a whole job in this process, which uses only the resources of ``placement``; see :class:`LocalPort` for
+    ``enforce_deadlines``."""
 
     job: JobSpec
     placement: Placement
@@ -301,7 +302,7 @@ class LocalExecutor:
 
     @insistent_interrupts()
     def execute(self, command: Command, emit: Emit) -> None:
-        """Ctrl-C and SIGTERM raise KeyboardInterrupt inside."""
+        """Execute a command, in which Ctrl-C and SIGTERM raise KeyboardInterrupt."""
         if isinstance(command, Place):
             forget_memory(self.job.name)
             emit(events.Placed(command.incarnation))
@@ -317,7 +318,6 @@ class LocalExecutor:
             self._release(command.final)
             emit(events.Released(command.incarnation))
         elif isinstance(command, Wait):
-            # No waiting: there is no other process that could recover meanwhile.
             emit(events.WaitOver(command.timer))
 
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
@@ -399,7 +399,7 @@ class LocalExecutor:
 
 @contextlib.contextmanager
 def _no_ray() -> Iterator[None]:
-    """Inside, ``ray.get`` and its like start no cluster but raise a CallError that names the way without Ray."""
+    """Let ``ray.get`` and similar calls raise a CallError that names the alternative, instead of starting a cluster."""
     starts = set_ray_auto_start(False)
     try:
         with process_environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):  # read when Ray is imported
@@ -416,7 +416,7 @@ def _no_ray() -> Iterator[None]:
 
 
 def set_ray_auto_start(value: bool) -> bool:
-    """Set whether Ray, if it is imported, starts with its first use; returns the earlier value."""
+    """Let Ray, if it is imported, start with its first use or not; returns the earlier value."""
     hook: Any = sys.modules.get("ray._private.auto_init_hook")
     if hook is None:
         return True
@@ -433,7 +433,7 @@ HERE = "here"
 
 class LocalHosting:
     """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` without processes; its ``count`` devices
-    are all the same physical one."""
+    are one physical device."""
 
     separate = False
 

@@ -81,7 +81,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
         raise InvalidJob(errors)
-    given = job.config if inspection.given is None else from_plain(inspection.given)
+    given = job.config if inspection.renamed is None else from_plain(inspection.renamed)
     return CheckedJob(inspection.complete(job), placement, inspection, given, room)
 
 

@@ -47,7 +47,7 @@ _HEADLINE = {
 _PLAIN_INTERVAL_S = 2.0
 
 CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}
-"""Metrics and the files of their curves; a run draws the first that it has."""
+"""Metrics and the files of their curves; a run draws the first metric that it has."""
 
 _MEAN_OF = 10
 
@@ -62,8 +62,8 @@ def print_summary(job: str, text: str) -> None:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
-    excluded = "loss" if "reward/mean" in metrics else ""  # a policy's is near 0, whatever it learns
+    """Format the headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
+    excluded = "loss" if "reward/mean" in metrics else ""  # a policy's loss is always near 0
     values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics and name != excluded)
     return "  ".join(
         f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values
@@ -71,14 +71,14 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 def format_step(report: StepReport) -> str:
-    """The number of a step and its headline metrics: ``step 3/500  reward 0.53``."""
+    """Format the number of a step and its headline metrics: ``step 3/500  reward 0.53``."""
     of = f"/{report.total_steps}" if report.total_steps else ""
     return f"step {report.step}{of}  {format_metrics(report.metrics)}"
 
 
 class ProgressView:
-    """Shows step reports, and between them what the run does: a context manager that is called with each report.
-    ``live`` draws a bar on a terminal. ``opening`` is an activity that stays there as a line."""
+    """Shows step reports, and between them the run's activity: a context manager that is called with each report.
+    ``live`` draws a bar on a terminal. ``opening`` is an activity that stays as a line."""
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True, opening: str = "") -> None:
         self.title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
@@ -105,7 +105,7 @@ class ProgressView:
 
     @property
     def tasks(self) -> list[progress.Task]:
-        """What the bar shows; empty without a terminal."""
+        """The tasks of the bar; empty without a terminal."""
         return [] if self._bar is None else self._bar.tasks
 
     def __exit__(
@@ -131,7 +131,7 @@ class ProgressView:
         self._update(self._bar, description=self.title, completed=report.step, total=total, metrics=metrics)
 
     def announce(self, activity: str) -> None:
-        """Show what the run does, until the next report or activity."""
+        """Show the run's activity until the next report or activity."""
         activity = inert(activity)
         if activity == self._opening:
             self._show(activity)
@@ -166,9 +166,9 @@ Points: TypeAlias = Sequence[tuple[int, float]]
 
 
 def redraw(folder: Path) -> None:
-    """Draw the curve of a run that has ended early, if it has the metrics for one; does not wait for the disk."""
+    """Draw the curve of a run that has ended early, if it has a metric for it; does not wait for the disk."""
     rows: list[Mapping[str, Any]] = []
-    with suppress(OSError, ValueError):  # an end within a line leaves a part of it
+    with suppress(OSError, ValueError):  # the last line may be incomplete
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
     name = next((name for name in CURVES if any(name in row for row in rows)), None)
@@ -178,7 +178,7 @@ def redraw(folder: Path) -> None:
             replace(folder / CURVES[name], curve_png(name, points), DiskWait(limit_s=0.0, transient_s=0.0))
         except ImportError:
             pass
-        except Exception as error:  # noqa: BLE001 - Ctrl-C may have left a half of matplotlib, and nothing needs the curve
+        except Exception as error:  # noqa: BLE001 - Ctrl-C may have interrupted matplotlib; nothing needs the curve
             _LOG.warning("continuing without %s: %s", CURVES[name], error)
 
 
@@ -187,7 +187,7 @@ def finite_points(name: str, rows: Iterable[tuple[int, Mapping[str, float]]]) ->
 
 
 def curve_png(name: str, points: Points) -> bytes:
-    """A PNG with the running mean of a few steps; raises ImportError."""
+    """Draw a PNG with the running mean of a few steps. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
