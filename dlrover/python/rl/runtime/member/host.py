@@ -3,10 +3,10 @@
 
 ::
 
-    call --> a replaced trainer, another incarnation: refused
+    call --> from a replaced trainer, or to another incarnation: refused
          --> its id was answered before: the same answer again
          --> the call before it has not run: skipped
-         --> the workload's method; the result or error is kept under the id until the step has ended
+         --> the workload's method; the result or error stays under the id until the step has ended
 
 Beside the workload's methods a host answers ``COMMIT``, ``WRITTEN``, ``RESTORE``, ``PERSIST``, ``FORGET`` and ``WHERE``
 (``trainer/port.py``). Calls come one at a time; :meth:`MemberHost.current_call` may be called from any thread.
@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -50,20 +50,16 @@ _MOST_TEXT, _MOST_TRACEBACK = 2000, 20_000  # characters of an error that travel
 _NEVER: CallId = (-1, -1)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    method: str
-    result: Stored | None = None
-    error: errors.InvocationError | None = None
+_Answer: TypeAlias = tuple[str, Stored | errors.InvocationError | None]  # the method, and its result or error
 
 
 class MemberHost:
-    """Hosts one workload; see the module. ``node`` is the id of the node, for files that only this node has; ``""`` in
-    one process."""
+    """Hosts one workload; see the module. ``node`` is the id of the node for files that only it has, ``""`` in one
+    process."""
 
     def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
         self.workload: Any = None  # before start()
-        self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
+        self.executed: Counter[str] = Counter()  # runs of each method, without repeated answers
         self._incarnation, self._now_s = incarnation, now_s
         self._context = MemberContext()
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
@@ -91,12 +87,12 @@ class MemberHost:
 
     @property
     def is_rebuilt(self) -> bool:
-        """True once a trainer has called it: an object that is new in an old process gets its state in such calls."""
+        """True once a trainer has called it: a new object in an old process gets its state in such calls."""
         return self._epoch > 0
 
     def current_call(self) -> tuple[str, CallId, float] | None:
-        """The method and id of the current call, and seconds since its last progress, at first its begin; the id is
-        ``(-1, -1)`` for a call of no step."""
+        """Return the method and id of the current call, and the seconds since its last progress or its begin; the id is
+        ``(-1, -1)`` outside steps."""
         now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
@@ -117,16 +113,14 @@ class MemberHost:
             self._loop.close()
             self._loop = None
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def invoke(self, header: CallHeader, arguments: Callable[[], Arguments]) -> Any:
         """Run a role group's call, or repeat its answer; ``arguments`` is called only if the method runs.
 
         Raises:
-            StaleCall: from a replaced trainer, or to an incarnation that is not there yet.
+            StaleCall: from a replaced trainer, or to a later incarnation.
             WorkloadDied: to an earlier incarnation.
             ReplayDiverged: the id belongs to another method, or to the past.
-            CallSkipped: the call that must have run before has not.
+            CallSkipped: a call that it needs has not run.
             ResultLost: an argument's value is lost; the call has not run.
             InvocationError: the method raised; ``original`` is the exception if it can be pickled.
         """
@@ -146,13 +140,13 @@ class MemberHost:
         return self._execute(header, args, kwargs)
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
+        """Run a raw handle's call, which belongs to no step, keeps no answer, and raises errors unchanged."""
         self._standing = replace(self._standing, since=None, at=None)
         return self._call(method, _NEVER, args, kwargs)
 
     def failure(self, method: str, error: BaseException) -> errors.InvocationError:
-        """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
-        trainer's traceback tells more: it ends at the call."""
+        """Return the ``error`` that is being handled as the trainer receives it, without a traceback if the method was
+        not entered: the trainer's own one ends at the call."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_entered = not frames or frames[-1].f_code is not MemberHost._call.__code__
         text = valid_text(errors.user_traceback(error)) if is_entered else ""
@@ -166,25 +160,23 @@ class MemberHost:
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
-            "".join(traceback.format_exception(error)).encode()  # Ray ends a process whose error has no such text
-        except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text is enough
+            "".join(traceback.format_exception(error)).encode()  # without such a text Ray ends the process
+        except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text suffices
             return failure
         failure.original = failure.__cause__ = error
         return failure
 
-    # -- the gate -----------------------------------------------------------------------------------------------------
-
     def _admit(self, header: CallHeader) -> None:
         if header.epoch and header.epoch < self._epoch:
-            raise self._refusal(errors.StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
+            raise self._refusal(errors.StaleCall, header, f"attempt {header.epoch} of the trainer has been replaced")
         if 0 < header.incarnation < self._incarnation:
             raise port.gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
         if header.incarnation > self._incarnation:
-            reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
+            reason = f"meant for attempt {header.incarnation} of the worker, this is {self._incarnation}"
             raise self._refusal(errors.StaleCall, header, reason)
         if header.epoch > self._epoch and not is_stateful(type(self.workload)):
-            # Another trainer repeats the step: what failed last is tried again.
-            while self._answers and self._answers[last := max(self._answers)].error is not None:
+            # Another trainer repeats the step: calls that failed last run again.
+            while self._answers and isinstance(self._answers[last := max(self._answers)][1], Exception):
                 del self._answers[last]
             self._latest = max(self._answers, default=_NEVER)
         self._epoch = max(self._epoch, header.epoch)
@@ -192,16 +184,15 @@ class MemberHost:
             self._settle(header.settled)
 
     def _repeat(self, header: CallHeader, answer: _Answer) -> Any:
-        if answer.method != header.method:
-            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was {answer.method} before")
-        if answer.error is not None:
-            raise answer.error
-        return answer.result.load() if answer.result is not None else None
+        method, outcome = answer
+        if method != header.method:
+            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was {method} before")
+        if isinstance(outcome, errors.InvocationError):
+            raise outcome
+        return outcome.load() if outcome is not None else None
 
     def _refusal(self, kind: type[errors.InvocationError], header: CallHeader, reason: str) -> errors.InvocationError:
         return kind(reason, role=self._context.role, rank=self._context.rank, method=header.method)
-
-    # -- execution ----------------------------------------------------------------------------------------------------
 
     def _execute(self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not header.keep:
@@ -213,15 +204,15 @@ class MemberHost:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 -- the user's code may raise any
             failure = self.failure(header.method, error)
-            self._keep(header, _Answer(header.method, error=failure))
+            self._record(header, failure)
             raise failure from failure.original
-        self._keep(header, _Answer(header.method, stored))
+        self._record(header, stored)
         return result
 
-    def _keep(self, header: CallHeader, answer: _Answer) -> None:
+    def _record(self, header: CallHeader, outcome: Stored | errors.InvocationError | None) -> None:
         if not header.keep:
             return
-        self._answers[header.call_id] = answer
+        self._answers[header.call_id] = header.method, outcome
         self._latest = header.call_id
         if header.call_id[0] > self._standing.touched:
             self._standing = replace(self._standing, touched=header.call_id[0])
@@ -249,8 +240,6 @@ class MemberHost:
             units = noted_progress() - noted
             ended_s = last_progress_s() if units else self._now_s()
             self.work = Work(self.work.units + max(units, 1), self.work.busy_s + max(ended_s - began_s, 0.0))
-
-    # -- requests beside the methods ----------------------------------------------------------------------------------
 
     def _serve(self, verb: str, args: Sequence[Any]) -> Any:
         verbs: dict[str, Callable[..., Any]] = {
@@ -286,13 +275,13 @@ class MemberHost:
         self._standing = port.Standing(request.step, request.step, request.step)
 
     def _forget(self) -> None:
-        """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
+        """Forget the steps: the state no longer belongs to a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
         self._latest = max(self._answers, default=_NEVER)
         self._standing = port.Standing(None, None)
 
     def _settle(self, ended: int) -> None:
-        """The calls of the steps up to ``ended`` will not be repeated."""
+        """Drop the answers of the steps up to ``ended``, whose calls will not be repeated."""
         self._drop(lambda step: step == 0 or step > ended)
         since, at = self._standing.since or 0, self._standing.at
         if at is None or at < ended:

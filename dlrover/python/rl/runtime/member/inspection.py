@@ -130,8 +130,8 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
 
 
 def inspect_types(job: JobSpec) -> Inspection:
-    """Check the ``config`` of a job for other machines, which have its files, by its trainer's schema and options alone.
-    There are no errors where the trainer cannot be imported here."""
+    """Check the ``config`` of a job for other machines, which have its files, by its trainer's schema and options.
+    There are no errors if the trainer cannot be imported here."""
     try:
         trainer = load_class(job.trainer.module, job.trainer.class_, job.search_path)
         if trainer.config_class is None:
@@ -210,7 +210,7 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
 def _validate_resume(
     job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any, about: list[str]
 ) -> list[ConfigError]:
-    """Validate a resumed job; ``trainer`` is None if it cannot be loaded. Adds lines about unknown facts to ``about``."""
+    """Validate a resumed job; ``trainer`` is None if it cannot be loaded. Adds lines about unknowns to ``about``."""
     readers: list[SettingsReader] = [] if trainer is None else [(trainer, plan_of(trainer).settings_of_state)]
     readers += [(loaded[role], partial(call_hook, loaded[role], "settings_of_state", {})) for role in stateful]
     return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, readers, about)]

@@ -279,7 +279,7 @@ class LogCopier:
                 _write_rest(self._target, self._offsets)
 
     def _copy_one(self, source: str, offset: int, is_last: bool) -> int:
-        """Return the offset up to which a source is copied: the end of its last whole line, or at last of the source."""
+        """Return the offset up to which a source is copied: the end of its last whole line, at last its own end."""
         with suppress(OSError), open(source, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
                 offset = 0  # it was rotated

@@ -107,8 +107,8 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
 
 
 def newest_owner(folder: Path) -> Owner | None:
-    """Return the owner in the newest record. If that is damaged, or missing although there are commits, return a running
-    owner by the older records or the job's description; None if these say nothing."""
+    """Return the owner in the newest record. If that is damaged, or missing although commits exist, return a running
+    owner from the older records or the job's description; None if these have none."""
     records = records_in(folder)
     if any(record.is_symlink() for record in records):
         return None  # no start here writes links

@@ -41,8 +41,8 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
 
-CLOSE_S = 30.0  # how long workers may take to close when the job has finished
-ABORT_S = 3.0  # the same when it has failed, including the running call
+CLOSE_S = 30.0  # how long workers may take to close after the job has finished
+ABORT_S = 3.0  # the same for a failed job, including the running call
 _ECHO_S = 1.0  # until the loss of a process is noticed: errors of other ranks may be its consequence
 _PREDECESSOR_S = 15.0
 _POLL_S = 0.1
@@ -50,13 +50,12 @@ _POLL_S = 0.1
 
 @contextmanager
 def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folder.Claim]]:
-    """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
-    ``alone``: in a single process, so that one process can go on with it.
+    """Claim the folder of a begun job, for its new run or to resume the run of an earlier launch. ``alone``: in one
+    process, so that one process can resume it.
 
     Raises:
-        InvalidJob: the folder cannot be made.
-        JobConflict: another start holds the folder, and did not end within 15 s: a launcher may start processes again
-            while the former ones end.
+        InvalidJob: the folder cannot be created.
+        JobConflict: another start holds the folder, and did not end within 15 s, which a launcher's restart may take.
     """
     previous = folder.newest_owner(job.job_dir)
     if previous is not None and previous.runtime != folder.ON_RAY and job.checkpoint.resume == "latest":
@@ -72,8 +71,8 @@ def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folde
 
 @dataclass
 class Leader:
-    """Rank 0 of a job, in which every role has a worker in each process; ``links`` are those with the other ranks,
-    and ``start`` is the claim on its folder."""
+    """Rank 0 of a job, in which every role has a worker in each process, with ``links`` to the other ranks; ``start``
+    is the claim on its folder."""
 
     job: JobSpec
     start: folder.Claim
@@ -132,7 +131,7 @@ class Leader:
             _end_process_after_timeout(port.worker, clean=self.error is None)
 
     def _first_cause(self, port: TorchrunPort, error: BaseException) -> BaseException:
-        """``error``, or the lost process that caused it: ranks that wait for a lost one fail in many ways."""
+        """Return ``error``, or the loss of a process that caused it: ranks that wait for a lost one may fail first."""
         if not isinstance(error, InvocationError) or isinstance(error, WorkloadDied) or not self.links:
             return error
         lost = port.wait_for_loss(_ECHO_S)
@@ -168,7 +167,7 @@ class Leader:
 
 
 def run_follower(launch: LaunchEnv, link: Link) -> bool:
-    """Run the workers of a rank other than 0 until the job ends. Returns True if it ended cleanly."""
+    """Run the workers of another rank until the job ends. Returns True if it ended cleanly."""
     worker = Worker(launch, link.send)
     end_received = threading.Event()
 
@@ -191,7 +190,7 @@ def run_follower(launch: LaunchEnv, link: Link) -> bool:
 
 
 def _end_process_after_timeout(worker: Worker, clean: bool) -> None:
-    """End this process if ``worker`` does not: its call may be a collective that waits for a lost rank."""
+    """End this process if ``worker`` does not end: its call may be a collective that waits for a lost rank."""
 
     def watch() -> None:
         if not worker.ended.wait(CLOSE_S if clean else ABORT_S):
