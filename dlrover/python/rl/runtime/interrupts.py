@@ -86,7 +86,7 @@ def sigterm_unwinds() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGTERM, handler)
 
     def repeat_swallowed(swallowed: "sys.UnraisableHookArgs") -> None:
-        if not isinstance(swallowed.exc_value, SystemExit) or swallowed.exc_value.code != _TERMINATED:
+        if not isinstance(swallowed.exc_value, _Terminated):
             report(swallowed)
             return
         take_back()
@@ -106,9 +106,13 @@ def sigterm_unwinds() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+class _Terminated(SystemExit):
+    """Raised by SIGTERM."""
+
+
 def _unwind(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(_TERMINATED)
+    raise _Terminated(_TERMINATED)
 
 
 def hangup_terminates() -> None:

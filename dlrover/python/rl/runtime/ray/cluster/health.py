@@ -35,8 +35,7 @@ _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def examine_cluster(folder: str, ports: Iterable[int] = ()) -> tuple[list[MachineReport], list[Check]]:
-    """A report of each node that answers, and checks of all together; on the cluster that this process is connected
-    to."""
+    """Return the reports of the connected cluster's nodes that answer, and checks of all nodes together."""
     cluster = RayClusterApi()
     nodes = [row for row in cluster.list_nodes() if row.alive]
     return asyncio.run(_examine(cluster, nodes, folder, tuple(ports)))
@@ -62,8 +61,7 @@ async def _examine(
 
 
 async def _ask(cluster: RayClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
-    """With how far its clock is ahead of this one, from a call that returns at once: the time there is that at half of
-    the way."""
+    """Return a node's report. A call that returns at once reads its clock in the middle of the way there and back."""
     report: MachineReport | None = await cluster.run_on(node, machine.examine, folder, ports)
     began_s = time.time()
     wall_s: float | None = await cluster.run_on(node, machine.read_clock)
@@ -73,7 +71,7 @@ async def _ask(cluster: RayClusterApi, node: str, folder: str, ports: tuple[int,
 
 
 async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
-    """A file that each node writes can be read on every other one."""
+    """Check that every node can read the files of all others."""
     names = [f".doctor-{uuid4().hex}" for _ in nodes]
 
     async def on_each(function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
@@ -84,10 +82,10 @@ async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder:
 
     try:
         await on_each(machine.leave_mark, names)
-        found = await on_each(machine.find_marks, [names] * len(nodes))
+        visible = await on_each(machine.find_marks, [names] * len(nodes))
     finally:
         await on_each(machine.remove_mark, names)
-    lacking = [node.host for node, marks in zip(nodes, found, strict=True) if set(marks or ()) != set(names)]
+    lacking = [node.host for node, marks in zip(nodes, visible, strict=True) if set(marks or ()) != set(names)]
     if not lacking:
         return Check(f"shared {folder}", True, "each node reads what the others write")
     advice = "mount one file system there on all nodes, or name a folder of one: --folder"
@@ -95,7 +93,7 @@ async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder:
 
 
 async def check_connections(cluster: RayClusterApi, nodes: Sequence[NodeRow]) -> Check:
-    """Each node reaches any port of the next one, as ranks and weights need it."""
+    """Check that each node reaches any port of the next one, as ranks and weights must."""
 
     async def is_open(source: NodeRow, target: NodeRow) -> bool:
         for _ in range(2):  # at another port: the first may be taken
@@ -107,8 +105,8 @@ async def check_connections(cluster: RayClusterApi, nodes: Sequence[NodeRow]) ->
         return False
 
     pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    found = await asyncio.gather(*(is_open(source, target) for source, target in pairs))
-    closed = [f"{pair[0].host} to {pair[1].host}" for pair, reached in zip(pairs, found, strict=True) if not reached]
+    reached = await asyncio.gather(*(is_open(source, target) for source, target in pairs))
+    closed = [f"{pair[0].host} to {pair[1].host}" for pair, is_ok in zip(pairs, reached, strict=True) if not is_ok]
     if not closed:
         return Check("connections", True, "a node reaches the next at a port that neither has used")
     return Check("connections", False, f"none from {', '.join(closed)}", "open all ports between the nodes")
@@ -136,22 +134,22 @@ def compare(reports: list[MachineReport]) -> list[Check]:
 
 
 def risk_of_open_ray() -> str:
-    """Why the cluster that this process is connected to is dangerous; empty if neither its GCS nor its dashboard
-    answers a request without a token from beyond loopback. A firewall that keeps out this machine hides the risk."""
+    """Return the danger of the connected cluster; empty if neither its GCS nor its dashboard answers a request without
+    a token from beyond loopback. A firewall against this machine hides the risk."""
     dashboard = _internal_kv_get(ray_constants.DASHBOARD_ADDRESS, namespace=ray_constants.KV_NAMESPACE_DASHBOARD)
     return find_risk(str(ray.get_runtime_context().gcs_address), (dashboard or b"").decode())
 
 
 def find_risk(gcs: str, dashboard: str) -> str:
-    """:func:`risk_of_open_ray` of a GCS and a dashboard, ``host:port``; "" for none. What is named by a loopback
-    address may listen on the others, too."""
+    """Return :func:`risk_of_open_ray` of a GCS and a dashboard, ``host:port`` or "". A server with a loopback address
+    may listen on others, too."""
     for name, address, answers in (("GCS", gcs, gcs_answers), ("dashboard", dashboard, dashboard_answers)):
         host, _, port = address.rpartition(":")
         for reached in machine_addresses() if is_loopback(host) else [host] if host else []:
             if answers(f"{reached}:{port}"):
                 return (
-                    f"Ray's {name} at {reached}:{port} answers without a token: whoever reaches it runs code on the"
-                    " cluster. Set RAY_AUTH_MODE=token on all nodes, or keep its ports in a private network"
+                    f"Ray's {name} at {reached}:{port} answers without a token: anyone who reaches it can run code on"
+                    " the cluster. Set RAY_AUTH_MODE=token on all nodes, or keep its ports in a private network"
                 )
     return ""
 

@@ -21,19 +21,14 @@ from dlrover.python.rl.trainer.port import BUCKETS_S, Call, CallCounts, Outcome,
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-_SETTLE_S = 30.0
-"""How long fetching a result that is already there may take."""
-
-
-_BACK_S = 20.0
-"""How long a worker whose connection broke may take to be reached again before it is given up."""
-
+_SETTLE_S = 30.0  # for fetching a result that has arrived
+_BACK_S = 20.0  # for reaching a worker again whose connection broke
 _PING_S, _PAUSE_S = 1.0, 0.5
 
 
 class RayRef(Ref, ray.ObjectRef):
-    """A ref that Ray's functions take, too: ``ray.get``, ``ray.wait``, remote functions. ``ref`` is the call's own; one
-    that is issued again has another."""
+    """A ref that Ray's functions accept, too: ``ray.get``, ``ray.wait``, remote functions. A repeated call has another
+    ``ref``."""
 
     def __init__(self, ref: Any, *fields: Any) -> None:
         Ref.__init__(self, *fields)
@@ -55,7 +50,7 @@ class RayPort:
                 self.replace(role, rank, handle, incarnation=1)
 
     def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
-        """Call ``handle`` from now on. Running calls of the former worker go on."""
+        """Call ``handle`` from now on. Running calls of the former worker continue."""
         with self._lock:
             self._members[role, rank] = handle, incarnation
             self._owners[str(handle._actor_id.hex())] = (role, rank, incarnation)
@@ -65,7 +60,7 @@ class RayPort:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
 
     def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to the handles of its workers, in rank order."""
+        """Return the handles of each role's workers in rank order."""
         handles: dict[RLRoleType, list[Any]] = {}
         with self._lock:
             for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
@@ -87,7 +82,7 @@ class RayPort:
         return RayRef(result, self, result, size, role, rank, call.method, incarnation)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        # One get for the whole list: it ends at the first error, wherever in the list that is.
+        # One get for the whole list ends at the first error, wherever it is.
         try:
             return [Outcome(value) for value in ray.get([ref.token for ref in refs], timeout=timeout_s)]
         except (exceptions.GetTimeoutError, exceptions.RayError):
@@ -128,7 +123,7 @@ class RayPort:
         return _with_cause(failure, cause)
 
     def _comes_back(self, owner: tuple[str, int, int]) -> bool:
-        """Return True if a worker is alive whose connection broke; calls have ids, so asking it again is safe."""
+        """Return True if a worker with a broken connection is alive; calls have ids, so they can be repeated."""
         role, rank, incarnation = owner
         with self._lock:
             handle, current = self._members[role, rank]
@@ -150,7 +145,7 @@ class RayPort:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return True if an error of ``ray.get`` says that a process or a result is lost."""
+    """Return True if an error of ``ray.get`` reports a lost process or result."""
     lost = (
         exceptions.RayActorError
         | exceptions.NodeDiedError
@@ -162,8 +157,8 @@ def is_loss(error: BaseException) -> bool:
 
 
 def _needs_new_process(error: InvocationError) -> bool:
-    """Return True if the worker's process is of no use any more: its code has raised an error that asks for another
-    one, or a device, driver or link has failed under it."""
+    """Return True if the worker's process must be replaced: its error demands it, or a device, driver or link has
+    failed."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
     if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):
@@ -174,7 +169,7 @@ def _needs_new_process(error: InvocationError) -> bool:
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
-    """The death of ``owner``, the worker called or one whose result was an argument of the call of ``ref``."""
+    """Return the death of ``owner``, the called worker or one whose result was an argument of the call of ``ref``."""
     role, rank, incarnation = owner
     summary = _summarize(error)
     is_ours = isinstance(error, exceptions.RayError | DLRoverRLError)
@@ -187,7 +182,7 @@ def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> Wo
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes: Ray wraps the errors of a call's arguments, and so does the worker."""
+    """Yield ``error`` and its causes: Ray and the worker wrap the errors of a call's arguments."""
     link: BaseException | None = error
     visited: set[int] = set()
     while link is not None and id(link) not in visited:
@@ -202,25 +197,23 @@ def _with_cause(failure: InvocationError, cause: BaseException | None) -> Invoca
 
 
 def _summarize(error: BaseException) -> str:
-    """One line without colours; of a traceback the last one."""
+    """Return one line without colours, the last one of a traceback."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     return lines[-1 if isinstance(error, exceptions.RayTaskError) else 0] if lines else type(error).__name__
 
 
+_MOST_PENDING = 10_000
 _TASK_BYTES = ray.TaskID.size()
 
 
 def _task_of(ref: Ref) -> bytes:
-    """Equal for a call's result and for its row count."""
+    """Return the id of a call, the same for its result and its row count."""
     identity: bytes = ref.token.binary()
     return identity[:_TASK_BYTES]
 
 
-_MOST_PENDING = 10_000
-
-
 class CallWatch:
-    """Records when the trainer calls its workers, when it waits for them, and how long calls take. Thread safe."""
+    """Records the trainer's calls of its workers, their durations, and its waits. Thread safe."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -237,7 +230,7 @@ class CallWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the trainer waits for others."""
+        """Record that the trainer waits for other processes inside the block."""
         with self._lock:
             self._waits += 1
         try:
@@ -248,7 +241,7 @@ class CallWatch:
                 self._since_s = self._now_s()
 
     def own_s(self) -> float | None:
-        """Seconds that its own code has run since the last call; None while it waits."""
+        """Return the seconds that the trainer's own code has run since the last call; None while it waits."""
         with self._lock:
             return None if self._waits else self._now_s() - self._since_s
 
@@ -269,7 +262,7 @@ class CallWatch:
                 counts[-1] += now_s - began_s
 
     def pending(self) -> dict[str, int]:
-        """Role to its calls whose results were not received yet."""
+        """Count the pending calls by role."""
         with self._lock:
             return dict(Counter(role for role, _, _ in self._pending.values()))
 
@@ -281,7 +274,7 @@ class CallWatch:
 
 
 class WatchedPort(RayPort):
-    """The port below that of durable steps; ``watch`` records every use."""
+    """The port below the port of durable steps; ``watch`` records every use."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__({})
