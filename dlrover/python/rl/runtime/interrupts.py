@@ -21,8 +21,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def noted_signals(*signals: int) -> Iterator[list[int]]:
-    """Yield a list of the ``signals`` received inside the block, where they interrupt nothing. Outside the main thread
-    the list stays empty."""
+    """Yield a list of the ``signals`` received in the block, which interrupt nothing; empty outside the main thread."""
     noted: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in signals if is_main}

@@ -287,8 +287,7 @@ class TrainerRun:
 
 @dataclass
 class LocalExecutor:
-    """Runs a whole job in this process, which uses only the resources of ``placement``; see :class:`LocalPort` for
-    ``enforce_deadlines``."""
+    """Runs a whole job in this process; of ``placement`` it uses the resources, ``enforce_deadlines`` as the port."""
 
     job: JobSpec
     placement: Placement
@@ -432,8 +431,7 @@ HERE = "here"
 
 
 class LocalHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` without processes; its ``count`` devices
-    are one physical device."""
+    """Implements ``Hosting`` without processes; its ``count`` devices are one physical device."""
 
     separate = False
 

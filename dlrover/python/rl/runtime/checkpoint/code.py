@@ -19,8 +19,7 @@ _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:na
 
 
 def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
-    """Return the digests of the ``modules`` that the job names, and that these import, from its folders, and the
-    ``versions`` of the packages that compute."""
+    """Digest the ``modules`` that the job names or imports from its folders, with the ``versions`` of packages."""
     folders = [Path(job.work_dir), *map(Path, job.search_path)]
     names = {job.trainer.module, *(spec.module for spec in job.workloads.values()), *_referenced(job.config)}
     modules: dict[str, str] = {}

@@ -124,8 +124,7 @@ class Generation:
             raise CheckpointCorrupt(place, f"it cannot be read: {error}") from error
 
     def is_intact(self, wait: DiskWait) -> bool:
-        """Return True if every file is intact; otherwise, or after lasting errors of the disk, quarantine the
-        generation. Raises OSError if the store cannot be read."""
+        """Return True if every file is intact, else quarantine the generation. Raises OSError if unreadable."""
         try:
             return retry_io(partial(self.store.valid, self.manifest), self.store.root, wait)
         except OSError as error:
@@ -175,8 +174,7 @@ class Copying:
     _has_claimed: bool = False
 
     def claim(self, wait: DiskWait, needed: bool = True) -> bool:
-        """Claim ``durable`` for this epoch, before any copy begins. Returns False if it cannot be reached; raises
-        StaleEpoch, and if it is ``needed`` the OSError."""
+        """Claim ``durable``, or return False if it is unreachable; raises StaleEpoch, OSError if ``needed``."""
         if self._has_claimed:
             return True
         try:
@@ -205,8 +203,7 @@ class Copying:
         self.end()
 
     def publish_complete(self) -> None:
-        """Publish the copy if all its files exist, even if workers have died since: a file gets its name only after its
-        checksum was verified."""
+        """Publish the copy if all its verified files exist, even if workers have died since."""
         if self.at is None:
             return
         copies = {name: replace(file, node="") for name, file in self.at.files.items() if name != TRAINER}

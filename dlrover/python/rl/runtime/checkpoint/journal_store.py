@@ -138,8 +138,7 @@ class FileStateStore(StateStore):
         self._file = -1
 
     def _replace_if_frozen(self) -> None:
-        """Continue with a copy of the file if its owner is frozen or lost in the middle of an append: when it resumes,
-        it finds the file removed."""
+        """Use a copy of the file if its owner is frozen in an append; when it resumes, it finds the file removed."""
         try:
             take_lock(self._file, self._path, TAKE_OVER_S)
             fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -75,8 +75,7 @@ class GenerationRequest:
 
 
 class _Background:
-    """A file of ``step`` that a thread writes; its ``seconds`` are the waits of calls for it, and its share of this
-    process's cores."""
+    """A file of ``step`` that a thread writes; ``seconds`` count calls' waits for it, and its share of the cores."""
 
     def __init__(self, step: int, write: Callable[[], StateFile | None]) -> None:
         self.step, self._write = step, write

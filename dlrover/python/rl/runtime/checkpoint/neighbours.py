@@ -84,8 +84,7 @@ def read(part: Part) -> Any:
 
 
 def store(part: Part | Roots, content: Any, node: str) -> bool:
-    """Write a part of a file, or a :class:`Held` generation, to the memory of this ``node``. Returns False if it cannot
-    be written or is damaged."""
+    """Write a part of a file, or a :class:`Held` generation, to this ``node``'s memory. Returns False if that fails."""
     if content is None:
         return False
     try:
@@ -130,8 +129,7 @@ def held(roots: Roots, node: str) -> list[Held]:
 
 
 def adopt(store: CheckpointStore, generation: Held) -> bool:
-    """Add a generation of another node to ``store``; returns False if it is damaged, or quarantined here. Raises
-    OSError, CheckpointCorrupt."""
+    """Add another node's generation unless it is damaged or quarantined. Raises OSError, CheckpointCorrupt."""
     try:
         manifest = decode(generation.manifest)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -200,8 +198,7 @@ def lost_files(manifest: Manifest, nodes: Collection[str]) -> list[str]:
 
 
 def nodes_by_process(files: Files, copied: Mapping[Transfer, str], before: Manifest | None) -> dict[str, list[str]]:
-    """Return ``Manifest.extra[NODES]`` of a commit after ``before`` whose ``copied`` files have arrived. Warns once of
-    files that only one node has."""
+    """Return ``Manifest.extra[NODES]`` of the commit after ``before``; warns once of files that only one node has."""
     nodes_of_files = {name: [file.node] for name, file in files.items()}
     for transfer, node in copied.items():
         if transfer.source is not None:

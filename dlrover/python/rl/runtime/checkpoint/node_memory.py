@@ -38,8 +38,7 @@ def memory_path(job: str, run: str) -> Path:
 
 
 def memory_name() -> str:
-    """Return the name of this node's memory for all processes that see it: Ray nodes of one machine share a name,
-    containers that share nothing do not."""
+    """Return the name of this node's memory, which all processes share that see it, but not separate containers."""
     folder = _memory_folder()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -108,8 +107,7 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The folder of a run in this node's memory. It ``is_held`` while the run has a process here; its copies go to
-    ``saved_to``, empty if unknown."""
+    """A run's folder in this node's memory, ``is_held`` by its processes; ``saved_to`` are its copies, if known."""
 
     job: str
     run: str

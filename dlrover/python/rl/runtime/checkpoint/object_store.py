@@ -47,8 +47,7 @@ _BAD, _EPOCHS = "bad", "epochs"
 
 
 class ObjectStore:
-    """The generations of ``run`` under ``url``: the durable copies of a job whose ``job_dir`` is a URL. Errors of the
-    store are OSErrors. Tests replace ``fs``."""
+    """The generations of ``run`` under ``url``, a job's durable copies. Errors are OSErrors; tests replace ``fs``."""
 
     def __init__(self, url: str, run: str, keep: int = 2, fs: fsspec.AbstractFileSystem | None = None) -> None:
         self.root, self.run, self.keep = url.rstrip("/"), run, keep
@@ -68,8 +67,7 @@ class ObjectStore:
         return max((int(name) for name in self.names(_EPOCHS) if name.isdigit()), default=0)
 
     def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
-        """Check and upload a file of ``step``; one that is not intact does not appear. Raises StaleEpoch,
-        CheckpointCorrupt, CheckpointMissing, OSError."""
+        """Check and upload an intact file. Raises StaleEpoch, CheckpointCorrupt, CheckpointMissing, OSError."""
         self._check(epoch)
         with store_errors():
             target = self._fs.open(f"{self._path}/{folder_name(step, epoch)}/{file.name}", "wb", autocommit=False)

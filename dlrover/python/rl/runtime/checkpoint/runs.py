@@ -48,8 +48,7 @@ _KEPT = 3  # commits in memory, of which one is being written
 
 
 def forget_commits(job_dir: Path, run: str) -> None:
-    """Remove an ended run's commits from the job's directory unless they go beyond its last copy, and its empty folder
-    of copies."""
+    """Remove an ended run's commits unless they go beyond its last copy, and its empty folder of copies."""
     folder = job_dir.absolute()
     commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (COMMITS, COPIES))
     if newest_step(commits) <= newest_step(copies):

@@ -102,8 +102,7 @@ def read_state(path: Path, expected: StateFile | None = None, header: Header | N
 def read_opened(
     file: Any, name: str, nbytes: int, expected: StateFile | None = None, header: Header | None = None
 ) -> Any:
-    """Like :func:`read_state` from an open file of ``nbytes``. A file of an unexpected length is not read: a damaged
-    one may exceed the memory."""
+    """Like :func:`read_state` from an open file of ``nbytes``, which must be the expected ones to fit the memory."""
     _check_length(name, nbytes, expected)
     memory = mmap.mmap(-1, max(nbytes, 1))  # aligned like the buffers in the file
     with suppress(OSError):  # a kernel without them
@@ -143,8 +142,7 @@ def check_size(folder: Path, expected: StateFile) -> None:
 
 
 def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> StateFile:
-    """Check ``file`` and copy it from one folder to another; a damaged source leaves the target unchanged. Raises as
-    :func:`read_state` and :func:`write_state`."""
+    """Check and copy an intact ``file``. Raises as :func:`read_state` and :func:`write_state`."""
     with new_file(target / file.name, durable, file.nbytes) as copy:
         check_file(source, file, copy.write)
     return replace(file, node="")

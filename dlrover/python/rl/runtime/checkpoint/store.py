@@ -126,8 +126,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def decode(content: bytes) -> Manifest:
-    """Invert :func:`encode`. Raises ValueError if a byte has changed, CheckpointMissing for the calls that commits of
-    earlier versions could have instead of states."""
+    """Invert :func:`encode`. Raises ValueError for a changed byte, CheckpointMissing for an earlier version's calls."""
     fields = json.loads(content)["manifest"]
     if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:
         raise ValueError("it does not match its checksum")
@@ -322,8 +321,7 @@ class CheckpointStore:
         return folder
 
     def write(self, step: int, epoch: int, name: str, header: Header, tree: Any) -> StateFile:
-        """Write file ``name`` of ``step``; raises as :meth:`folder` and ``write_state``. In memory a state overwrites
-        an old one: new pages take three times as long."""
+        """Write a file, in memory over an old one, which is faster; raises as :meth:`folder` and ``write_state``."""
         path = self.folder(step, epoch) / name
         return write_state(path, header, tree, self.durable, self.spare(path))
 
@@ -358,8 +356,7 @@ class CheckpointStore:
                 self._retire(self.root / folder_name(*folder))
 
     def free_space(self, step: int, pinned: bool) -> bool:
-        """Remove the folders of the steps before ``step``, damaged ones, and with ``pinned`` also pinned ones, whose
-        copies then fail. Returns False if there were none."""
+        """Remove steps before ``step``, also ``pinned`` ones, and damaged ones. Returns False if there are none."""
         protected = set() if pinned else self.pinned
         spared = [folder_name(*ids) for ids in self._folders() if ids[0] < step and ids[0] not in protected]
         damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
@@ -396,8 +393,7 @@ class CheckpointStore:
         return sorted(manifests, key=lambda manifest: manifest.age, reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
-        """Return True if every file is intact; otherwise quarantine the generation. :func:`check_size` is a quicker and
-        less strict ``verify``."""
+        """Return True if ``verify`` (:func:`check_size` is quicker) passes; else quarantine the generation."""
         folder = self.root / manifest.folder
         try:
             for file in self._files_here(manifest):
@@ -408,8 +404,7 @@ class CheckpointStore:
         return True
 
     def read(self, manifest: Manifest, name: str) -> Any:
-        """Return the tree in file ``name``. Raises CheckpointMissing, or CheckpointCorrupt: :meth:`quarantine` the
-        generation then, and use the next older one."""
+        """Return the tree in file ``name``. Raises CheckpointMissing, CheckpointCorrupt: :meth:`quarantine` it."""
         file = manifest.file_of(name)
         return read_state(self.root / manifest.folder / file.name, file)
 

@@ -138,8 +138,7 @@ def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
 
 
 def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> str:
-    """Return the last lines of a Ray worker process, dead or alive, of stderr before stdout; ``session_dir`` is Ray's
-    on its node."""
+    """Return a Ray worker's last lines, of stderr first; ``session_dir`` is Ray's on the node of the process."""
     tail: list[str] = []
     for ending in ("err", "out"):
         count = lines - len(tail)
@@ -211,8 +210,7 @@ def _tail_of_newest(folder: Path, pattern: str, lines: int) -> list[str]:
 
 
 class DepartureNotice:
-    """A notice that this process will end soon: ``file`` exists (``""``: no file), or it got SIGTERM. Only the first
-    SIGTERM is caught, by an object of the main thread."""
+    """A notice of this process's end: ``file`` (``""``: none) exists, or the main thread got the first SIGTERM."""
 
     def __init__(self, file: str = "") -> None:
         self._file = Path(file) if file else None

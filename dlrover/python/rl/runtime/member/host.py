@@ -54,8 +54,7 @@ _Answer: TypeAlias = tuple[str, Stored | errors.InvocationError | None]  # the m
 
 
 class MemberHost:
-    """Hosts one workload; see the module. ``node`` is the id of the node for files that only it has, ``""`` in one
-    process."""
+    """Hosts one workload; ``node`` is the id of the node for files that only it has, ``""`` in one process."""
 
     def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
         self.workload: Any = None  # before start()
@@ -91,8 +90,7 @@ class MemberHost:
         return self._epoch > 0
 
     def current_call(self) -> tuple[str, CallId, float] | None:
-        """Return the method and id of the current call, and the seconds since its last progress or its begin; the id is
-        ``(-1, -1)`` outside steps."""
+        """Return the current call's method, id ((-1, -1) outside steps) and seconds since its last progress."""
         now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
@@ -145,8 +143,7 @@ class MemberHost:
         return self._call(method, _NEVER, args, kwargs)
 
     def failure(self, method: str, error: BaseException) -> errors.InvocationError:
-        """Return the ``error`` that is being handled as the trainer receives it, without a traceback if the method was
-        not entered: the trainer's own one ends at the call."""
+        """Return the handled ``error`` for the trainer, without a traceback if the method was not entered."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_entered = not frames or frames[-1].f_code is not MemberHost._call.__code__
         text = valid_text(errors.user_traceback(error)) if is_entered else ""

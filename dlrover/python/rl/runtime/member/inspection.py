@@ -73,8 +73,7 @@ class Inspection:
 
 
 def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspection:
-    """Inspect a job. ``before``: the description of the run that it resumes. ``here``: it runs in this process, on this
-    machine's devices, whatever its ``device_type``."""
+    """Inspect a job that resumes the run described in ``before``; ``here``: on this machine's devices."""
     errors, refusals = list[ConfigError](), list[ConfigError]()
     methods, loaded = dict[str, tuple[str, ...]](), dict[str, type[BaseWorkload]]()
     collectives, rejoining, about = list[str](), list[str](), list[str]()
@@ -130,8 +129,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
 
 
 def inspect_types(job: JobSpec) -> Inspection:
-    """Check the ``config`` of a job for other machines, which have its files, by its trainer's schema and options.
-    There are no errors if the trainer cannot be imported here."""
+    """Check a config by its trainer's schema and options alone, if the trainer can be imported on this machine."""
     try:
         trainer = load_class(job.trainer.module, job.trainer.class_, job.search_path)
         if trainer.config_class is None:
@@ -175,8 +173,7 @@ def _find_rejoining(workload: Any, config: Any, role: str, rejoining: list[str])
 
 
 def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, list[str]]:
-    """Return the job with the names of its trainer's schema, and lines about the renamed keys. A key from the command
-    line precedes the file's key with the other name."""
+    """Return the job with its schema's names, and lines about renamed keys; keys of the command line come first."""
     if trainer.config_class is None:
         return job, []
     added = [error.where.removeprefix("config.") for error in job.unlisted]
@@ -188,8 +185,7 @@ def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, 
 
 
 def _complete(plan: TrainerPlan, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
-    """Return the complete config, and the errors that only completing it finds. Keys that overrides have added are
-    errors for a trainer without a schema."""
+    """Return the complete config, and errors of completing it; without a schema, keys that overrides add are errors."""
     devices = "HERE" if here and job.trainer.device_type == "GPU" else job.trainer.device_type
     try:
         config = plan.complete_config(job.config, devices)

@@ -92,8 +92,6 @@ class RayExecutor:
             case _:
                 self._start_task(_wait(command, emit), emit)
 
-    # -- tasks --------------------------------------------------------------------------------------------------------
-
     def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
         """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
 
@@ -158,8 +156,6 @@ class RayExecutor:
         self._job = unseal(self._job, secrets)
         self._pool.set_job(self._job)
 
-    # -- other sizes of roles -----------------------------------------------------------------------------------------
-
     def resize(self, state: JobState) -> None:
         """Adopt the sizes of the roles, before commands that follow from them."""
         self._full_sizes = dict(state.wanted)
@@ -170,14 +166,10 @@ class RayExecutor:
                 self._discard(process_id)
                 self._detached.run(self._table.note_located(process_id))
 
-    # -- placing ------------------------------------------------------------------------------------------------------
-
     async def _place(self, command: commands.Place, emit: Emit) -> None:
         self._incarnation = command.incarnation
         await self.reservations.reserve(command.incarnation, command.excluded)
         emit(events.Placed(command.incarnation))
-
-    # -- workers ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: commands.StartMembers, emit: Emit) -> None:
         together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
@@ -262,8 +254,6 @@ class RayExecutor:
         self.reservations.nodes.add(process.node)
         return replace(process, slot=entry.slot)
 
-    # -- standbys -----------------------------------------------------------------------------------------------------
-
     async def _prepare(self, entry: ProcessEntry, excluded: tuple[str, ...], emit: Emit) -> None:
         await self._start_actor(entry, excluded)
         self._watch(entry, emit)
@@ -271,8 +261,6 @@ class RayExecutor:
         ref = entry.handle.dlrover_prepare.remote(self._job)
         await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)
         emit(events.StandbyReady(entry.process_id.role, entry.process_id.rank, entry.process))
-
-    # -- trainer ------------------------------------------------------------------------------------------------------
 
     async def _run_trainer(self, entry: ProcessEntry, command: commands.StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
@@ -299,8 +287,6 @@ class RayExecutor:
             outcome = await self._pool.outcome_of(entry.handle)
             emit(events.TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def _kill(self, process_id: ProcessId, number: int) -> None:
         entry = self._table.find(process_id)
         if entry is not None and entry.number == number:
@@ -317,11 +303,8 @@ class RayExecutor:
             await self._detached.retry(partial(self.reservations.forget_commits, processes))
         emit(events.Released(command.incarnation))
 
-    # -- after the master's own restart -------------------------------------------------------------------------------
-
     async def adopt(self, state: JobState, emit: Emit) -> int:
-        """Watch the processes that are up in ``state``, emit the loss of missing ones, and end all others of the run.
-        Returns the number of processes found."""
+        """Watch the living processes of ``state``, report missing ones, and end others. Returns their count."""
         self._incarnation = state.incarnation
         self.resize(state)
         await self.reservations.find(state.incarnation, state.excluded, state.wanted)

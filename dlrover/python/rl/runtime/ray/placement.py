@@ -59,8 +59,7 @@ _NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?
 
 @dataclass(frozen=True)
 class _NodeGroup(GroupRow):
-    """A group of a plan. A PENDING group stays, since Ray may lose the resources of a group that is removed before it
-    is created (ray-project/ray#64693)."""
+    """A group of a plan. A PENDING one stays: Ray may lose resources if it is removed (ray-project/ray#64693)."""
 
     prefix: str
     node: int  # of the plan
@@ -155,8 +154,7 @@ def placement_of(slot: Slot, placement: Placement, groups: Sequence[str]) -> Act
 async def wait_until_reserved(
     cluster: RayClusterApi, groups: Sequence[str], placement: Placement, timeout_s: float
 ) -> None:
-    """Wait until all groups have their resources, and log the missing ones every few seconds. Raises PlacementTimeout
-    after ``timeout_s`` seconds, or if a group was removed."""
+    """Wait for the resources of all groups. Raises PlacementTimeout after ``timeout_s``, or if a group was removed."""
     loop = asyncio.get_running_loop()
     start_s = logged_s = loop.time()
     while waiting := await asyncio.to_thread(waiting_nodes, cluster, groups):
@@ -171,8 +169,7 @@ async def wait_until_reserved(
 
 
 def waiting_nodes(cluster: RayClusterApi, groups: Sequence[str]) -> list[int]:
-    """List the plan's nodes whose groups lack their resources, and remove groups that Ray would serve instead. Raises
-    PlacementTimeout if a group was removed."""
+    """List the plan's nodes without resources; removes strays. Raises PlacementTimeout if a group was removed."""
     table, wanted = _list_groups(cluster), set(groups)
     present = [group for group in table if group.id in wanted and group.state != REMOVED]
     if len(present) < len(wanted):
@@ -184,8 +181,7 @@ def waiting_nodes(cluster: RayClusterApi, groups: Sequence[str]) -> list[int]:
 
 
 def _remove_replaced(cluster: RayClusterApi, table: Iterable[_NodeGroup], prefix: str) -> None:
-    """Remove replaced groups that have left their node: Ray moves a group whose node is gone to another node, where it
-    is not needed."""
+    """Remove replaced groups that Ray has moved from a lost node to another, where they are not needed."""
     groups = [group for group in table if group.prefix == prefix]
     successors = {(group.node, group.number - 1): group for group in groups}
     for group in groups:
@@ -347,8 +343,7 @@ class Reservations:
         await wait_until_reserved(self._cluster, groups, self._placement, timeout_s)
 
     async def find(self, incarnation: int, excluded: tuple[str, ...], short: Iterable[str] = ()) -> None:
-        """Find the groups of an earlier master, request missing ones, and remove groups beyond the plan. Roles that are
-        ``short`` of workers have nodes without a place."""
+        """Find or request the plan's groups, and remove others. Roles ``short`` of workers have lacking nodes."""
         if self.uses_groups:
             prefix = self._prefix(incarnation)
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded, True)
@@ -356,8 +351,6 @@ class Reservations:
             slots = (slot for role in short for slot in self.slots[RLRoleType(role)])
             self._lacking = self._spare & {self._node_of(slot) for slot in slots}
             await self._look_for_places()
-
-    # -- sizes of roles -----------------------------------------------------------------------------------------------
 
     def lacking_slots(self, role: RLRoleType) -> list[int]:
         """List the slots that had no place at the last attempt."""
@@ -375,8 +368,7 @@ class Reservations:
                 self._lacking.discard(node)
 
     async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
-        """Reserve places for ``num`` workers of ``role``, or ensure that the places of an earlier size still exist. A
-        PlacementTimeout changes nothing."""
+        """Reserve or check the places of ``num`` workers of ``role``; after a PlacementTimeout nothing has changed."""
         placement = self._planned.with_places({**state.most, role: max(num, state.most.get(role, 0))})
         excluded, timeout_s = state.excluded, min(timeout_s, self._job.placement_timeout_s)
         if len(placement.bundles) <= len(self._placement.bundles):
@@ -407,8 +399,6 @@ class Reservations:
             raise PlacementTimeout("the job was restarted during the resize")
         self._groups.extend(groups)
 
-    # -- places of processes ------------------------------------------------------------------------------------------
-
     async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
         """Return the place of a process of ``role``, after replacing a lost node. Raises PlacementTimeout."""
         slots = self.slots[role]
@@ -426,8 +416,7 @@ class Reservations:
         return ActorPlacement(group=self._groups[0])
 
     async def _ensure_node(self, node: int, excluded: tuple[str, ...], limit_s: float = inf) -> None:
-        """Reserve one node of the plan unless it is reserved. Raises PlacementTimeout after ``limit_s`` seconds, or at
-        once if that has happened before."""
+        """Reserve one node of the plan if necessary. Raises PlacementTimeout, at once after an earlier one."""
         loop = asyncio.get_running_loop()
         called_s = loop.time()
         async with self._locks[node]:
@@ -475,8 +464,6 @@ class Reservations:
         """Return the error of a cluster that lacks the plan's resources."""
         limit_s = self._job.placement_timeout_s
         return await asyncio.to_thread(placement_timeout, self._cluster, self._placement, limit_s)
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     async def release(self) -> None:
         """Remove all placement groups of the run."""

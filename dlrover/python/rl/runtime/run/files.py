@@ -138,16 +138,14 @@ class RunFolder:
 
 
 class LogReader:
-    """Reads new lines of one process or of all; ``tail`` limits the first reading to the last lines of each, and to
-    16 MB."""
+    """Reads new lines of one process or of all; ``tail`` limits the first reading to the last lines, and to 16 MB."""
 
     def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
         self._folder, self._process, self._tail = folder, process, tail
         self._positions: dict[str, tuple[int, int]] = {}  # inode and offset, by process
 
     def check(self, coming: Mapping[str, int] | None = None) -> None:
-        """Raise InvalidJob if the process has no log and is no process of a job with ``coming`` logs, which are the
-        numbers of its workers by role."""
+        """Raise InvalidJob if the process has no log, and is not ``coming`` (numbers of workers by role)."""
         names = self._folder.processes()
         if not self._process or self._process in names:
             return
@@ -237,8 +235,7 @@ def _missing(name: str, why: str) -> InvalidJob:
 
 
 class LogCopier:
-    """Copies lines that are appended to ``sources`` from now on; while the target cannot be written, drops and counts
-    them."""
+    """Copies new lines of ``sources``; while the target cannot be written, drops and counts them."""
 
     def __init__(self, folder: Path, process: str, sources: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
         self._target, self._max_bytes = folder / LOGS / f"{process}{SUFFIX}", max_bytes

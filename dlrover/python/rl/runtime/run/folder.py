@@ -160,8 +160,7 @@ def read_owner(record: Path) -> Owner | None:
 
 
 def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
-    """Write a file, as readable as its folder, which is whole and on disk when this returns. Raises FileExistsError if
-    it is ``exclusive`` and exists."""
+    """Write a whole file, as readable as its folder, to disk. Raises FileExistsError if ``exclusive``."""
     with new_file(path, durable=True, exclusive=exclusive) as file:
         share_file(Path(file.name))
         file.write(content)
@@ -346,8 +345,7 @@ def _write_description(job: JobSpec, description: bytes) -> None:
 
 
 def superseded(job: JobSpec) -> list[Path]:
-    """List the checkpoints and commits of ended runs of this name in default folders, except the newest
-    ``checkpoint.keep_runs``."""
+    """List the states of ended runs of this name in default folders, except the newest ``checkpoint.keep_runs``."""
     parent = job.run_folders or (job.job_dir.parent if _is_own_folder(job) else None)
     if parent is None:
         return []
@@ -363,8 +361,7 @@ def superseded(job: JobSpec) -> list[Path]:
 
 
 def _is_own_folder(job: JobSpec) -> bool:
-    """Return True if the run has its default folder. The names decide, since a master works in another directory than
-    the process that began the run."""
+    """Return True if the run has its default folder, by its names: a master works in another directory."""
     parent = job.job_dir.parent
     return (parent.parent.name, parent.name) == (RUNS.name, job.name) and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 

@@ -274,8 +274,7 @@ def _describe_devices(on_ray: bool) -> dict[str, Any]:
 
 
 def record_environment(job: JobSpec, number: int, runtime: str, on_ray: bool) -> None:
-    """Add the line of start ``number`` to the folder of a begun job, and to its object store, whose lines come first.
-    Warns if the line cannot be written."""
+    """Add the line of start ``number`` to a begun job's folder and object store, or warn that it cannot be written."""
     start = {
         "start": number,
         "run": job.run,

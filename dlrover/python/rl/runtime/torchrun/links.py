@@ -96,8 +96,7 @@ class Link:
             threading.Thread(target=target, args=arguments, name="dlrover-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Queue ``message`` and return at once; large buffers in it must not change afterwards. Raises if it cannot be
-        pickled."""
+        """Queue ``message``, whose large buffers must not change. Raises an error if it cannot be pickled."""
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         self._outbox.put([len(buffers).to_bytes(4, "big") + data, *(buffer.raw() for buffer in buffers)])
@@ -160,8 +159,7 @@ class Link:
 
 
 def accept_all(launch: LaunchEnv, store: Any) -> dict[int, Link]:
-    """Wait at rank 0 for the other ranks, which find it in a torch ``Store``. Returns their links by rank; raises
-    ClusterUnavailable with the missing ranks."""
+    """Wait at rank 0 for the other ranks, by a torch ``Store``, and return their links. Raises ClusterUnavailable."""
     links: dict[int, Link] = {}
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S

@@ -71,8 +71,7 @@ def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folde
 
 @dataclass
 class Leader:
-    """Rank 0 of a job, in which every role has a worker in each process, with ``links`` to the other ranks; ``start``
-    is the claim on its folder."""
+    """Rank 0 of a job with ``links`` to the other ranks, each of which has a worker of every role."""
 
     job: JobSpec
     start: folder.Claim

@@ -123,8 +123,7 @@ def ray_cluster(
 
 @contextlib.contextmanager
 def _inert_output() -> Iterator[None]:
-    """Show the output of the cluster's processes as inert text inside the block: Ray passes each record to all
-    handlers, and adds its own, which prints, when it connects."""
+    """Make the cluster's output inert before Ray's own handler, which is added when it connects, prints it."""
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
     dispatcher.add_handler("dlrover", lambda record: record.update(lines=[inert(line) for line in record["lines"]]))
     try:
@@ -187,8 +186,7 @@ def other_addresses() -> list[str]:
 
 
 def lost_process(patience_s: float = 0.0) -> str:
-    """Return the Ray process of this process's own cluster that has died, or dies within ``patience_s`` seconds; empty
-    if none does."""
+    """Return the Ray process of this process's cluster that dies within ``patience_s`` seconds; empty if none does."""
     until_s = time.monotonic() + patience_s
     while True:
         node = worker._global_node
@@ -313,8 +311,7 @@ def has_durable_gcs() -> bool:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let Ray listen on 127.0.0.1 only, in this process and its children. On Linux Ray would otherwise replace it by
-    the machine's address and listen on every interface."""
+    """Let Ray listen on 127.0.0.1 only, where on Linux it would replace the address and listen on every interface."""
     attribute = ray_constants.ENABLE_RAY_CLUSTER
     variable = os.environ.get(_ENABLE_CLUSTER)
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -141,8 +141,7 @@ def risk_of_open_ray() -> str:
 
 
 def find_risk(gcs: str, dashboard: str) -> str:
-    """Return :func:`risk_of_open_ray` of a GCS and a dashboard, ``host:port`` or "". A server with a loopback address
-    may listen on others, too."""
+    """Return the risk of a GCS and a dashboard, ``host:port`` or ""; a loopback server may listen elsewhere, too."""
     for name, address, answers in (("GCS", gcs, gcs_answers), ("dashboard", dashboard, dashboard_answers)):
         host, _, port = address.rpartition(":")
         for reached in machine_addresses() if is_loopback(host) else [host] if host else []:

@@ -34,8 +34,7 @@ _REFUSALS = 2
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A row of Ray's node table: the raylet's ``host`` and ``port`` (0 for unknown), and ``why`` the node has died; a
-    ``draining`` node is alive."""
+    """A row of Ray's node table: the raylet's address (port 0: unknown), and ``why`` a dead node has died."""
 
     node_id: str
     alive: bool
@@ -62,8 +61,7 @@ def node_table() -> list[NodeRow]:
 
 
 async def closed(host: str, port: int) -> None:
-    """Connect and return when the other side has closed the connection. Raises OSError, ConnectionRefusedError if
-    nothing listens there, and TimeoutError."""
+    """Connect and wait until the other side closes. Raises OSError (ConnectionRefusedError), TimeoutError."""
     async with asyncio.timeout(_CONNECT_S):
         reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -76,8 +74,7 @@ async def closed(host: str, port: int) -> None:
 
 
 class NodeWatch:
-    """Reports each lost node once. A thread calls ``table``, which waits while the GCS is away; each round waits for it
-    up to ``table_s`` seconds."""
+    """Reports each lost node once. A thread reads ``table``, and waits up to ``table_s`` while the GCS is away."""
 
     def __init__(
         self,

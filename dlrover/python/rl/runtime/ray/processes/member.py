@@ -100,8 +100,7 @@ def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None)
 
 
 class MemberActor:
-    """Hosts one workload; ``number`` is a worker's incarnation or a standby's number. Without a master ``beats`` is
-    None, and the actor ends with its owner."""
+    """Hosts one workload; ``number`` is a worker's incarnation or a standby's, ``beats`` None without a master."""
 
     def __init__(self, process_id: ProcessId, number: int, master: Any, beats: LivenessSpec | None) -> None:
         configure_logging(str(process_id))

@@ -27,8 +27,7 @@ _PING_S, _PAUSE_S = 1.0, 0.5
 
 
 class RayRef(Ref, ray.ObjectRef):
-    """A ref that Ray's functions accept, too: ``ray.get``, ``ray.wait``, remote functions. A repeated call has another
-    ``ref``."""
+    """A ref that Ray's functions accept, too, such as ``ray.get``; a repeated call has another ``ref``."""
 
     def __init__(self, ref: Any, *fields: Any) -> None:
         Ref.__init__(self, *fields)
@@ -157,8 +156,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def _needs_new_process(error: InvocationError) -> bool:
-    """Return True if the worker's process must be replaced: its error demands it, or a device, driver or link has
-    failed."""
+    """Return True if the worker's process must be replaced, after its own demand or a device's or link's failure."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
     if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):

@@ -286,8 +286,7 @@ class ActorPool:
         return await asyncio.to_thread(self.cluster.find_actor, name)
 
     async def outcome_of(self, trainer: Any) -> Cause | None:
-        """Return the cause of a trainer's failure, or None. Repeats the call after a broken connection, which is no
-        death. Raises RayActorError."""
+        """Return a trainer's failure or None; repeats a call whose connection broke. Raises RayActorError."""
         while True:
             try:
                 outcome: Cause | None = await trainer.run.remote()  # waits: the training itself; its death ends it

@@ -59,8 +59,7 @@ class TrainerStart:
 
 
 class RayRecovery(Recovery):
-    """Replaces lost workers through the master. Waits for the first ``members`` without a handle, and up to
-    ``timeout_s`` for each replacement."""
+    """Replaces lost workers, at first those without a handle, through the master, each within ``timeout_s``."""
 
     def __init__(
         self,
