@@ -502,8 +502,8 @@ BUGS = {
     ),
     "the death of a process is not noticed": Bug(
         _EXECUTOR,
-        "            raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))",
-        "            await self._cluster.until_ended(entry.handle)",
+        "            raise MemberGone(str(entry.process_id), await self._pool.cluster.until_ended(entry.handle))",
+        "            await self._pool.cluster.until_ended(entry.handle)",
     ),
     "two processes have one slot": Bug(
         _TABLE,

@@ -40,9 +40,8 @@ def insistent_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         usual = {}
     left = threading.Event()
-    repeats = threading.Thread(
-        target=_repeat, args=(left, threading.get_ident()), name="dlrover-interrupt", daemon=True
-    )
+    thread = threading.get_ident()
+    repeats = threading.Thread(target=_repeat, args=(left, thread), name="dlrover-interrupt", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if left.is_set():

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -250,29 +250,17 @@ class TrainerRun:
 
     def run(self) -> None:
         """Run the trainer; raises as ``run_trainer``."""
-        link = TrainerLink(
-            port=self.port,
-            report=self.report,
-            job=self.job.name,
-            job_dir=self.job.job_dir,
-            resources={str(role): amounts for role, amounts in self.resources.items()},
-            recovery=self.recovery,
-            checkpoints=self.checkpoints,
-            announce=self.announce,
-            files=files_of(self.job),
-            results=results_of(self.job),
-        )
+        job, resources = self.job, {str(role): amounts for role, amounts in self.resources.items()}
+        link = TrainerLink(self.port, self.report, job.name, job.job_dir, resources, self.recovery, self.checkpoints)
+        link = replace(link, announce=self.announce, files=files_of(job), results=results_of(job))
         try:
             run_trainer(self._make, link)
-        except KeyboardInterrupt:
-            raise  # stop() ends the trainer
-        except BaseException:
+        except (Exception, SystemExit):
             self._trainer = None
             raise
         self._trainer = None
 
     def stop(self) -> None:
-        """Tell an interrupted trainer that it has ended."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             tell_end(trainer, "stopped")

@@ -12,9 +12,7 @@ from dlrover.python.rl.common.names import installed_versions
 from dlrover.python.rl.config.spec import JobSpec
 
 _PACKAGES = ("dlrover-rl", "torch", "transformers", "numpy", "vllm", "sglang", "deepspeed", "megatron-core")
-_VERSIONED = {"dlrover", "megatron", *_PACKAGES}
-"""Packages whose sources are not read."""
-
+_VERSIONED = {"dlrover", "megatron", *_PACKAGES}  # packages whose sources are not read
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:name", as job files name functions
 
 

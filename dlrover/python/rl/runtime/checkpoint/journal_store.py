@@ -55,11 +55,8 @@ class FileStateStore(StateStore):
     """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
 
     Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
-    short is dropped, unless it only lacks its newline. A missing file is created unless it ``must_exist``.
-
-    Raises:
-        JournalCorrupt: the file cannot be read, or is not what was written, or it ``must_exist`` and is missing.
-        OSError: it cannot be created or taken over (no space left, ...).
+    short is dropped, unless it only lacks its newline. A missing file is created unless it ``must_exist``. Raises
+    JournalCorrupt for an unreadable, changed or missing file, OSError if it cannot be created or taken over.
     """
 
     def __init__(self, path: Path, must_exist: bool = False) -> None:
@@ -127,7 +124,6 @@ class FileStateStore(StateStore):
         self._header, self._chain, self._end = header, chain, self._end + len(records)
 
     def close(self) -> None:
-        """Write the number of lines to the header, and close the file."""
         if self._file < 0:
             return
         with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
@@ -167,13 +163,9 @@ class FileStateStore(StateStore):
         if match and int(match["owner"]) > self._owner:
             raise StaleEpoch(f"another master has taken over the journal {self._path}")
         if header != self._header or status.st_size != self._end or status.st_nlink == 0:
-            raise self._changed()
-
-    def _changed(self) -> JournalCorrupt:
-        return JournalCorrupt(f"another process has changed or removed the journal {self._path}")
+            raise JournalCorrupt(f"another process has changed or removed the journal {self._path}")
 
     def _undo(self) -> None:
-        """Remove half-written lines."""
         os.ftruncate(self._file, self._end)
         _write(self._file, self._header, 0)
         os.fsync(self._file)
@@ -191,7 +183,7 @@ class FileStateStore(StateStore):
             if match and int(match["owner"]) > self._owner:
                 raise StaleEpoch(f"another master has taken over the journal {self._path}")
             if _parse(self._path, content[: self._end]).lines != self._lines:
-                raise self._changed()
+                raise JournalCorrupt(f"another process has changed or removed the journal {self._path}")
             self._undo()
         self._suspect = False
 
@@ -200,8 +192,6 @@ def read_lines(path: Path) -> list[bytes]:
     """Return the lines of a journal that may be in use, without taking it over. Raises JournalCorrupt."""
     return _parse(path, _content(path)).lines
 
-
-# -- the format -------------------------------------------------------------------------------------------------------
 
 _HEADER = re.compile(rb"(?P<text>rl-journal 1 owner=(?P<owner>\d{10}) lines=(?P<lines>\d{12})) (?P<crc>[0-9a-f]{8})\n")
 _SEED = zlib.crc32(b"rl-journal 1")

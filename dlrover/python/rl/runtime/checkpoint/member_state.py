@@ -27,8 +27,7 @@ from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Piece, f
 
 _LOG = get_logger(__name__)
 
-AT_ONCE_BYTES = 1 << 20
-"""Smaller states are written within the call."""
+AT_ONCE_BYTES = 1 << 20  # smaller states are written within the call
 
 
 @dataclass(frozen=True)

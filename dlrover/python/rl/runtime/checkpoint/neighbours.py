@@ -39,8 +39,7 @@ from dlrover.python.rl.trainer.port import Transfer
 _LOG = get_logger(__name__)
 
 _PART_BYTES = 1 << 28  # of a file that travels at once
-Nodes = Mapping[ProcessId, str]
-"""The node of each worker."""
+Nodes = Mapping[ProcessId, str]  # the node of each worker
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,6 @@ class Held:
 
     manifest: bytes
     trainer: bytes
-
-
-# -- on a worker's node -----------------------------------------------------------------------------------------------
 
 
 def read(part: Part) -> Any:
@@ -141,9 +137,6 @@ def adopt(store: CheckpointStore, generation: Held) -> bool:
     write_whole(folder, manifest.files[TRAINER], memoryview(generation.trainer))  # a replaced trainer may do the same
     write_manifest(folder, manifest, durable=False)
     return True
-
-
-# -- for the trainer --------------------------------------------------------------------------------------------------
 
 
 def copies_for_neighbours(

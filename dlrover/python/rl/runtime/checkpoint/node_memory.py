@@ -125,7 +125,6 @@ class RunMemory:
 
 
 def list_memory() -> list[RunMemory]:
-    """List the runs in this node's memory by name."""
     memories = []
     for root in sorted(_memory_folder().glob("*-*")):
         if root.is_dir() and not root.is_symlink():
@@ -199,8 +198,7 @@ def _save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
     return True
 
 
-_locks: dict[Path, int] = {}
-"""The descriptor of each folder's lock file, which this process holds until it ends."""
+_locks: dict[Path, int] = {}  # the descriptor of each folder's lock file, which this process holds until it ends
 
 
 def _hold(root: Path) -> None:

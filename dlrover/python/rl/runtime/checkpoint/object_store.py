@@ -63,7 +63,6 @@ class ObjectStore:
 
     @property
     def epoch(self) -> int:
-        """The highest one that has claimed the folder."""
         return max((int(name) for name in self.names(_EPOCHS) if name.isdigit()), default=0)
 
     def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
@@ -166,7 +165,6 @@ class ObjectStore:
         return False
 
     def damaged(self) -> list[str]:
-        """List the generations in quarantine."""
         return [name for name in self._folders() if _BAD in self.names(name)]
 
     def _check(self, epoch: int) -> None:
@@ -232,7 +230,6 @@ Store = CheckpointStore | ObjectStore
 
 
 def open_copies(place: Path | str, run: str, keep: int = 2) -> Store:
-    """Return the store of a run's copies in a folder, or at a URL."""
     if isinstance(place, str):
         return ObjectStore(place, run, keep)
     return CheckpointStore(place, run, durable=True, keep=keep)

@@ -38,12 +38,8 @@ from dlrover.python.rl.runtime.checkpoint.object_store import (
 from dlrover.python.rl.runtime.checkpoint.state_file import check_size
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
 
-TRAINER, CODE = "trainer", "code"
-"""Keys of a manifest: the trainer's file, and the digests of the code that computed."""
-
-STATES = COPIES, COMMITS = "checkpoints", "commits"
-"""The folders of copies and commits in a job's directory."""
-
+TRAINER, CODE = "trainer", "code"  # keys of a manifest: the trainer's file, and digests of the code
+STATES = COPIES, COMMITS = "checkpoints", "commits"  # the folders of copies and commits in a job's directory
 _KEPT = 3  # commits in memory, of which one is being written
 
 
@@ -284,7 +280,6 @@ def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int |
 
 
 def describe_room(room: Room | None) -> list[str]:
-    """Return lines for the verb ``check``."""
     if room is None:
         return ["commits: the size of a state is unknown until it is loaded"]
     if not room.states:

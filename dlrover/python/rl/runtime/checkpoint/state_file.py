@@ -88,13 +88,8 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
 
 def read_state(path: Path, expected: StateFile | None = None, header: Header | None = None) -> Any:
     """Return the tree in the file at ``path`` after a check of every byte. Arrays and tensors are writable views of the
-    one buffer that holds the file. ``header``: items that the file's header must have.
-
-    Raises:
-        CheckpointMissing: the file does not exist.
-        CheckpointCorrupt: it is not what was written, or belongs to another owner.
-        OSError: it cannot be read.
-    """
+    one buffer that holds the file. ``header``: items that the file's header must have. Raises CheckpointMissing,
+    CheckpointCorrupt for changed bytes or another owner's file, OSError."""
     with _opened(path) as file:
         return read_opened(file, str(path), os.fstat(file.fileno()).st_size, expected, header)
 

@@ -54,9 +54,7 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
 _LOG = get_logger(__name__)
 
 MANIFEST = "manifest.json"
-NODES = "nodes"
-"""Key in ``Manifest.extra`` of the nodes that have all files of each process."""
-
+NODES = "nodes"  # key in Manifest.extra of the nodes that have all files of each process
 VERSION = 1
 _FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
 _LARGEST = 1 << 28
@@ -178,8 +176,7 @@ def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
 
 
 LOCK_TIMEOUT_S = 30.0
-TAKE_OVER_S = 5.0
-"""A process that takes over a folder or a journal waits this long for its lock: the holder may be frozen or lost."""
+TAKE_OVER_S = 5.0  # for the lock of a folder or journal that is taken over: its holder may be frozen or lost
 _LOCK_POLL_S = 0.002
 
 
@@ -282,14 +279,9 @@ _KEPT_BAD = 2
 
 
 class CheckpointStore:
-    """The generations under one root folder. Any number of processes may use one root at once.
-
-    Args:
-        root: :meth:`claim` creates it.
-        run: generations of other runs are ignored.
-        durable: sync to disk (False for a memory-backed root).
-        node: id of this node, if workers on other nodes write to their own folders: their files are not checked here.
-    """
+    """The generations of ``run`` under one ``root``, which :meth:`claim` creates; any number of processes may use it.
+    ``durable``: sync to disk (False in memory). ``node``: this node's id, if workers on other nodes write to their own
+    folders; their files are not checked here."""
 
     def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
         if keep < 1:
@@ -307,7 +299,6 @@ class CheckpointStore:
 
     @property
     def epoch(self) -> int:
-        """The highest one that has claimed the folder."""
         return self._fence.highest()
 
     def folder(self, step: int, epoch: int) -> Path:
@@ -426,7 +417,6 @@ class CheckpointStore:
         return True
 
     def damaged(self) -> list[str]:
-        """List the generations in quarantine."""
         return [folder.name for folder in self.root.glob(f"*{_BAD}*")]
 
     def _folders(self) -> list[tuple[int, int]]:

@@ -161,14 +161,15 @@ def _dump(program: str, pid: int, timeout_s: float) -> tuple[str, str, bool]:
         return result.stdout.strip(), "", True
     errors = [line for line in result.stderr.splitlines() if line.strip()]
     why = errors[-1].strip() if errors else f"{name} found no stacks"
-    return "", why, not _is_alive(pid) or "ermission" in result.stderr or "not permitted" in result.stderr
+    is_gone = not Path(f"/proc/{pid}").exists()
+    return "", why, is_gone or "ermission" in result.stderr or "not permitted" in result.stderr
 
 
 def _from_kernel(pid: int, why: str) -> str:
     """Return state, memory and each thread's place in the kernel, from ``/proc``."""
     report = [f"no Python stacks of process {pid}: {why}"]
     process = Path(f"/proc/{pid}")
-    if not _is_alive(pid):
+    if not process.exists():
         return report[0] if "No such process" in why else f"{report[0]}; there is no such process"
     command = _read(process / "cmdline").replace("\0", " ").strip()
     keys = ("State:", "Threads:", "VmRSS:")
@@ -182,10 +183,6 @@ def _from_kernel(pid: int, why: str) -> str:
             report.append(f"thread {folder.name} {name}: {state or '?'}{asleep}")
     kernel = _read(process / "stack").strip()
     return "\n".join([*report, f"kernel stack:\n{kernel}"] if kernel else report)
-
-
-def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _read(file: Path) -> str:
@@ -223,7 +220,6 @@ class DepartureNotice:
         signal.signal(number, self._before or signal.SIG_DFL)
 
     def read(self) -> str:
-        """Return the notice, "" for none."""
         with suppress(OSError):
             if not self._notice and self._file is not None and self._file.exists():
                 self._notice = f"{self._file} exists"
@@ -249,7 +245,6 @@ class OomKills:
     _now: dict[str, int] = field(default_factory=dict)
 
     def note(self, process_id: ProcessId, process: Process | None, count: int) -> None:
-        """Record the count of a heartbeat."""
         if process is not None and count >= 0:
             self._before[process_id] = count
             self._now[process.host] = max(count, self._now.get(process.host, 0))

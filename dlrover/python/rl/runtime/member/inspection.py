@@ -6,6 +6,7 @@ a separate process with a deadline.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
@@ -37,7 +38,7 @@ _LOG = get_logger(__name__)
 DEADLINE_S = 180.0
 
 _DEVICE = "config.engine.device"
-
+T = TypeVar("T")
 SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
 """A class with a state, and the function that returns the settings that the state depends on."""
 
@@ -46,13 +47,7 @@ SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
 class Inspection:
     """The result of an inspection: errors, methods by role, errors that only arise in one process; the roles whose
     ranks meet in collectives and recover together, those with a state to commit, and those that keep their processes.
-
-    Attributes:
-        config: the job's config with all defaults, None if its trainer has no schema.
-        about: lines about the config for people.
-        renamed: the config with the schema's names for the user's, None if it has no others.
-        state_bytes: the bytes of one worker's state by role with state, None: unknown.
-    """
+    ``about`` are lines for people."""
 
     errors: tuple[ConfigError, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -60,10 +55,10 @@ class Inspection:
     collectives: tuple[str, ...] = ()
     stateful: tuple[str, ...] = ()
     rejoining: tuple[str, ...] = ()
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None  # with all defaults, None without a schema
     about: tuple[str, ...] = ()
-    renamed: Mapping[str, Any] | None = None
-    state_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    renamed: Mapping[str, Any] | None = None  # the config with the schema's names, None if it has no others
+    state_bytes: Mapping[str, int | None] = field(default_factory=dict)  # of one worker by role, None: unknown
 
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
@@ -114,18 +109,9 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         errors += _ask("workload", partial(plan_of(trainer).check_workloads, classes))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
     errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
-    return Inspection(
-        tuple(errors),
-        methods,
-        tuple(refusals),
-        tuple(collectives),
-        tuple(stateful),
-        tuple(rejoining),
-        config,
-        tuple(about),
-        renamed,
-        {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {},
-    )
+    sizes = {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {}
+    groups = tuple(collectives), tuple(stateful), tuple(rejoining)
+    return Inspection(tuple(errors), methods, tuple(refusals), *groups, config, tuple(about), renamed, sizes)
 
 
 def inspect_types(job: JobSpec) -> Inspection:
@@ -136,34 +122,26 @@ def inspect_types(job: JobSpec) -> Inspection:
             return Inspection(job.unlisted)
         job, _ = _with_own_names(trainer, job)
         errors = parse(trainer.config_class, job.config, "config")[1]
-        return Inspection((*errors, *_check_options(trainer, job, [error.where for error in errors])))
+        wrong, check = [error.where for error in errors], partial(plan_of(trainer).check_options, job.config)
+        none: Iterable[ConfigError] = ()
+        more = _call_safely(lambda: list(check()), none, f"{trainer.__name__}.check_options", logging.INFO)
+        return Inspection((*errors, *(error for error in more if not lies_in(error.where, wrong))))
     except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
         _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
         return Inspection()
 
 
-def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigError]:
+def _call_safely(hook: Callable[[], T], default: T, name: str, level: int = logging.DEBUG) -> T:
     try:
-        return [error for error in plan_of(trainer).check_options(job.config) if not lies_in(error.where, wrong)]
-    except Exception as error:  # noqa: BLE001 -- the user's code, which may need what is elsewhere
-        _LOG.info("%s.check_options: %s: %s", trainer.__name__, type(error).__name__, error)
-        return []
+        return hook()
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything; check_config reports bad configs
+        _LOG.log(level, "%s raised %s: %s", name, type(error).__name__, error)
+        return default
 
 
 def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
-    try:
-        nbytes: int | None = call_hook(workload, "state_bytes", None, config, members)
-    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and only an estimate depends on it
-        _LOG.warning("%s.state_bytes raised %s: %s", workload.__name__, type(error).__name__, error)
-        return None
-    return nbytes
-
-
-def _takes_other_members(workload: Any, config: Any) -> bool:
-    try:
-        return bool(workload.takes_other_members(config))
-    except Exception:  # noqa: BLE001 -- the user's code may raise anything: check_config reports a config that is wrong
-        return False
+    hook: Callable[[], int | None] = partial(call_hook, workload, "state_bytes", None, config, members)
+    return _call_safely(hook, None, f"{workload.__name__}.state_bytes", logging.WARNING)
 
 
 def _find_rejoining(workload: Any, config: Any, role: str, rejoining: list[str]) -> Iterable[ConfigError]:
@@ -221,9 +199,8 @@ def _validate_settings(
         try:
             earlier = load_job_text(before, job.name, search_path=job.search_path)
             was, now = settings_of_state(earlier.config), settings_of_state(job.config)
-            changed = [
-                (key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in _differences(was, now)
-            ]
+            pairs = list(_differences(was, now))
+            changed = [(key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in pairs]
         except InvalidJob:
             continue  # check_config reports it
         except Exception as error:  # noqa: BLE001 -- the user's code may raise anything
@@ -264,9 +241,9 @@ def _validate_members(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping
     if resumed is None or resumed[1] == stateful:
         return []
     folder, saved = resumed
-    if saved.keys() == stateful.keys() and all(
-        saved[role] == num or _takes_other_members(loaded[role], job.config) for role, num in stateful.items()
-    ):
+    changed = [role for role, num in stateful.items() if saved.get(role) != num]
+    hooks = [partial(loaded[role].takes_other_members, job.config) for role in changed]
+    if saved.keys() == stateful.keys() and all(_call_safely(hook, False, "takes_other_members") for hook in hooks):
         return []
     advice = "make them the same, or choose another job_dir or 'never'"
     members = f"{folder} holds the state of {_format(saved)}, and this job's workers with state are {_format(stateful)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a process: the port that starts those of a script's engines; the user's classes, the errors in them, and
+"""Start of a process: the protocol that starts a script's engines; the user's classes, the errors in them, and
 the job's secrets, which are in the memory and the environment of its processes and nowhere else."""
 
 import os
@@ -56,16 +56,9 @@ class Hosting(Protocol):
     def separate(self) -> bool: ...  # each slot is a separate process
 
     def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
-        """Start a process for each slot and construct its workload.
-
-        Args:
-            name: of the engine; upper-case letters, digits and ``_``.
-            slots: for each rank the indices of its devices, all on one node.
-            where: the class of the workloads, ``package.module:Class``.
-
-        Raises:
-            WorkloadStartError: a process or workload did not start in time; none is left.
-        """
+        """Start a process for each of the ``slots``, the indices of its devices on one node, and construct a workload
+        of the class ``where`` (``package.module:Class``) in it. The engine's ``name`` has upper-case letters, digits
+        and ``_``. Raises WorkloadStartError if one does not start in time, and leaves none."""
         ...
 
     def end(self, name: str) -> None:
@@ -171,7 +164,6 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
 
 
 def load_workload(job: JobSpec, role: str) -> Any:
-    """Return the class of a role; raises as :func:`load_class`."""
     spec = job.workloads[RLRoleType(role)]
     return load_class(spec.module, spec.class_, job.search_path)
 

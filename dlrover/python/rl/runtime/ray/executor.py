@@ -109,9 +109,10 @@ class RayExecutor:
     def _event_of(self, error: Exception, entry: ProcessEntry | None) -> events.Event:
         if isinstance(error, PlacementTimeout):
             cause = Cause(CauseKind.NO_RESOURCES, "job", str(error))
-            if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):
+            kind = entry.process_id.kind if entry is not None else None
+            if entry is not None and kind is ProcessKind.MEMBER and self.reservations.is_elastic(entry.role):
                 return events.Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
-            if entry is not None and entry.is_standby:
+            if entry is not None and kind is ProcessKind.STANDBY:
                 return entry.loss(cause)
             return events.Failed(self._incarnation, cause)
         if entry is None:

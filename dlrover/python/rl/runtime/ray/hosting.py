@@ -45,17 +45,11 @@ _GONE_S = 20.0
 
 
 class RayHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` on Ray.
+    """Implements ``Hosting`` on the Ray cluster at ``address`` (``"auto"``, ``"host:port"``), None: a new one.
 
-    Args:
-        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback.
-        per_node: the most devices per node; None uses all its free GPUs, or if no node has a GPU, a logical device for
-            each free core.
-        timeout_s: of the wait for devices, and for each start of a process group.
-
-    Raises:
-        ClusterUnavailable: Ray could not be started or reached, or has no device.
-        PlacementTimeout: another job has reserved the devices since they were counted.
+    It uses up to ``per_node`` free GPUs of each node, or if no node has a GPU logical devices, one per free core; each
+    wait for them or for processes takes at most ``timeout_s``. Raises ClusterUnavailable, also without a free device,
+    and PlacementTimeout if another job has reserved the devices since they were counted.
     """
 
     separate = True
@@ -92,7 +86,6 @@ class RayHosting:
         return "cuda" if on_gpus else "cpu", offers
 
     def _reserve(self, kind: Literal["cuda", "cpu"], offers: Sequence[tuple[NodeRow, int]]) -> tuple[Device, ...]:
-        """Reserve a bundle for each device."""
         needs = {"cpu" if kind == "cpu" else "gpu": 1.0}
         nodes = [row for row, count in offers for _ in range(count)]
         order = {row.node_id: number for number, (row, _) in enumerate(offers)}

@@ -54,9 +54,6 @@ _ELASTIC_S = 10.0
 _NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?P<replaced_node>\w*))?")
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _NodeGroup(GroupRow):
     """A group of a plan. A PENDING one stays: Ray may lose resources if it is removed (ray-project/ray#64693)."""
@@ -148,9 +145,6 @@ def placement_of(slot: Slot, placement: Placement, groups: Sequence[str]) -> Act
     return ActorPlacement(slot.resources, groups[node], bundle)
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------
-
-
 async def wait_until_reserved(
     cluster: RayClusterApi, groups: Sequence[str], placement: Placement, timeout_s: float
 ) -> None:
@@ -214,12 +208,8 @@ def _list_groups(cluster: RayClusterApi) -> list[_NodeGroup]:
 
 
 def _newest_by_node(groups: Iterable[_NodeGroup], prefix: str) -> dict[int, _NodeGroup]:
-    """Return the latest group of each of the plan's nodes, which may be removed."""
     by_number = sorted(groups, key=lambda group: group.number)
     return {group.node: group for group in by_number if group.prefix == prefix}
-
-
-# -- what a cluster lacks ---------------------------------------------------------------------------------------------
 
 
 def placement_timeout(
@@ -256,9 +246,6 @@ def _free_of(cluster: RayClusterApi, names: Iterable[str]) -> dict[str, float]:
     available = cluster.free_resources()
     free = {name: available.get(RAY_NAMES.get(name, name), 0.0) for name in names}
     return {name: amount / MEGABYTE if name == "memory" else amount for name, amount in free.items()}
-
-
-# -- reservations of a job --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -314,7 +301,6 @@ class Reservations:
         return self._placement.bundles[slot.bundle].node
 
     async def reserve(self, incarnation: int, excluded: tuple[str, ...]) -> None:
-        """Reserve the whole plan. Raises PlacementTimeout."""
         if not self.uses_groups:
             return
         prefix, excluded = self._prefix(incarnation), self._still_excluded(excluded)
@@ -461,12 +447,10 @@ class Reservations:
         _LOG.warning("%s: nodes that were excluded are used again: %s", self._job.name, error)
 
     async def timeout_error(self) -> PlacementTimeout:
-        """Return the error of a cluster that lacks the plan's resources."""
         limit_s = self._job.placement_timeout_s
         return await asyncio.to_thread(placement_timeout, self._cluster, self._placement, limit_s)
 
     async def release(self) -> None:
-        """Remove all placement groups of the run."""
         await self._threads.settle(_SETTLE_S)
         self._groups = []
         await asyncio.to_thread(remove_groups, self._cluster, f"{self._job.name}/{self._run}/")

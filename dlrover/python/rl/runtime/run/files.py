@@ -29,17 +29,11 @@ from dlrover.python.rl.common.private_files import open_below, open_folder
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.run.machine import process_began
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-"""The files of each step's metrics, and of the final ones."""
-
-RECORDS = "owner.*.json"
-"""Pattern of the records of starts, see folder.py."""
-
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # the files of each step's metrics, and of the final ones
+RECORDS = "owner.*.json"  # pattern of the records of starts, see folder.py
 LOGS = "logs"
 SUFFIX = ".log"
-KEPT_LOGS = 3
-"""The number of log files of a process: ``rollout-1.log``, ``rollout-1.log.1``, and so on."""
-
+KEPT_LOGS = 3  # log files of a process: rollout-1.log, rollout-1.log.1,
 _CHUNK = 256 * 1024
 _MAX_TAIL = 16 * 1024 * 1024
 _MAX_FILES, _DEEPEST = 10_000, 50
@@ -129,7 +123,6 @@ class RunFolder:
         raise _missing("/".join(parts), "is no plain file")
 
     def processes(self) -> list[str]:
-        """List the processes that have a log."""
         return sorted(
             file.path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
             for file in self._walk((LOGS,))

@@ -49,7 +49,7 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 
 DESCRIPTION = "job.yaml"
-COMMITTED = "step-*[1-9]*.e*"  # a step's folder, except that of step 0, the start
+COMMITTED = "step-*[1-9]*.e*"  # the folder of a step, except step 0, the start
 _UNKNOWN = "unknown"
 
 LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
@@ -198,7 +198,6 @@ def _machine() -> str:
 
 
 def new_run() -> str:
-    """Return an id that distinguishes a run from all others of the same job name."""
     return os.urandom(4).hex()
 
 
@@ -223,9 +222,8 @@ def has_commits(folder: Path) -> bool:
 
 
 def ended_memory() -> list[RunMemory]:
-    """List the ended runs with commits in this node's memory: none of their processes is here, and their folder is not
-    in use. While that folder is not visible, a run may be between two processes, and has ended once nothing was written
-    for ``_QUIET_S``."""
+    """List the ended runs with commits in this node's memory: they have no process here, and their folder is not in use
+    or, if it is not visible, nothing was written for ``_QUIET_S``, since a run may be between two processes."""
     ended = []
     for memory in list_memory():
         folder = Path(memory.saved_to).parent.parent
@@ -377,7 +375,6 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """The number of this start in the folder, from 1 on."""
         return number_of(self.record)
 
     def beat(self) -> None:

@@ -77,9 +77,8 @@ def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
         Check("bubblewrap", is_confined or None, confined),
         *(check_port(port) for port in ports),
     )
-    return MachineReport(
-        socket.gethostname(), 0.0, {"python": platform.python_version(), **installed_versions(PACKAGES)}, checks
-    )
+    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
+    return MachineReport(socket.gethostname(), 0.0, versions, checks)
 
 
 def process_began(pid: int) -> str:
@@ -92,7 +91,6 @@ def process_began(pid: int) -> str:
 
 
 def read_clock() -> float:
-    """Return this machine's Unix time."""
     return time.time()
 
 

@@ -46,9 +46,7 @@ _HEADLINE = {
 
 _PLAIN_INTERVAL_S = 2.0
 
-CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}
-"""Metrics and the files of their curves; a run draws the first metric that it has."""
-
+CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}  # a run draws the first metric that it has
 _MEAN_OF = 10
 
 
@@ -65,9 +63,8 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     """Format the headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
     excluded = "loss" if "reward/mean" in metrics else ""  # a policy's loss is always near 0
     values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics and name != excluded)
-    return "  ".join(
-        f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values
-    )
+    texts = (f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values)
+    return "  ".join(texts)
 
 
 def format_step(report: StepReport) -> str:
@@ -161,8 +158,7 @@ class ProgressView:
         return f"  {1 / self._pace.step_s:.3g} steps/s" if self._pace.step_s else ""
 
 
-Points: TypeAlias = Sequence[tuple[int, float]]
-"""Steps and values."""
+Points: TypeAlias = Sequence[tuple[int, float]]  # steps and values
 
 
 def redraw(folder: Path) -> None:

@@ -29,9 +29,7 @@ from dlrover.python.rl.common.sockets import listening_socket
 
 _LOG = get_logger(__name__)
 
-MEETING_S = 300.0
-"""How long the processes wait for each other at the start."""
-
+MEETING_S = 300.0  # how long the processes wait for each other at the start
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
 _HELLO_BYTES = _SECRET_BYTES + 16

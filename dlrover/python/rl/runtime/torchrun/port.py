@@ -17,7 +17,6 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored, encode
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.worker import (
-    Drop,
     End,
     Result,
     ResultKey,
@@ -77,11 +76,8 @@ class RowsOf:
 
 
 class TorchrunPort:
-    """The port over the processes of a launch: rank ``r`` of every role is in process ``r``. Thread safe.
-
-    It reads ``links`` with the other ranks. The caller runs ``worker``, which has rank 0's own workers; ``lost`` lists
-    the ranks of lost processes in order.
-    """
+    """The port over the processes of a launch: rank ``r`` of every role is in process ``r``. Thread safe. The caller
+    runs ``worker``, which has rank 0's own workers; ``lost`` lists the ranks of lost processes in order."""
 
     def __init__(self, launch: LaunchEnv, links: Mapping[int, Link]) -> None:
         self.worker = Worker(launch, self._settle, self._fetch)
@@ -110,7 +106,7 @@ class TorchrunPort:
                 owner, number = self._unneeded.popleft()
                 unneeded.setdefault(owner, []).append(number)
             for owner, numbers in unneeded.items():
-                self._links[owner].send(Drop(tuple(numbers)))
+                self._links[owner].send(tuple(numbers))
             result = self._add_result(rank, role, call.method, retain)
             self._send(result, Run(result.number, role, CallHeader.of(call, _FIRST), values, retain), call)
         return Ref(self, result, RowsOf(result), role, rank, call.method, _FIRST)
@@ -128,7 +124,6 @@ class TorchrunPort:
         return result.rows
 
     def end(self, clean: bool) -> None:
-        """Close all workers and end all processes."""
         for link in self._links.values():
             link.send(End(clean))
         self.worker.handle(End(clean))

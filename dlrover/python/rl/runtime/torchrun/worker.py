@@ -63,11 +63,7 @@ class End:
 Task: TypeAlias = Start | Run | End
 
 
-@dataclass(frozen=True)
-class Drop:
-    """A list of retained results that are no longer needed."""
-
-    numbers: tuple[int, ...]
+Unneeded: TypeAlias = tuple[int, ...]  # the numbers of retained results that may go
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,8 @@ def send_when_done(key: ResultKey, future: Future[Stored], send: Callable[[Resul
 
 
 class Worker:
-    """Runs tasks in the thread that calls :meth:`run`.
-
-    Args:
-        send: sends the results of tasks, and requests for results of other processes, to rank 0.
-        fetch: at rank 0, returns a result, or its row count, of another process.
-    """
+    """Runs tasks in the thread that calls :meth:`run`. ``send`` sends results, and requests for other processes'
+    results, to rank 0, where ``fetch`` returns such a result, or its row count."""
 
     def __init__(
         self, launch: LaunchEnv, send: Callable[[Any], None], fetch: Callable[[ResultKey], Future[Stored]] | None = None
@@ -109,10 +101,10 @@ class Worker:
         self._runs: set[tuple[str, str]] = set()
         self.ended = threading.Event()
 
-    def handle(self, message: Task | ResultKey | Drop | Result) -> None:
+    def handle(self, message: Task | ResultKey | Unneeded | Result) -> None:
         """Handle a message of rank 0: queue tasks, answer everything else at once. Thread safe."""
-        if isinstance(message, Drop):
-            for number in message.numbers:
+        if isinstance(message, tuple):
+            for number in message:
                 self._retained.pop(number, None)
         elif isinstance(message, ResultKey):
             send_when_done(message, self._retained[message.number], self._send)

@@ -55,7 +55,6 @@ class ActorPlacement:
     excluded: tuple[str, ...] = ()  # ids of nodes not to use; only without a group
 
     def to_ray(self) -> dict[str, Any]:
-        """Return Ray's actor options."""
         amounts = dict(self.resources)
         options: dict[str, Any] = {
             "num_cpus": amounts.pop("cpu", 0.0),
@@ -275,8 +274,7 @@ def _is_ray_worker(pid: int) -> bool:
 
 async def forget_on_nodes(cluster: RayClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
     """End the processes ``pids`` of each node and remove the run's commits from its memory, after saving the newest
-    whole one that goes beyond the copies in the run's folder. Returns False, and removes nothing, if that fails with a
-    logged error."""
+    whole one beyond the copies in the run's folder. If that fails, logs it, removes nothing, and returns False."""
     ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
     answers = dict(zip(pids, await asyncio.gather(*ended), strict=True))
     answering = [node for node, manifests in answers.items() if manifests is not None]

@@ -86,28 +86,21 @@ def ray_cluster(
     folder: Path | None = None,
     cpus: int | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray inside the block. A process that is connected already keeps its connection.
+    """Connect to Ray inside the block. A connected process keeps its connection. Raises ClusterUnavailable.
 
     Args:
-        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on this machine's loopback with
-            enough logical resources for ``needed``, and ends it with the block. It survives the death of its GCS, finds
-            a lost node within seconds, and leaves no files.
-        needed: the job's resources (``cpu``, ``gpu``, custom ones).
+        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on this machine's loopback, and
+            ends it with the block. It survives the death of its GCS, finds a lost node within seconds, and leaves no
+            files.
+        needed: the job's resources (``cpu``, ``gpu``, custom ones), which a new cluster has.
         folder: an empty folder for the files of a new cluster; by default a temporary one.
         cpus: the logical CPUs of a new cluster; by default two more than needed, at least the number of cores.
-
-    Raises:
-        ClusterUnavailable: after several attempts, with Ray's error as the cause.
     """
     if ray.is_initialized():
         yield  # the caller's connection stays
         return
-    common: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": log_to_driver,
-        "logging_level": logging.ERROR,
-        "configure_logging": True,
-    }
+    common: dict[str, Any] = dict(namespace=namespace, log_to_driver=log_to_driver, configure_logging=True)
+    common["logging_level"] = logging.ERROR
     before = {name: os.environ.get(name) for name in _TOUCHED}
     try:
         with (
@@ -161,7 +154,14 @@ def _started(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     files = private_folder() if place is None else contextlib.nullcontext(place)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
-        keeper = _start(folder, {**common, **_own(needed, cpus)})
+        own = {
+            "address": "local",  # else Ray joins any cluster that it finds on the machine
+            "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+            "include_dashboard": False,
+            "_node_ip_address": _LOOPBACK,
+            "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
+        }
+        keeper = _start(folder, {**common, **own})
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
@@ -220,16 +220,6 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
 
 
-def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
-    return {
-        "address": "local",  # else Ray joins any cluster that it finds on the machine
-        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "_node_ip_address": _LOOPBACK,
-        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
-    }
-
-
 def _reach_gcs(address: str) -> tuple[str, int] | None:
     """Return the host and port of a cluster's GCS; None for an address that only Ray understands. Raises at once if
     nothing listens there, where Ray would try for minutes, with ``auto`` even the address of a killed cluster."""
@@ -285,9 +275,6 @@ def _children(parent: int) -> list[int]:
             if int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 children.append(int(process.name))
     return children
-
-
-# -- a head node of this process --------------------------------------------------------------------------------------
 
 
 def settings(store: Path | None) -> dict[str, Any]:
@@ -396,7 +383,7 @@ class GcsKeeper:
 
     Linux ends a child with the thread that started it, so the thread must outlive the GCS: call :meth:`rest`, end the
     cluster, then call :meth:`close`. It stops after ``most_in_a_row`` restarts within ``quiet_s`` seconds of each
-    other. ``node`` is Ray's object of the head node, which this process has started.
+    other. ``node`` is Ray's object of the head node of this process.
     """
 
     def __init__(self, node: Any, most_in_a_row: int = 5, quiet_s: float = 5.0) -> None:

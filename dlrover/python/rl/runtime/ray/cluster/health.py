@@ -75,10 +75,8 @@ async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder:
     names = [f".doctor-{uuid4().hex}" for _ in nodes]
 
     async def on_each(function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
-        calls = [
-            cluster.run_on(node.node_id, function, folder, each) for node, each in zip(nodes, arguments, strict=True)
-        ]
-        return await asyncio.gather(*calls)
+        pairs = zip(nodes, arguments, strict=True)
+        return await asyncio.gather(*(cluster.run_on(node.node_id, function, folder, each) for node, each in pairs))
 
     try:
         await on_each(machine.leave_mark, names)

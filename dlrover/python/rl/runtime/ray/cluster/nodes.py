@@ -8,8 +8,7 @@
 
 A killed raylet (Ray's process on a node) closes its connections at once; Ray itself needs seconds to notice. A stopped
 or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``). A node
-that is drained, or whose processes were notified of its end like those of spot nodes, is left at once if there is
-another one.
+that is drained, or whose processes were notified of its end as on spot nodes, is left at once if there is another one.
 """
 
 import asyncio
@@ -115,7 +114,6 @@ class NodeWatch:
             self._watches.clear()
 
     async def _read_rows(self) -> list[NodeRow] | None:
-        """Return the table, or None while it cannot be read."""
         self._request = self._request or in_daemon_thread(self._table)
         done, _ = await asyncio.wait([self._request], timeout=self._table_s)
         if not done:

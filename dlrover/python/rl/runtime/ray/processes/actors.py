@@ -97,7 +97,6 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
 
 
 def find(name: str) -> Any:
-    """Return the handle of a running actor of the system, or None."""
     return RayClusterApi().find_actor(name)
 
 
@@ -242,7 +241,6 @@ class Threads:
         return await asyncio.shield(work)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until all calls have ended."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=timeout_s)
 

@@ -65,7 +65,6 @@ WITHOUT_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
 
 
 def _torch_groups() -> Any:
-    """Return ``torch.distributed`` if this process has groups, else None."""
     distributed = sys.modules.get("torch.distributed")
     is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if is_used else None
@@ -150,9 +149,8 @@ class MemberActor:
             host.start(workload, context, self._master, job.config)
 
     def lose_peer(self, number: int) -> None:
-        """Refuse all results of incarnation ``number``, which may be wrong, and abort its collectives in a thread,
-        since a call may wait for the lost rank. If the abort hangs, :meth:`dlrover_leave` waits, and the process is
-        replaced."""
+        """Refuse all results of incarnation ``number``, which may be wrong, and abort its collectives in a thread: a
+        call may wait for the lost rank. If the abort hangs, so does :meth:`dlrover_leave`: the process is replaced."""
         with self._leaving:
             if self._left < number == self._identity[1]:
                 self._left = number
@@ -184,11 +182,9 @@ class MemberActor:
         return Heartbeat(process_id, number, method, age_s, call_id[0], notice, work)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running."""
         return True
 
     def dlrover_close(self) -> None:
-        """Close the workload."""
         if self._host is not None:
             self._host.close()
 

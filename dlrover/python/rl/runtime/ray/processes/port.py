@@ -59,7 +59,6 @@ class RayPort:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
 
     def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Return the handles of each role's workers in rank order."""
         handles: dict[RLRoleType, list[Any]] = {}
         with self._lock:
             for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
@@ -260,12 +259,10 @@ class CallWatch:
                 counts[-1] += now_s - began_s
 
     def pending(self) -> dict[str, int]:
-        """Count the pending calls by role."""
         with self._lock:
             return dict(Counter(role for role, _, _ in self._pending.values()))
 
     def drain(self) -> CallCounts:
-        """Return the counts since the last time."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return {key: tuple(values) for key, values in counts.items()}

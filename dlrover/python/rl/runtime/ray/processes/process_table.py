@@ -58,16 +58,11 @@ class ProcessEntry:
         return self.process_id.kind is ProcessKind.STANDBY
 
     @property
-    def is_member(self) -> bool:
-        return self.process_id.kind is ProcessKind.MEMBER
-
-    @property
     def located(self) -> Process | None:
         """The place of the process, or of the former incarnation."""
         return self.process or (self.former.process if self.former is not None else None)
 
     def follow(self, number: int) -> "ProcessEntry":
-        """Return the entry of a later incarnation in the same process."""
         former, born = replace(self, former=None), self.born or self.number
         return ProcessEntry(self.process_id, number, self.slot, self.standby, born, former, self.handle)
 
@@ -157,7 +152,6 @@ class Neighbours:
             self._sizes[self._nodes[rank]] += 1
 
     def context(self, job: JobSpec, member: ProcessId, name: str, restart: RestartInfo | None = None) -> MemberContext:
-        """Return the context of a worker, the actor ``name``."""
         role = RLRoleType(member.role)
         return MemberContext(
             name=name,
@@ -265,7 +259,6 @@ class ActorPool:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
 
     async def start(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        """Start the actor of ``entry`` and return its handle."""
         cls: type
         env: Mapping[str, str]
         arguments: tuple[Any, ...]

@@ -41,8 +41,7 @@ _ASK_S = 30.0
 _ASK_AGAIN_S = 0.5  # a master that is dead refuses at once
 _REPORT_EVERY = 20  # steps: without a loss, too, since the master may have missed a report
 
-Replaced: TypeAlias = Mapping[int, tuple[int, str]]
-"""The workers of a role after a replacement: rank to incarnation and actor name."""
+Replaced: TypeAlias = Mapping[int, tuple[int, str]]  # by rank: incarnation and actor name
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,6 @@ class TrainerActor:
         return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running."""
         return True
 
     def run(self) -> Cause | None:
