@@ -70,9 +70,8 @@ def _repeat(left: threading.Event, thread: int) -> None:
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[Callable[[], None]]:
-    """Let SIGTERM raise SystemExit, so that contexts and exit handlers run. A second one does nothing; an exception
-    that a finalizer swallows is raised again. An earlier handler stays; outside the main thread nothing changes. Yields
-    a function that restores the handler after a library has replaced it."""
+    """Let SIGTERM raise SystemExit once, again if a finalizer swallows it, so that exit handlers run. Earlier handlers
+    stay; outside the main thread nothing changes. Yields a function that restores a handler that a library replaced."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -255,26 +255,18 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
 
 @dataclass
 class StoreCheckpoints:
-    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`.
-
-    Attributes:
-        before: the store of an earlier run that this one continues from, None for a fresh start.
-        files: files to upload before each copy is published, which then belong to its step.
-        code: digests of the code that computes the steps.
-        spread: the commits are in the memories of several nodes, each node's also in the next one's.
-        committed_bytes: the size of all commits so far, without their copies.
-    """
+    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`."""
 
     roots: Roots
     every: int = 10
     keep: int = 2
-    before: Store | None = None
+    before: Store | None = None  # of an earlier run that this one continues
     disk_wait: DiskWait = DEFAULT_DISK_WAIT
-    files: RunFiles | None = None
-    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    files: RunFiles | None = None  # uploaded before each copy is published, whose step they then have
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # digests of the code that computes the steps
     stride: Stride = field(default_factory=Stride)
-    spread: bool = False
-    committed_bytes: int = 0
+    spread: bool = False  # the commits are in several nodes' memories, each also in the next node's
+    committed_bytes: int = 0  # of all commits so far, without their copies
     last_known: LastCommit | None = None
     _persisting: Manifest | None = None  # the last commit that was to be copied at the end of the run: once
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one

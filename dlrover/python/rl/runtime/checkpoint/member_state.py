@@ -32,9 +32,8 @@ AT_ONCE_BYTES = 1 << 20  # smaller states are written within the call
 
 @dataclass(frozen=True)
 class CommitRequest:
-    """A request to write the state after ``step``, with ``persist`` also to the job's directory. The worker removes the
-    files of steps before ``first_kept``, if space is short those before ``first_needed``, but none of the step
-    ``copying``, which is being copied to the job's directory."""
+    """A request to write the state after ``step``, with ``persist`` also to the job's directory. Steps before
+    ``first_kept``, or if space is short ``first_needed``, are removed, but not the one that is ``copying`` there."""
 
     step: int
     roots: Roots

@@ -49,10 +49,9 @@ def memory_name() -> str:
 
 
 def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
-    """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
-    process ends. Its newest generation is saved to ``durable`` when it is removed. Raises PermissionError if another
-    user has created it or a folder above it, or if it is a link."""
-    root = memory_path(job, run)
+    """Create the folder of a run's generations in this node's memory, for this user only, and lock it until this
+    process ends; its removal saves the newest to ``durable``. Raises PermissionError for a link or another user's
+    folder.""" root = memory_path(job, run)
     own = root.parent
     for _ in range(100):
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,9 +83,8 @@ def _warn_of_disk(folder: Path) -> None:
 
 
 def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_free: bool = False) -> None:
-    """Remove the files of a run from this node's memory, with ``if_free`` unless a process uses them; without ``run``
-    the files of all runs without living processes: a job of the same name may run elsewhere. Killed processes get
-    ``patience_s`` seconds to end. A commit beyond the copies in the run's folder is saved there first."""
+    """Remove a run's files from this node's memory, with ``if_free`` or without ``run`` (then of all runs of the job)
+    only unused ones, after up to ``patience_s`` for killed processes. Saves a commit beyond the run's copies first."""
     deadline_s = time.monotonic() + patience_s
     for root in list(_memory_folder().glob(f"{job}-*")):
         name, _, its_run = root.name.rpartition("-")

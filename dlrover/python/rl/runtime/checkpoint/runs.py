@@ -206,8 +206,7 @@ def validate_archive(job: JobSpec) -> list[ConfigError]:
 @dataclass(frozen=True)
 class Roots:
     """The folders of a run's generations, for its trainer of ``epoch`` on ``node`` (``""`` in one process): ``durable``
-    for copies in the job's directory, ``commits`` for each step (None: in each node's memory). ``shared`` commits are
-    on a disk that every node sees, and outlive the nodes."""
+    for copies, ``commits`` for each step (None: in each node's memory; ``shared``: on a disk that all nodes see)."""
 
     job: str
     run: str

@@ -62,9 +62,7 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
         durable: sync file and folder to disk before returning.
         recycled: an unneeded file on the same disk, whose pages are overwritten.
 
-    Raises:
-        DataError: ``tree`` cannot be saved.
-        OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
+    Raises DataError if ``tree`` cannot be saved, OSError with ``path`` unchanged.
     """
     state = tree if isinstance(tree, StateTree) else dump_in_place(tree)
     table = json.dumps({"header": dict(header), "sizes": [len(buffer) for buffer in state.buffers]}).encode()

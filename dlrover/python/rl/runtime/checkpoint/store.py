@@ -221,9 +221,8 @@ class EpochFence:
     def take_over(self, epoch: int) -> None:
         """Refuse every lower epoch from now on. Raises StaleEpoch after a higher claim.
 
-        A process of a lower epoch may hold the lock while it is frozen or its node is lost: then a new lock replaces
-        it. If that process continues, it can finish its change, which removes nothing that a higher epoch has written,
-        nor the newest generation before."""
+        If a frozen or lost process of a lower epoch holds the lock, a new lock replaces it. That process may finish its
+        change later, which removes nothing of a higher epoch, nor the newest generation before."""
         try:
             with self.locked(TAKE_OVER_S):
                 self.claim(epoch)

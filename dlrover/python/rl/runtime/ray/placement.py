@@ -67,9 +67,8 @@ class _NodeGroup(GroupRow):
 def reserve(
     cluster: RayClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = (), has_members: bool = False
 ) -> list[str]:
-    """Request the resources of the whole plan that no earlier call with this ``prefix`` has requested. Groups on an
-    ``excluded`` node are replaced, unless the plan ``has_members`` that run, which would die with them. Returns the
-    groups in the order of the plan's nodes."""
+    """Request the resources of the plan that no earlier call with this ``prefix`` has requested, and return its groups
+    by node. Replaces groups on ``excluded`` nodes, unless the plan ``has_members``, which would die with them."""
     table = _list_groups(cluster)
     newest = _newest_by_node(table, prefix)
     usable = {node: group for node, group in newest.items() if group.state == PENDING}

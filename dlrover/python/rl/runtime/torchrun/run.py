@@ -50,9 +50,8 @@ _POLL_S = 0.1
 
 @contextmanager
 def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folder.Claim]]:
-    """Claim the folder of a begun job, for its new run or to resume an earlier launch; a run ``alone`` in one process
-    can be resumed in one. Raises InvalidJob if the folder cannot be created, JobConflict if another start is in it
-    after 15 s, which a launcher's restart may take."""
+    """Claim the folder of a begun job for a new run, ``alone`` in one process or not, or to resume an earlier launch.
+    Raises InvalidJob, and JobConflict if another start has it for more than the 15 s of a launcher's restart."""
     previous = folder.newest_owner(job.job_dir)
     if previous is not None and previous.runtime != folder.ON_RAY and job.checkpoint.resume == "latest":
         deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + folder.BEAT_S)
