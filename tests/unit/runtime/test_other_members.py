@@ -216,7 +216,8 @@ def test_a_setting_that_is_not_known_here_is_said_where_it_is_another(tmp_path):
     before = earlier_description(begun)
     found = inspect_job(sized(tmp_path, "{size: 4, of: elsewhere}"), before)
     what = "config.of: elsewhere, but by its job.yaml the run was begun with here"
-    assert (found.errors, found.about) == ((), (f"{what}: it continues with the value in its last commit, not with this one",))
+    line = f"{what}: it continues with the value in its last commit, not with this one"
+    assert (found.errors, found.about) == ((), (line,))
     (error,) = inspect_job(sized(tmp_path, "{size: 4, of: there}"), before).errors
     assert error.where == "config.of"
     elsewhere = sized(tmp_path, "{size: 4, of: elsewhere}")

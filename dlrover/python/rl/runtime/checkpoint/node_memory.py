@@ -50,8 +50,8 @@ def memory_name() -> str:
 
 def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
     """Create the folder of a run's generations in this node's memory, for this user only, and lock it until this
-    process ends; its removal saves the newest to ``durable``. Raises PermissionError for a link or another user's
-    folder.""" root = memory_path(job, run)
+    process ends; its removal saves the newest to ``durable``. Raises PermissionError for a link or foreign folder."""
+    root = memory_path(job, run)
     own = root.parent
     for _ in range(100):
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
