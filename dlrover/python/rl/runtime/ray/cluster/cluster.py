@@ -154,14 +154,7 @@ def _started(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     files = private_folder() if place is None else contextlib.nullcontext(place)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
-        own = {
-            "address": "local",  # else Ray joins any cluster that it finds on the machine
-            "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
-            "include_dashboard": False,
-            "_node_ip_address": _LOOPBACK,
-            "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
-        }
-        keeper = _start(folder, {**common, **own})
+        keeper = _start(folder, {**common, **_own(needed, cpus)})
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
@@ -218,6 +211,16 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
             ray.shutdown()
             time.sleep(0.5 * attempt)
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
+
+
+def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
+    return {
+        "address": "local",  # else Ray joins any cluster that it finds on the machine
+        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "_node_ip_address": _LOOPBACK,
+        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
+    }
 
 
 def _reach_gcs(address: str) -> tuple[str, int] | None:
