@@ -79,7 +79,7 @@ SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
     [
         (SMI.format(used=4, errors=0), 0, True, "2 (NVIDIA H200)"),
         (SMI.format(used=100_000, errors=0), 0, False, "GPU 0 has 100000 of 143771 MB in use"),
-        (SMI.format(used=4, errors=3), 0, False, "3 memory errors"),
+        (SMI.format(used=4, errors=3), 0, False, "3 uncorrected memory errors"),
         (SMI.format(used=4, errors="[N/A]"), 0, True, "2 (NVIDIA H200)"),
         ("Unable to determine the device handle: GPU is lost", 15, False, "GPU is lost"),
     ],
