@@ -349,7 +349,7 @@ def test_zy_a_trainer_that_was_replaced_is_refused(stage):
     """Late: from here on the worker refuses the other tests' trainers."""
     port = stage.port
     assert port.submit("ACTOR", 4, Call((1, 0), "echo", (1,), {}, epoch=8)).result(30) == 1
-    with pytest.raises(StaleCall, match=r"ACTOR\[4\].echo: the trainer of epoch 7 has been replaced"):
+    with pytest.raises(StaleCall, match=r"ACTOR\[4\].echo: attempt 7 of the trainer has been replaced"):
         port.submit("ACTOR", 4, Call((1, 1), "echo", (1,), {}, epoch=7)).result(30)
 
 

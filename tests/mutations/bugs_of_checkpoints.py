@@ -172,7 +172,7 @@ BUGS = {
         _COMMITS, 'max(int(file.name.split(".")[-2]), writers.get(member, 0))', 'int(file.name.split(".")[-2])'
     ),
     "commits of this run go with earlier ones": Bug(_RUNS, "if root.name != durable.run:", "if root.name:"),
-    "each run keeps as many copies as one": Bug(_RUNS, "            room -= len(kept)\n", ""),
+    "each run keeps as many copies as one": Bug(_RUNS, "            room -= len(newest)\n", ""),
     "one node of several has the last steps alone": Bug(
         _RUNS, '"job_dir" if job.scheduling_strategy == "SIMPLE" and not job.archive else "memory"', '"memory"'
     ),

@@ -43,7 +43,7 @@ BUGS = {
         _FOLDER, "any(path.is_dir() or path.stat().st_size for", "any(path.is_dir() for"
     ),
     "a claim that fails keeps the folder": Bug(
-        _FOLDER, "record.unlink(missing_ok=True)  # the earlier owner's is still there", "pass"
+        _FOLDER, "record.unlink(missing_ok=True)  # the earlier owner's record remains", "pass"
     ),
     "a claim removes its own record too": Bug(
         _FOLDER, "if number_of(older) < number_of(record):", "if number_of(older) <= number_of(record):"
@@ -58,7 +58,7 @@ BUGS = {
         "if record.parent != job.job_dir]",
     ),
     "a master that is back with overwrite removes its own commits": Bug(
-        _FOLDER, "if starts_afresh and (earlier is None or earlier.run != job.run):", "if starts_afresh:"
+        _FOLDER, "if is_fresh and (earlier is None or earlier.run != job.run):", "if is_fresh:"
     ),
     "an overwritten run stays in memory": Bug(_FOLDER, "for name in STATES), *memory):", "for name in STATES),):"),
     "a beat does not touch the record": Bug(_FOLDER, "            os.utime(self.record)\n", ""),
@@ -91,8 +91,8 @@ BUGS = {
     "the same command continues with a finished run": Bug(_FOLDER, " and owner.state != FINISHED:\n", ":\n"),
     "a description here hides the one of the object store": Bug(
         _FOLDER,
-        'there or (path.read_text(encoding="utf-8") if path.is_file() else "")',
-        '(path.read_text(encoding="utf-8") if path.is_file() else "") or there',
+        'archived or (path.read_text(encoding="utf-8") if path.is_file() else "")',
+        '(path.read_text(encoding="utf-8") if path.is_file() else "") or archived',
     ),
     "a saved run is where the latest one will be": Bug(
         _SAVED, "SavedRun(folder.resolve(), owner)", "SavedRun(folder, owner)"

@@ -24,10 +24,12 @@ TESTS = {
 
 BUGS = {
     "a role with a least size ends the job for want of a place": Bug(
-        _EXECUTOR, "if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):", "if False:"
+        _EXECUTOR,
+        "if entry is not None and kind is ProcessKind.MEMBER and self.reservations.is_elastic(entry.role):",
+        "if False:",
     ),
     "a standby without a place ends the job": Bug(
-        _EXECUTOR, "            if entry is not None and entry.is_standby:\n", "            if False:\n"
+        _EXECUTOR, "            if entry is not None and kind is ProcessKind.STANDBY:\n", "            if False:\n"
     ),
     "a start that takes too long is a fault of the system": Bug(
         _EXECUTOR,

@@ -81,7 +81,7 @@ BUGS = {
     "a list of values and results is sent as it is": Bug(
         _ARGUMENTS, "isinstance(value, list) and any(", "isinstance(value, list) and all("
     ),
-    "a worker is not told what is committed": Bug(_ARGUMENTS, "            call.settled,\n", "            0,\n"),
+    "a worker is not told what is committed": Bug(_ARGUMENTS, "incarnation, call.settled,", "incarnation, 0,"),
     "heartbeats do not count the kernel's kills": Bug(
         _BEATS, "replace(self._observe(), oom_kills=count_oom_kills())", "self._observe()"
     ),
@@ -104,7 +104,7 @@ BUGS = {
         _LOADING, "        failure.fault = fault_of(error).value\n", ""
     ),
     "a trainer that has lost its master is the user's fault": Bug(
-        _LOADING, "isinstance(error, JobFailed | MasterLost):", "isinstance(error, JobFailed):"
+        _LOADING, "isinstance(error, errors.JobFailed | errors.MasterLost):", "isinstance(error, errors.JobFailed):"
     ),
     "a line is copied before it ends": Bug(
         _FILES,
@@ -115,8 +115,8 @@ BUGS = {
     "secrets are in the logs of the folder": Bug(_FILES, "file.write(redacted_bytes(data))", "file.write(data)"),
     "the output of a living process is copied twice": Bug(
         _FILES,
-        'rest["host"] != socket.gethostname() or process_began(rest["pid"])',
-        'rest["host"] != socket.gethostname()',
+        'record["host"] != socket.gethostname() or process_began(record["pid"])',
+        'record["host"] != socket.gethostname()',
     ),
     "a rotation loses the older logs": Bug(_FILES, "range(KEPT_LOGS - 1, 0, -1)", "range(1, KEPT_LOGS)"),
     "a second SIGTERM interrupts the exit handlers": Bug(
@@ -160,8 +160,8 @@ BUGS = {
     ),
     "a kill by the memory monitor is a plain death": Bug(
         _ACTORS,
-        'isinstance(died, OutOfMemoryError) or "running low on memory" in str(died)',
-        "isinstance(died, OutOfMemoryError)",
+        'isinstance(died, exceptions.OutOfMemoryError) or "running low on memory" in str(died)',
+        "isinstance(died, exceptions.OutOfMemoryError)",
     ),
     "what could not be ended is not tried again": Bug(
         _ACTORS, "                await asyncio.sleep(_PAUSE_S)\n", "                return\n"

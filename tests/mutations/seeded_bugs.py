@@ -319,7 +319,7 @@ BUGS = {
     "an earlier trainer is obeyed": Bug(_HOST, "if header.epoch and header.epoch < self._epoch:", "if False:"),
     "a call to an earlier incarnation runs": Bug(_HOST, "if 0 < header.incarnation < self._incarnation:", "if False:"),
     "a call to a later incarnation runs": Bug(_HOST, "if header.incarnation > self._incarnation:", "if False:"),
-    "another method is answered": Bug(_HOST, "if answer.method != header.method:", "if False:"),
+    "another method is answered": Bug(_HOST, "if method != header.method:", "if False:"),
     "a call of the past runs": Bug(_HOST, "if header.call_id < self._latest:", "if False:"),
     "a call runs before the one before it": Bug(
         _HOST, "if header.after is not None and header.after not in self._answers:", "if False:"
@@ -334,9 +334,7 @@ BUGS = {
         "        self._standing = replace(self._standing, since=None, at=None)\n        return",
         "        return",
     ),
-    "a failed call is not remembered": Bug(
-        _HOST, "            self._keep(header, _Answer(header.method, error=failure))\n", ""
-    ),
+    "a failed call is not remembered": Bug(_HOST, "            self._record(header, failure)\n", ""),
     "an error without its cause": Bug(_HOST, "        failure.original = failure.__cause__ = error\n", ""),
     "stored values share their memory": Bug(
         _ARGUMENTS, "tuple(memoryview(bytes(view)) if own else view for view in views)", "tuple(views)"
@@ -435,14 +433,16 @@ BUGS = {
     ),
     "the step decides instead of the order": Bug(
         _STORE,
-        "key=lambda manifest: (manifest.epoch, manifest.serial)",
+        "key=lambda manifest: manifest.age",
         "key=lambda manifest: (manifest.step, manifest.epoch)",
     ),
     "a changed manifest is not read again": Bug(
-        _STORE, "if manifest is None or known != version:", "if manifest is None:"
+        _STORE, "if manifest is None or before != version:", "if manifest is None:"
     ),
     "known manifests are kept for ever": Bug(
-        _STORE, "for name, known in self._known.items() if name in names}", "for name, known in self._known.items()}"
+        _STORE,
+        "for name, pair in self._manifests.items() if name in names}",
+        "for name, pair in self._manifests.items()}",
     ),
     "files on other nodes are missing": Bug(_STORE, 'if file.node in ("", self._node)]', "if True]"),
     "a damaged generation stays in place": Bug(
@@ -502,8 +502,8 @@ BUGS = {
     ),
     "the death of a process is not noticed": Bug(
         _EXECUTOR,
-        "            raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))",
-        "            await self._cluster.until_ended(entry.handle)",
+        "            raise MemberGone(str(entry.process_id), await self._pool.cluster.until_ended(entry.handle))",
+        "            await self._pool.cluster.until_ended(entry.handle)",
     ),
     "two processes have one slot": Bug(
         _TABLE,
@@ -555,9 +555,9 @@ BUGS = {
         _NEIGHBOURS, "if holders and nodes.get(member) not in having:", "if False:"
     ),
     "the oldest of what nodes hold is taken": Bug(_NEIGHBOURS, "if age > newest:", "if not best:"),
-    "neighbours keep all commits": Bug(_NEIGHBOURS, "kept.drop_older(part.first_kept)", "pass"),
+    "neighbours keep all commits": Bug(_NEIGHBOURS, "commits.drop_older(part.first_kept)", "pass"),
     "neighbours write new pages each time": Bug(
-        _NEIGHBOURS, "kept.spare(folder / file.name) if part.start == 0 else None", "None"
+        _NEIGHBOURS, "commits.spare(folder / file.name) if part.start == 0 else None", "None"
     ),
     "what was set aside comes again from a neighbour": Bug(
         _NEIGHBOURS, 'any(name.startswith(f"{manifest.folder}.") for name in store.damaged())', "False"

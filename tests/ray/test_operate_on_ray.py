@@ -94,7 +94,7 @@ def test_what_a_killed_member_wrote_is_in_its_log_and_a_failure_is_explained(des
     desk("wait", "failing", code=1)
     explained = desk("explain", "failing")
     assert "ACTOR[0]" in explained and "died" in explained and "dlrover-rl resume" in explained
-    assert "ACTOR[0] incarnation 1" in desk("logs", "failing", "actor-0")
+    assert "ACTOR[0] attempt 1" in desk("logs", "failing", "actor-0")
     assert "did you mean 'actor-0'" in desk("logs", "failing", "acter-0", code=2)
     desk("stop", "failing")
 

@@ -48,7 +48,7 @@ def test_a_run_whose_cluster_was_killed_goes_on_after_its_last_step(desk, where)
 
 def test_on_a_cluster_that_is_shared_a_folder_that_cannot_be_made_is_said_and_nothing_stays(desk, ray_session):
     output = desk.run("run", "job.yaml", "--address", "auto", "name=nowhere", "job_dir=/proc/none/out", code=2)
-    assert output.partition("1 error in the job:\n")[2].startswith("  - job_dir: cannot be made: ")
+    assert output.partition("1 error in the job:\n")[2].startswith("  - job_dir: cannot be created: ")
     assert "Traceback" not in output
     with pytest.raises(ValueError, match="nowhere/master"):
         ray.get_actor("nowhere/master", namespace="dlrover-rl")

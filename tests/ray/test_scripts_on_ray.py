@@ -133,5 +133,5 @@ with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
     done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     output = (tmp_path / "output.log").read_text()
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{output[-6000:]}"
-    assert "it will go: it is drained" in output
+    assert "it will be removed: it is drained" in output
     assert re.search(r"2 ranks from step \d+, restart 1", output), output

@@ -55,7 +55,7 @@ def test_further_ports_are_checked_where_they_are_named(tmp_path):
 def test_little_shared_memory_is_bad(monkeypatch):
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
     found = health.check_shared_memory(Path("/dev/shm"))
-    assert found.ok is False and "64 MB" in found.found and "--shm-size" in found.advice
+    assert found.ok is False and "64 MB" in found.result and "--shm-size" in found.advice
 
 
 def test_what_is_advised_for_little_shared_memory_is_a_setting_that_there_is(monkeypatch, tmp_path):
@@ -78,8 +78,8 @@ SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
     ("output", "code", "ok", "words"),
     [
         (SMI.format(used=4, errors=0), 0, True, "2 (NVIDIA H200)"),
-        (SMI.format(used=100_000, errors=0), 0, False, "GPU 0 has 100000 of 143771 MB taken"),
-        (SMI.format(used=4, errors=3), 0, False, "3 memory errors"),
+        (SMI.format(used=100_000, errors=0), 0, False, "GPU 0 has 100000 of 143771 MB in use"),
+        (SMI.format(used=4, errors=3), 0, False, "3 uncorrected memory errors"),
         (SMI.format(used=4, errors="[N/A]"), 0, True, "2 (NVIDIA H200)"),
         ("Unable to determine the device handle: GPU is lost", 15, False, "GPU is lost"),
     ],
@@ -87,7 +87,7 @@ SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
 def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
     monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
     found = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
-    assert found.ok is ok and words in found.found
+    assert found.ok is ok and words in found.result
 
 
 def test_a_driver_that_does_not_answer_is_bad(monkeypatch):
@@ -105,8 +105,8 @@ def report(ahead_s=0.0, ray="2.60.0"):
 def test_clocks_and_versions_of_nodes_are_compared():
     assert [check.ok for check in compare([report(), report(0.5)])] == [True, True]
     clocks, versions = compare([report(), report(-30.0, "2.59.0")])
-    assert clocks.ok is False and "30.0 s apart" in clocks.found
-    assert versions.ok is False and "ray differ" in versions.found
+    assert clocks.ok is False and "30.0 s apart" in clocks.result
+    assert versions.ok is False and "ray differ" in versions.result
 
 
 @pytest.mark.parametrize(

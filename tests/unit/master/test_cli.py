@@ -463,7 +463,7 @@ def test_a_job_directory_that_cannot_be_is_said(shell):
         (["--max-steps=5"], "no option --max-steps: settings are written key=value, max_steps=5"),
         (["--loca"], "or did you mean --local?"),
         (["trainr.module=x"], "trainr.module: unknown key 'trainr'; did you mean 'trainer.module'?"),
-        (["job_dir=/proc/nowhere/out"], "job_dir: cannot be made: "),
+        (["job_dir=/proc/nowhere/out"], "job_dir: cannot be created: "),
     ],
 )
 def test_a_wrong_argument_is_answered_with_the_right_one(shell, given, words):

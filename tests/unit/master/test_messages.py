@@ -114,8 +114,8 @@ NO_DATA = "config.data.train: some-org/none: is no file or folder, and the hub c
         pytest.param("run job.yaml data.train=some-org/none", NO_DATA, marks=slow),
         pytest.param("check --hub job.yaml data.train=some-org/none", NO_DATA, marks=slow),
         pytest.param("check --hub job.yaml model=some-org/none", f"config.model: {NO_MODEL}", marks=slow),
-        pytest.param("run job.yaml job_dir=/proc/none/out", "job_dir: cannot be made: ", marks=slow),
-        pytest.param("run --local job.yaml job_dir=/proc/none/out", "job_dir: cannot be made: ", marks=slow),
+        pytest.param("run job.yaml job_dir=/proc/none/out", "job_dir: cannot be created: ", marks=slow),
+        pytest.param("run --local job.yaml job_dir=/proc/none/out", "job_dir: cannot be created: ", marks=slow),
     ],
 )
 def test_a_wrong_input_is_refused_in_one_line(inputs, line, said):

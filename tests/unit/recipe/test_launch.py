@@ -264,7 +264,7 @@ def test_everything_killed_at_once_goes_on_too_also_without_what_was_in_memory(d
                 time.sleep(0.05)
         where = desk / (memory if memory == "kept" else "elsewhere")
         said = run(desk, f"{TWO} {ADD} job_dir={folder}", code=1, DLROVER_RL_MEMORY=str(where))
-        assert "the same command, or checkpoint.resume=latest, goes on" in said, "pause_s was another one"
+        assert "the same command, or checkpoint.resume=latest, continues" in said, "pause_s was another one"
         run(desk, f"{TWO} {ADD} job_dir={folder} checkpoint.resume=latest", DLROVER_RL_MEMORY=str(where))
         assert steps_done(desk, folder) == [1, 2, 3, 4, *repeated]
         assert result(desk, folder) == result(desk, "whole")

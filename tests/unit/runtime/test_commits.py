@@ -447,7 +447,7 @@ def test_the_older_generation_makes_room_for_the_next(tmp_path, small, caplog, s
     with caplog.at_level(logging.WARNING, "dlrover"):
         for step in range(1, 6):
             store.commit(step)
-    assert "no disk space in" in caplog.text
+    assert "no space left in" in caplog.text
     assert store.checkpoints.newest() == 5
     store.restore(5)
     assert store.workload.saved == 5, "a state is asked for once, however often it is written"

@@ -66,7 +66,7 @@ def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
     claim(second, IN_PROCESS, bound=True).end(FAILED)
     lines = starts(first.job_dir)
     assert [(line["start"], line["run"]) for line in lines] == [(1, first.run), (2, second.run)]
-    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().found}
+    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().result}
     assert {"python", "torch", "transformers", "ray", "numpy", "dlrover-rl"} <= lines[0]["versions"].keys()
     assert {"time", "host", "runtime", "command", "work_dir", "git"} <= lines[0].keys()
 

@@ -221,9 +221,9 @@ def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ev
 
 def test_what_is_refused(host):
     call(host, 1, 0, "add", 1, epoch=2)
-    with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: the trainer of epoch 1 has been replaced"):
+    with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: attempt 1 of the trainer has been replaced"):
         call(host, 1, 1, "add", 1, epoch=1)
-    with pytest.raises(StaleCall, match="meant for incarnation 4, this is 3"):
+    with pytest.raises(StaleCall, match="meant for attempt 4 of the worker, this is 3"):
         call(host, 1, 1, "add", 1, incarnation=4)
     with pytest.raises(WorkloadDied, match="joins them") as died:
         call(host, 1, 1, "add", 1, incarnation=2)

@@ -348,7 +348,7 @@ def test_an_unreadable_journal_is_never_a_new_one(path):
         FileStateStore(path, must_exist=True)
     for content in (b"", b"\n", b"{}\n", b"rl-journal 1\n", bytes(4096)):
         path.write_bytes(content)
-        with pytest.raises(JournalCorrupt, match="does not begin as one"):
+        with pytest.raises(JournalCorrupt, match="is no journal"):
             FileStateStore(path)
         assert path.read_bytes() == content
 

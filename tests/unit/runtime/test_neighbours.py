@@ -137,7 +137,7 @@ def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_
     stage = stage_on(tmp_path / "job", every=3)
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert stage.run({(numbers(calls, "ACTOR", "update")[2 * 4], "before"): stage.lose("a")}) == expected
-    assert "a neighbour's commit is not kept here: [Errno 28] No space left on device" in caplog.text
+    assert "cannot store a neighbour's commit here: [Errno 28] No space left on device" in caplog.text
     assert "only one node has the commits of ACTOR-0: losing it loses the steps since a copy" in caplog.text
     assert stage.attempts[-1].restart_info.step == 3
 

@@ -32,7 +32,7 @@ def test_a_file_is_a_notice_once_it_is_there(tmp_path):
         notice = DepartureNotice(str(tmp_path / "leave"))
         assert notice.read() == ""
         (tmp_path / "leave").touch()
-        assert notice.read() == f"{tmp_path / 'leave'} is there"
+        assert notice.read() == f"{tmp_path / 'leave'} exists"
         os.remove(tmp_path / "leave")
         assert notice.read(), "what was told stays"
     finally:

@@ -183,7 +183,7 @@ def test_a_replaced_writer_is_refused_and_what_it_still_writes_does_not_count(bu
     bucket.fault = overtaken
     uploaded = former.put(tmp_path, 30, 1, local)
     for attempt in (lambda: former.claim(1), lambda: former.commit(30, 1, {"ACTOR-0": uploaded})):
-        with pytest.raises(StaleEpoch, match="epoch 1 has ended: epoch 2"):
+        with pytest.raises(StaleEpoch, match="attempt 1 has ended: attempt 2"):
             attempt()
     assert [(manifest.epoch, manifest.step) for manifest in later.manifests()][0] == (2, 20)
 
@@ -221,7 +221,7 @@ def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path)
 
 def test_claim_is_refused_after_a_later_claim_beside_it(bucket):
     bucket.fault = lambda number, done: bucket.put("/bucket/run/epochs/00000002", b"2") if done else None
-    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+    with pytest.raises(StaleEpoch, match="attempt 2 has taken over"):
         ObjectStore(URL, "r", fs=bucket).claim(1)
 
 

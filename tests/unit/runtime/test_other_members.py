@@ -191,7 +191,7 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     assert refusals(begun) == ()
     whole, part = refusals(other)
     was = "8, but by its job.yaml the run was begun with 4, which its state depends on"
-    assert str(whole) == f"config.size: {was}: go on with that, or begin another run"
+    assert str(whole) == f"config.size: {was}: continue with that, or begin another run"
     assert str(part).startswith("config.part.a: 2, but by its job.yaml the run was begun with 1, ")
     (none,) = refusals(sized(tmp_path, "{size: 4}"))
     assert str(none).startswith("config.part: null, but by its job.yaml the run was begun with {a: 1, b: x}, ")
@@ -216,7 +216,8 @@ def test_a_setting_that_is_not_known_here_is_said_where_it_is_another(tmp_path):
     before = earlier_description(begun)
     found = inspect_job(sized(tmp_path, "{size: 4, of: elsewhere}"), before)
     what = "config.of: elsewhere, but by its job.yaml the run was begun with here"
-    assert (found.errors, found.about) == ((), (f"{what}: it goes on with what its last commit holds, not with this",))
+    line = f"{what}: it continues with the value in its last commit, not with this one"
+    assert (found.errors, found.about) == ((), (line,))
     (error,) = inspect_job(sized(tmp_path, "{size: 4, of: there}"), before).errors
     assert error.where == "config.of"
     elsewhere = sized(tmp_path, "{size: 4, of: elsewhere}")

@@ -225,7 +225,7 @@ def test_run_folder_exchanged_for_a_link_is_refused(private, exchanged, use):
     behind.mkdir(parents=True, exist_ok=True)
     (behind / "trainer.log").write_text("secret\n")
     exchange(folder, private)
-    with pytest.raises(InvalidJob, match="reached through a link"):
+    with pytest.raises(InvalidJob, match="behind a link"):
         use(RunFolder(run))
 
 
@@ -243,7 +243,7 @@ def test_user_link_above_a_run_folder_is_resolved_at_entry(private):
     (private.parent / "scratch").symlink_to("runs")
     folder = RunFolder(with_real_parent(private.parent / "scratch/job/run"))
     assert [file.path for file in folder.list_files()] == ["logs/trainer.log"]
-    with pytest.raises(InvalidJob, match="job/run: is no folder, or is reached through a link"):
+    with pytest.raises(InvalidJob, match="job/run: is no folder, or is behind a link"):
         RunFolder(private.parent / "scratch/job/run").list_files()
 
 

@@ -66,7 +66,7 @@ def test_what_cannot_fit_is_refused_with_both_numbers_and_what_helps(tmp_path, m
 def test_a_state_of_unknown_size_is_said_and_refuses_nothing(tmp_path):
     job, found = room_of(tmp_path, 1, 1, None)
     assert found is None and validate_room(job, found) == []
-    assert describe_room(found) == ["commits: the size of a state is not known before it is loaded"]
+    assert describe_room(found) == ["commits: the size of a state is unknown until it is loaded"]
     assert describe_room(room_of(tmp_path, 1, 1, 0)[1]) == []
 
 

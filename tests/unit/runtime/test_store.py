@@ -404,7 +404,7 @@ def test_a_damaged_epoch_file_does_not_lower_the_fence(store):
         with pytest.raises(StaleEpoch):
             store.claim(3)
     store.claim(5)
-    with pytest.raises(StaleEpoch, match="epoch 4 has ended: epoch 5 has taken over"):
+    with pytest.raises(StaleEpoch, match="attempt 4 has ended: attempt 5 has taken over"):
         store.folder(2, 4)
 
 

@@ -250,7 +250,7 @@ def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_pa
     (tmp_path / "run").symlink_to(tmp_path)
     driven.record = replace(driven.record, folder=str(tmp_path / "run"))
     for use in (lambda: asyncio.run(RayJobRunner()._find_or_start(driven, 0)), lambda: RayJobRunner()._outcome(driven)):
-        with pytest.raises(InvalidJob, match="reached through a link that was put there later"):
+        with pytest.raises(InvalidJob, match="behind a link that was added later"):
             use()
 
 

@@ -696,7 +696,7 @@ def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
             lambda: reader.fetch("job", "token", io.BytesIO()),
             lambda: [*reader.logs("job", "trainer")],
         ):
-            with pytest.raises(InvalidJob, match="reached through a link that was put there later"):
+            with pytest.raises(InvalidJob, match="behind a link that was added later"):
                 use()
         reader.close()
 

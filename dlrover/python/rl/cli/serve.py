@@ -272,7 +272,7 @@ def doctor(address: str | None, folder: str, server: str | None, ports: tuple[in
     for title, checks in shown:
         echo(title)
         for check in checks:
-            echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
+            echo(f"  {_MARKS[check.ok]} {check.name}: {check.result}")
             if check.ok is False and check.advice:
                 echo(f"       {check.advice}")
     faults = sum(check.ok is False for _, checks in shown for check in checks)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import click
 import torch.distributed as dist
@@ -46,7 +47,7 @@ from dlrover.python.rl.runtime.member.loading import load_class
 from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import begin, continued, earlier_description, has_commits, repeated
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
-from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
+from dlrover.python.rl.runtime.torchrun.links import MEETING_S, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
 
@@ -270,11 +271,11 @@ def _validate_sharing(job: JobSpec, launch: LaunchEnv) -> list[ConfigError]:
 
 
 @cache
-def _store() -> KeyValueStore:
+def _store() -> Any:
     """Return the launcher's store, or one at rank 0, for all jobs of these processes."""
     launch = LaunchEnv.from_env(os.environ)
     rank, world_size = launch.rank, launch.world_size
-    store: KeyValueStore
+    store: Any
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
         return store

@@ -21,8 +21,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def noted_signals(*signals: int) -> Iterator[list[int]]:
-    """Yield a list of the ``signals`` that have come inside the block, where they interrupt no line. Outside the main
-    thread none is noted."""
+    """Yield a list of the ``signals`` received in the block, which interrupt nothing; empty outside the main thread."""
     noted: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in signals if is_main}
@@ -35,15 +34,14 @@ def noted_signals(*signals: int) -> Iterator[list[int]]:
 
 @contextmanager
 def insistent_interrupts() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt, and again until the block is left: Python drops an exception
-    in a finalizer or a callback. Handlers that are not Python's own stay; outside the main thread nothing changes."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt repeatedly until the block ends: Python drops an exception in a
+    finalizer or a callback. Handlers other than Python's stay; outside the main thread nothing changes."""
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     if threading.current_thread() is not threading.main_thread():
         usual = {}
     left = threading.Event()
-    repeats = threading.Thread(
-        target=_repeat, args=(left, threading.get_ident()), name="dlrover-interrupt", daemon=True
-    )
+    thread = threading.get_ident()
+    repeats = threading.Thread(target=_repeat, args=(left, thread), name="dlrover-interrupt", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if left.is_set():
@@ -64,7 +62,7 @@ def insistent_interrupts() -> Iterator[None]:
 
 
 def _repeat(left: threading.Event, thread: int) -> None:
-    for _ in range(_TIMES):  # not for ever: at the prompt of a debugger each of them is shown
+    for _ in range(_TIMES):  # not for ever: a debugger's prompt shows each of them
         if left.wait(_AGAIN_S):
             return
         signal.pthread_kill(thread, signal.SIGINT)
@@ -72,10 +70,8 @@ def _repeat(left: threading.Event, thread: int) -> None:
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[Callable[[], None]]:
-    """Inside, SIGTERM raises SystemExit, so that contexts and exit handlers run. A second one does nothing, unless a
-    finalizer has swallowed the exception of the first: then it comes again. An earlier handler stays; outside the main
-    thread, which alone may set one, nothing changes. Yields a function that sets the handler again after a library has
-    replaced it."""
+    """Let SIGTERM raise SystemExit once, again if a finalizer swallows it, so that exit handlers run. Earlier handlers
+    stay; outside the main thread nothing changes. Yields a function that restores a handler that a library replaced."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
@@ -117,13 +113,13 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 
 
 def hangup_terminates() -> None:
-    """Treat SIGHUP, which comes when a terminal is closed, as SIGTERM from now on, unless it is ignored (``nohup``)."""
+    """Treat SIGHUP, which a closed terminal sends, as SIGTERM from now on, unless it is ignored (``nohup``)."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _hang_up)
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:
-    """Silence what nothing reads any more, since printing would fail and leave the end undone, and terminate."""
+    """Silence closed outputs, since printing would fail and leave the cleanup undone, and terminate."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in filter(_may_be_closed, (1, 2)):
@@ -134,7 +130,7 @@ def _hang_up(number: int, frame: FrameType | None) -> None:
 
 
 def _may_be_closed(descriptor: int) -> bool:
-    """Return True for a terminal that is gone, and for what leads to a program that got SIGHUP as well."""
+    """Return True for a closed terminal, and for a pipe to a program that got SIGHUP as well."""
     try:
         termios.tcgetattr(descriptor)
     except termios.error as error:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: the port and the executor of workers in this process are read together.
-"""Processes of a job or a script that are this process: the port to them, their replacement, and the executor.
+"""Jobs and scripts that run in this process: the port to their workers, the replacement of workers, and the executor.
 
 :class:`LocalPort` runs each call at once in the caller's thread: a debugger stops inside a workload as in any function.
-Arguments and results are copies with large arrays shared read-only, as through Ray. :class:`LocalExecutor` executes
-each of the control machine's commands before ``execute`` returns. Nothing else runs beside the trainer, so workers that
-are killed by it are replaced without the control machine.
+Arguments and results are copies that share large arrays read-only, as through Ray. :class:`LocalExecutor` executes each
+command of the control machine before ``execute`` returns, but replaces workers without the control machine.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -25,22 +24,8 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, ProcessKind, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Command, Kill, Place, Release, StartMembers, StartTrainer, Wait
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    MemberLost,
-    MemberStarted,
-    Placed,
-    Process,
-    Progressed,
-    Released,
-    StepsOpened,
-    TrainerFinished,
-    TrainerLost,
-    TrainerStarted,
-    WaitOver,
-)
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
@@ -86,7 +71,7 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class LocalMember:
-    """A worker in this process, and the environment that its process would have."""
+    """A worker in this process, with the environment that a separate process would have."""
 
     host: MemberHost
     env: Mapping[str, str] = field(repr=False)
@@ -102,13 +87,13 @@ class CallResult:
     took_s: float = 0.0
 
     def outcome(self, timeout_s: float | None) -> Outcome:
-        """The trainer's view, with the call's deadline; 0 is a poll, and every call has ended."""
+        """Return the outcome for the trainer, late after the deadline; 0 is a poll, and every call has ended."""
         if timeout_s and self.took_s > timeout_s:
             return Outcome(late=True)
         return Outcome(self.result.load() if self.result else None, self.error)
 
     def stored(self) -> Stored:
-        """The view of another worker; raises the failure of this call."""
+        """Return the value for another worker; raises the error of this call."""
         if self.error is not None:
             raise self.error
         assert self.result is not None, "a call without an error has a result"
@@ -120,7 +105,7 @@ class LocalPort:
     """The port over workers of this process."""
 
     members: Mapping[Any, list[LocalMember]]  # by role, in rank order
-    enforce_deadlines: bool = True  # a call that took longer than its timeout is late, as on Ray; off for debuggers
+    enforce_deadlines: bool = True  # a call beyond its timeout is late, as on Ray; off for debuggers
     now_s: Callable[[], float] = time.monotonic
 
     def put(self, value: Any) -> Ref:
@@ -134,7 +119,7 @@ class LocalPort:
     def execute(self, member: LocalMember, role: str, rank: int, call: Call) -> CallResult:
         started_s = self.now_s()
         result, error = self._run(member, call) if member.alive else (None, None)
-        if not member.alive:  # from the beginning, or since the middle of the call
+        if not member.alive:  # before the call, or killed during it
             died = WorkloadDied("the worker was killed", role=role, rank=rank, method=call.method)
             died.incarnation = member.incarnation
             result, error = None, died
@@ -177,7 +162,7 @@ class LocalPort:
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """One worker as an actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
+    """A worker's actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
 
     port: Port
     role: str
@@ -209,13 +194,13 @@ def close_members(members: Iterable[tuple[MemberHost, Mapping[str, str]]]) -> No
         try:
             with process_environment(env):
                 host.close()
-        except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
+        except Exception:  # noqa: BLE001 -- a process boundary
             _LOG.exception("closing %s failed", env["NAME"])
 
 
 @dataclass
 class LocalRecovery(Recovery):
-    """Replaces killed workers; ``make`` constructs one from role, rank, incarnation and reason."""
+    """Replaces killed workers; ``make`` constructs a worker from role, rank, incarnation and reason."""
 
     port: LocalPort
     make: Callable[[str, int, int, str], LocalMember]
@@ -247,7 +232,7 @@ class LocalRecovery(Recovery):
 
 @dataclass
 class TrainerRun:
-    """The trainer of a job in this process, whose raw handles call through ``port``. Raises ClassNotFound."""
+    """A job's trainer in this process, whose raw handles call through ``port``. Raises ClassNotFound."""
 
     job: JobSpec
     port: Port
@@ -256,7 +241,7 @@ class TrainerRun:
     report: Reporter
     announce: Announcer = announce_nothing
     recovery: Recovery | None = None
-    _trainer: BaseTrainer | None = None  # one that runs, or was interrupted
+    _trainer: BaseTrainer | None = None  # running or interrupted
 
     def __post_init__(self) -> None:
         job = self.job
@@ -264,19 +249,10 @@ class TrainerRun:
         self._classes = {role: load_workload(job, role) for role in job.workloads}
 
     def run(self) -> None:
-        """Raises what ``run_trainer`` raises."""
-        link = TrainerLink(
-            port=self.port,
-            report=self.report,
-            job=self.job.name,
-            job_dir=self.job.job_dir,
-            resources={str(role): amounts for role, amounts in self.resources.items()},
-            recovery=self.recovery,
-            checkpoints=self.checkpoints,
-            announce=self.announce,
-            files=synced_files(self.job),
-            results=results_of(self.job),
-        )
+        """Run the trainer; raises as ``run_trainer``."""
+        job, resources = self.job, {str(role): amounts for role, amounts in self.resources.items()}
+        link = TrainerLink(self.port, self.report, job.name, job.job_dir, resources, self.recovery, self.checkpoints)
+        link = replace(link, announce=self.announce, files=synced_files(job), results=results_of(job))
         try:
             run_trainer(self._make, link)
         except (Exception, SystemExit):
@@ -285,7 +261,6 @@ class TrainerRun:
         self._trainer = None
 
     def stop(self) -> None:
-        """Tell a trainer that was interrupted that it has ended."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             tell_end(trainer, "stopped")
@@ -300,8 +275,7 @@ class TrainerRun:
 
 @dataclass
 class LocalExecutor:
-    """Runs a whole job in this process; of ``placement`` only resources matter here. ``enforce_deadlines``: see
-    :class:`~dlrover.python.rl.runtime.local.LocalPort`."""
+    """Runs a whole job in this process; of ``placement`` it uses the resources, ``enforce_deadlines`` as the port."""
 
     job: JobSpec
     placement: Placement
@@ -315,10 +289,10 @@ class LocalExecutor:
 
     @insistent_interrupts()
     def execute(self, command: Command, emit: Emit) -> None:
-        """Ctrl-C and SIGTERM raise KeyboardInterrupt inside."""
+        """Execute a command, in which Ctrl-C and SIGTERM raise KeyboardInterrupt."""
         if isinstance(command, Place):
             forget_memory(self.job.name)
-            emit(Placed(command.incarnation))
+            emit(events.Placed(command.incarnation))
         elif isinstance(command, StartMembers):
             self._start_members(command, emit)
         elif isinstance(command, Kill) and command.process_id.kind is ProcessKind.MEMBER:
@@ -329,10 +303,9 @@ class LocalExecutor:
             self._run_trainer(command, emit)
         elif isinstance(command, Release):
             self._release(command.final)
-            emit(Released(command.incarnation))
+            emit(events.Released(command.incarnation))
         elif isinstance(command, Wait):
-            # No waiting: there is no other process that could recover meanwhile.
-            emit(WaitOver(command.timer))
+            emit(events.WaitOver(command.timer))
 
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
         role = RLRoleType(command.role)
@@ -344,10 +317,10 @@ class LocalExecutor:
                 members[rank : rank + 1] = [self._make(role, rank, incarnation)]
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
                 message, detail = f"{type(error).__name__}: {error}", user_traceback(error)
-                cause = Cause(CauseKind.START_FAILED, str(ProcessId(role, rank)), message, detail)
-                emit(MemberLost(role, rank, incarnation, cause))
+                cause = events.Cause(events.CauseKind.START_FAILED, str(ProcessId(role, rank)), message, detail)
+                emit(events.MemberLost(role, rank, incarnation, cause))
                 return
-            emit(MemberStarted(role, rank, incarnation, _here()))
+            emit(events.MemberStarted(role, rank, incarnation, _here()))
 
     def _make(self, role: str, rank: int, incarnation: int, why: str = "") -> LocalMember:
         role = RLRoleType(role)
@@ -379,8 +352,8 @@ class LocalExecutor:
             epoch=command.epoch,
             fresh=command.fresh,
             restart_info=RestartInfo(command.restarts, command.reason),
-            opened=lambda: emit(StepsOpened(command.epoch)),
-            progressed=lambda step: emit(Progressed(command.epoch, step)),
+            opened=lambda: emit(events.StepsOpened(command.epoch)),
+            progressed=lambda step: emit(events.Progressed(command.epoch, step)),
         )
         resources = {role: slots[0].resources for role, slots in self.placement.slots.items()}
         try:
@@ -389,14 +362,14 @@ class LocalExecutor:
                 checkpoints = checkpoints_of(self.job, self.run, command.epoch)
                 trainer = TrainerRun(self.job, port, checkpoints, resources, self.report, self.announce, recovery)
                 self._trainer = trainer
-                emit(TrainerStarted(command.epoch, _here()))
+                emit(events.TrainerStarted(command.epoch, _here()))
                 with process_environment(self.job.env):
                     trainer.run()
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
             cause = cause_of(error, "trainer", user_traceback(error), alone=True)
-            emit(TrainerLost(command.epoch, cause))
+            emit(events.TrainerLost(command.epoch, cause))
             return
-        emit(TrainerFinished(command.epoch))
+        emit(events.TrainerFinished(command.epoch))
 
     def _release(self, final: bool) -> None:
         run, self._trainer = self._trainer, None
@@ -413,7 +386,7 @@ class LocalExecutor:
 
 @contextlib.contextmanager
 def _no_ray() -> Iterator[None]:
-    """Inside, ``ray.get`` and its like start no cluster but raise a CallError that names the way without Ray."""
+    """Let ``ray.get`` and similar calls raise a CallError that names the alternative, instead of starting a cluster."""
     starts = set_ray_auto_start(False)
     try:
         with process_environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):  # read when Ray is imported
@@ -430,7 +403,7 @@ def _no_ray() -> Iterator[None]:
 
 
 def set_ray_auto_start(value: bool) -> bool:
-    """Set whether Ray, if it is imported, starts with its first use; returns the earlier value."""
+    """Let Ray, if it is imported, start with its first use or not; returns the earlier value."""
     hook: Any = sys.modules.get("ray._private.auto_init_hook")
     if hook is None:
         return True
@@ -438,16 +411,15 @@ def set_ray_auto_start(value: bool) -> bool:
     return earlier
 
 
-def _here() -> Process:
-    return Process(host=socket.gethostname(), pid=os.getpid())
+def _here() -> events.Process:
+    return events.Process(host=socket.gethostname(), pid=os.getpid())
 
 
 HERE = "here"
 
 
 class LocalHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` without processes; its ``count`` devices
-    are all the same physical one."""
+    """Implements ``Hosting`` without processes; its ``count`` devices are one physical device."""
 
     separate = False
 
@@ -456,7 +428,7 @@ class LocalHosting:
         self._members: dict[str, list[LocalMember]] = {}
         self.port = LocalPort(self._members, enforce_deadlines=False)
 
-    def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
+    def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[events.Process]:
         cls, world = class_at(where), len(slots)
         members = []
         with contextlib.ExitStack() as started:  # closes the earlier ranks if a later one cannot start
@@ -469,7 +441,7 @@ class LocalHosting:
                 members.append(LocalMember(host, {}))
             started.pop_all()
         self._members[name] = members
-        here = Process(HERE, os.getpid(), socket.gethostname(), "127.0.0.1")
+        here = events.Process(HERE, os.getpid(), socket.gethostname(), "127.0.0.1")
         return [here] * world
 
     def end(self, name: str) -> None:

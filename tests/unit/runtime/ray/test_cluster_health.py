@@ -44,13 +44,13 @@ def test_a_folder_that_one_node_has_for_itself_is_found(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     check = shared({"node1": tmp_path, "node2": tmp_path, "node3": own})
-    assert check.ok is False and "127.0.0.3" in check.found and "mount" in check.advice
+    assert check.ok is False and "127.0.0.3" in check.result and "mount" in check.advice
     assert list(tmp_path.iterdir()) == [own] and list(own.iterdir()) == []
 
 
 def test_a_folder_that_a_node_cannot_write_is_found(tmp_path):
     check = shared({"node1": tmp_path, "node2": tmp_path / "nowhere", "node3": tmp_path})
-    assert check.ok is False and "127.0.0.2" in check.found
+    assert check.ok is False and "127.0.0.2" in check.result
 
 
 def test_a_node_that_does_not_answer_is_found(tmp_path):
@@ -75,7 +75,7 @@ def test_nodes_that_reach_each_other_are_right():
 
 def test_a_node_behind_a_firewall_is_found():
     check = asyncio.run(check_connections(Nodes(deaf="node2"), NODES))
-    assert check.ok is False and check.found == "none from 127.0.0.1 to 127.0.0.2"
+    assert check.ok is False and check.result == "none from 127.0.0.1 to 127.0.0.2"
 
 
 @pytest.mark.parametrize(("apart_s", "is_right"), [(0.0, True), (-5.0, False)])

@@ -110,7 +110,7 @@ async def test_a_connection_that_is_closed_once_is_made_again(cluster):
 @watched
 async def test_a_node_that_is_drained_is_left_before_it_goes(cluster):
     cluster.rows["b"] = NodeRow("b", True, "b", 1, draining=True)
-    assert await cluster.next_loss() == ("b", "PREEMPTED", "it will go: it is drained")
+    assert await cluster.next_loss() == ("b", "PREEMPTED", "it will be removed: it is drained")
     cluster.bury("b", "drained")
     await cluster.reads_more()
 
@@ -124,7 +124,7 @@ async def test_a_node_that_will_go_is_left_only_for_another_one(cluster):
     assert cluster.lost.empty()
     cluster.open["c"] = asyncio.Event()
     cluster.rows["c"] = NodeRow("c", True, "c", 1)
-    assert await cluster.next_loss() == ("a", "PREEMPTED", "it will go: it was sent SIGTERM")
+    assert await cluster.next_loss() == ("a", "PREEMPTED", "it will be removed: it was sent SIGTERM")
 
 
 @watched

@@ -126,7 +126,7 @@ def start_master(
     wait_gone(name, ANSWER_S)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
     sealed, secrets = seal(job)  # Ray stores the arguments of actors
-    plain = replace(checked.inspection, config=None, given=None, about=())
+    plain = replace(checked.inspection, config=None, renamed=None, about=())
     arguments = (sealed, checked.placement, plain, claims)
     master = launch(RLMaster, name, arguments, needs, job.master.max_restart)
     launched(master)

@@ -71,7 +71,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
         raise InvalidJob(errors)
-    user_config = job.config if inspection.given is None else from_plain(inspection.given)
+    user_config = job.config if inspection.renamed is None else from_plain(inspection.renamed)
     return CheckedJob(inspection.complete(job), placement, inspection, user_config, room)
 
 

@@ -12,15 +12,12 @@ from dlrover.python.rl.common.names import installed_versions
 from dlrover.python.rl.config.spec import JobSpec
 
 _PACKAGES = ("dlrover-rl", "torch", "transformers", "numpy", "vllm", "sglang", "deepspeed", "megatron-core")
-_VERSIONED = {"dlrover", "megatron", *_PACKAGES}
-"""Packages whose sources are not read."""
-
+_VERSIONED = {"dlrover", "megatron", *_PACKAGES}  # packages whose sources are not read
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:name", as job files name functions
 
 
 def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
-    """The digests of the ``modules`` that the job names and has in its folders, with those that they import from there,
-    and the ``versions`` of the packages that compute."""
+    """Digest the ``modules`` that the job names or imports from its folders, with the ``versions`` of packages."""
     folders = [Path(job.work_dir), *map(Path, job.search_path)]
     names = {job.trainer.module, *(spec.module for spec in job.workloads.values()), *_referenced(job.config)}
     modules: dict[str, str] = {}
@@ -29,7 +26,7 @@ def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
 
 
 def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> str:
-    """Name what differs, for people; empty if nothing does, or if ``before`` is unknown."""
+    """Name the differences for people; empty if there are none or ``before`` is unknown."""
     if not before:
         return ""
     old, new = before["modules"], now["modules"]
@@ -40,7 +37,7 @@ def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, 
 
 
 def _referenced(config: Any) -> Iterator[str]:
-    """The modules of all functions and classes that a configuration names."""
+    """Yield the modules of all functions and classes that a configuration names."""
     if isinstance(config, str):
         if match := _REFERENCE.fullmatch(config):
             yield match[1]
@@ -65,7 +62,7 @@ def _add_modules(names: Iterable[str], folders: list[Path], modules: dict[str, s
 
 
 def _imports(source: bytes, name: str, is_package: bool) -> Iterator[str]:
-    """The modules that may be imported by a module of this source, by absolute names."""
+    """Yield the absolute names of the modules that a module may import."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

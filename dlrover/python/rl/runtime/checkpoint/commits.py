@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: the commits of a run and their copies, whose states follow from each other.
-"""A trainer's commits, in the node's memory or in a shared folder; every few of them are copied to the job's directory.
+"""A trainer's commits, in the nodes' memory or a shared folder; every few of them are copied to the job's directory.
 
 ::
 
-    COMMIT --> the trainer's state is written, workers begin to write theirs
-    WRITTEN -> all are written? manifest: committed
+    COMMIT --> the trainer writes its state, workers begin to write theirs
+    WRITTEN -> all have written? manifest: committed
     a later COMMIT or WRITTEN --> all copies complete? the trainer's file --> manifest: durable
 """
 
@@ -35,8 +35,8 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import (
     copies_for_neighbours,
     copy_for_neighbour,
     lost_files,
+    nodes_by_process,
     transfers_to,
-    where_kept,
 )
 from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, Store
 from dlrover.python.rl.runtime.checkpoint.runs import (
@@ -62,8 +62,8 @@ _MOST_STEPS, _MOST_S = 8, 10.0
 
 @dataclass
 class Stride:
-    """A commit at every ``every``-th step. None: at every step, or if they are ``deterministic`` (repeated ones have
-    the same bits), with the fewest steps between commits that take at most 1 % of the time, at most 8 and 10 s."""
+    """The rule for the steps to commit: each ``every``-th. None: each step, or if repeated steps have the same bits
+    (``deterministic``), as often as commits take at most 1 % of the time, at least once in 8 steps and 10 s."""
 
     every: int | None = None
     deterministic: bool = False
@@ -83,11 +83,11 @@ class Stride:
         return max(min(math.ceil(self._commit_s / (_SHARE * self._step_s)), most), 1)
 
     def start_after(self, step: int) -> None:
-        """``step`` is the last one whose commit has begun."""
+        """Count the steps from ``step``, whose commit has begun."""
         self._last, self._waited_s, self._waits_since_s = step, 0.0, None
 
     def is_due(self, step: int) -> bool:
-        """Return True if ``step``, which has just ended, is to be committed."""
+        """Return True if a commit of ``step``, which has just ended, is due."""
         now_s = self.now_s()
         if self._at is not None and step == self._at[0] + 1:
             step_s = now_s - self._at[1]
@@ -96,14 +96,14 @@ class Stride:
         return step - self._last >= self.steps
 
     def time_wait(self, waits: bool) -> None:
-        """Note that the trainer ``waits`` for the commit under way from now on, or no longer."""
+        """Record that the trainer ``waits`` for the current commit from now on, or no longer."""
         now_s = self.now_s()
         if self._waits_since_s is not None:
             self._waited_s += now_s - self._waits_since_s
         self._waits_since_s = now_s if waits else None
 
     def note_commit(self, members_s: float) -> None:
-        """The commit under way has taken ``members_s`` from the calls of the workers, beside the trainer's wait."""
+        """Record the cost of the current commit: ``members_s`` of the workers' calls, and the trainer's wait."""
         self.time_wait(False)
         self._commit_s = self._waited_s + members_s
 
@@ -114,18 +114,17 @@ class Generation:
     manifest: Manifest
 
     def read(self, name: str, wait: DiskWait) -> Any:
-        """The tree in a file. Raises CheckpointMissing, CheckpointCorrupt, or OSError if the store cannot be read."""
+        """Return the tree in a file. Raises CheckpointMissing, CheckpointCorrupt, OSError for an unreadable store."""
         try:
             return retry_io(partial(self.store.read, self.manifest, name), self.store.root, wait)
         except OSError as error:
             if isinstance(self.store, ObjectStore) or not is_transient(error):
-                raise  # rather out of reach than damaged
+                raise  # probably out of reach rather than damaged
             place = f"{self.store.root}/{self.manifest.folder}/{name}"
             raise CheckpointCorrupt(place, f"it cannot be read: {error}") from error
 
     def is_intact(self, wait: DiskWait) -> bool:
-        """Return True if every file is; otherwise the generation is set aside, also after errors of the disk that last.
-        Raises OSError if the store cannot be read."""
+        """Return True if every file is intact, else quarantine the generation. Raises OSError if unreadable."""
         try:
             return retry_io(partial(self.store.valid, self.manifest), self.store.root, wait)
         except OSError as error:
@@ -135,7 +134,7 @@ class Generation:
             raise
 
     def pieces(self, own: Store) -> dict[str, Piece]:
-        """The file of each process; one in ``own`` has a relative folder."""
+        """Return the file of each process; its folder is relative in ``own``."""
         folder = self.manifest.folder if self.store is own else f"{self.store.root}/{self.manifest.folder}"
         return {name: Piece(folder, file) for name, file in self.manifest.files.items()}
 
@@ -147,7 +146,7 @@ def find_newest(
     usable: Callable[[Manifest], bool] = lambda manifest: True,
     beyond: Generation | None = None,
 ) -> Generation | None:
-    """The first intact and ``usable`` one, or ``beyond`` if that is of no earlier step."""
+    """Return the first intact and ``usable`` generation, or ``beyond`` if its step is not earlier."""
     for manifest in manifests:
         if beyond is not None and manifest.step <= beyond.manifest.step:
             break
@@ -164,21 +163,18 @@ _NO_WAIT = DiskWait(0, 0, 0)
 
 @dataclass
 class Copying:
-    """Workers copy their states; once every one has, this publishes the copies as a generation of ``durable``."""
+    """Publishes the workers' copies of a commit as a generation of ``durable`` once all of them are complete."""
 
     commits: CheckpointStore
     durable: Store
     epoch: int
     files: RunFiles | None
     extra: Mapping[str, Any]
-    at: Manifest | None = None
-    """The commit whose copy is under way."""
-
+    at: Manifest | None = None  # the commit that is being copied
     _has_claimed: bool = False
 
     def claim(self, wait: DiskWait, needed: bool = True) -> bool:
-        """Claim ``durable`` for this epoch, before which no copy may begin. Returns False if it cannot be reached;
-        raises StaleEpoch, and, where it is ``needed``, the OSError."""
+        """Claim ``durable``, or return False if it is unreachable; raises StaleEpoch, OSError if ``needed``."""
         if self._has_claimed:
             return True
         try:
@@ -196,7 +192,7 @@ class Copying:
         return self.at.step if self.at is not None else None
 
     def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
-        """Publish the copy under way once every worker has finished its part; abandon it if one has failed."""
+        """Publish the copy once every worker has finished its part; abandon it if one has failed."""
         if self.at is None:
             return
         copies = {member.file_name: answer.copy for member, answer in answers.items() if answer.copy is not None}
@@ -207,8 +203,7 @@ class Copying:
         self.end()
 
     def publish_complete(self) -> None:
-        """Publish the copy under way if all its files exist, even if workers have died since: a file gets its name only
-        after its checksum was verified."""
+        """Publish the copy if all its verified files exist, even if workers have died since."""
         if self.at is None:
             return
         copies = {name: replace(file, node="") for name, file in self.at.files.items() if name != TRAINER}
@@ -238,7 +233,7 @@ class Copying:
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
-    """The commits of a job's run, for its trainer of ``epoch`` on ``node``. Raises StaleEpoch after a later trainer."""
+    """Open the commits of a run for its trainer of ``epoch`` on ``node``. Raises StaleEpoch after a later trainer."""
     roots = roots_of(job, run, epoch, node)
     resumed = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     before = None
@@ -260,35 +255,25 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
 
 @dataclass
 class StoreCheckpoints:
-    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`. ``before`` is the store
-    of an earlier run that this one continues from, None for a fresh start."""
+    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`."""
 
     roots: Roots
     every: int = 10
     keep: int = 2
-    before: Store | None = None
+    before: Store | None = None  # of an earlier run that this one continues
     disk_wait: DiskWait = DEFAULT_DISK_WAIT
-    files: RunFiles | None = None
-    """Uploaded before each copy is published, which then has the files of its step."""
-
-    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Digests of the code that computes the steps."""
-
+    files: RunFiles | None = None  # uploaded before each copy is published, whose step they then have
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # digests of the code that computes the steps
     stride: Stride = field(default_factory=Stride)
-    spread: bool = False
-    """The commits are in the memories of several nodes, each one's also in the next one's."""
-
-    committed_bytes: int = 0
-    """The size of all commits so far, without their copies."""
-
+    spread: bool = False  # the commits are in several nodes' memories, each also in the next node's
+    committed_bytes: int = 0  # of all commits so far, without their copies
     last_known: LastCommit | None = None
-    _latest: Manifest | None = None
-    _tried: int = -1  # the last step that was to be copied at the end of the run: once
+    _persisting: Manifest | None = None  # the last commit that was to be copied at the end of the run: once
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
-    _asked: CommitRequest | None = None
-    _own: StateFile | None = None  # the trainer's, of the commit that was asked for
-    _kept: list[Manifest] = field(default_factory=list, repr=False)
-    _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have workers
+    _request: CommitRequest | None = None
+    _trainer_file: StateFile | None = None  # of the commit that was requested
+    _recent: list[Manifest] = field(default_factory=list, repr=False)  # the commits that stay
+    _nodes: set[str] = field(default_factory=set, repr=False)  # the nodes that have workers
     _newest: Generation | None = field(default=None, repr=False)
     _offered: list[Generation] = field(default_factory=list, repr=False)
 
@@ -296,11 +281,11 @@ class StoreCheckpoints:
         self.run = self.roots.run
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
-        self._patiently(partial(self._commits.claim, self.roots.epoch))
+        self._retry(partial(self._commits.claim, self.roots.epoch))
         self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, {CODE: self.code})
         self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
 
-    def _patiently(self, act: Callable[[], T]) -> T:
+    def _retry(self, act: Callable[[], T]) -> T:
         return retry_io(act, self._commits.root, self.disk_wait)
 
     def newest(self) -> int | None:
@@ -324,12 +309,12 @@ class StoreCheckpoints:
         return None
 
     def _find_newest(self) -> Generation | None:
-        kept = self._manifests(self._commits)
-        self._kept = kept[: self._commits.keep]
-        newest = find_newest(self._commits, kept, self.disk_wait, self._is_there)
+        manifests = self._manifests(self._commits)
+        self._recent = manifests[: self._commits.keep]
+        newest = find_newest(self._commits, manifests, self.disk_wait, self._is_reachable)
         wait = self.disk_wait if newest is None else _NO_WAIT
         try:
-            newest = find_newest(self._durable, self._manifests(self._durable, wait), wait, self._is_there, newest)
+            newest = find_newest(self._durable, self._manifests(self._durable, wait), wait, self._is_reachable, newest)
         except OSError as error:
             if newest is None:
                 raise
@@ -345,7 +330,7 @@ class StoreCheckpoints:
         return manifests
 
     def _remember_writers(self, manifest: Manifest, step: int = 0) -> None:
-        """Remember the incarnations that wrote ``manifest``, and its step, or ``step`` if that is later."""
+        """Remember the incarnations that wrote ``manifest``, and the later of its step and ``step``."""
         writers = dict(self.last_known.incarnations) if self.last_known is not None else {}
         for name, file in manifest.files.items():
             if name != TRAINER:
@@ -375,20 +360,20 @@ class StoreCheckpoints:
         return GenerationRequest(step, sources, self.roots)
 
     def _find(self, step: int) -> list[Generation]:
-        """Find it in all places that can be read; raises OSError if it is in none, and may be in one that cannot."""
-        found: list[Generation] = []
+        """Find a step in all readable places; raises OSError if it can only be in an unreadable one."""
+        generations: list[Generation] = []
         for store in (self._commits, self._durable, self.before):
             if store is None:
                 continue
             try:
-                manifests = self._manifests(store, _NO_WAIT if found else None, remember=False)
+                manifests = self._manifests(store, _NO_WAIT if generations else None, remember=False)
             except OSError as error:
-                if not found:
+                if not generations:
                     raise
                 _LOG.warning("the copies in %s are left out: %s", store.root, error)
                 continue
-            found += [Generation(store, manifest) for manifest in manifests if manifest.step == step]
-        return found
+            generations += [Generation(store, manifest) for manifest in manifests if manifest.step == step]
+        return generations
 
     @property
     def adapts(self) -> bool:
@@ -403,27 +388,27 @@ class StoreCheckpoints:
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        self._own = None
+        self._trainer_file = None
         self.stride.start_after(step)
         self.stride.time_wait(True)
-        self._asked = CommitRequest(
+        self._request = CommitRequest(
             step,
             self.roots,
             due and self.copying.at is None and self.copying.claim(_NO_WAIT, needed=False),
             self.copying.step,
-            first_kept=min((manifest.step for manifest in self._kept), default=step - 1),
+            first_kept=min((manifest.step for manifest in self._recent), default=step - 1),
             first_needed=self._at.step if self._at is not None else step - 1,
         )
-        return self._asked
+        return self._request
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        if self._asked is None or self._asked.step != step:
+        if self._request is None or self._request.step != step:
             raise ValueError(f"step {step} was not asked for")
         header: Header = {"role": TRAINER, "step": step}
         write = partial(self._commits.write, step, self.roots.epoch, f"{TRAINER}.state", header, dict(state))
-        free_space = partial(self._commits.free_space, self._asked.first_needed)
-        own = retry_io(write, self._commits.root, self.disk_wait, free_space)
-        self._own = replace(own, node=self.roots.owner(self.roots.node))
+        free_space = partial(self._commits.free_space, self._request.first_needed)
+        file = retry_io(write, self._commits.root, self.disk_wait, free_space)
+        self._trainer_file = replace(file, node=self.roots.owner(self.roots.node))
 
     def written_request(self, waits: bool) -> WrittenRequest:
         self.stride.time_wait(True)
@@ -434,49 +419,48 @@ class StoreCheckpoints:
         if len(files) < len(answers):
             self.stride.time_wait(False)
             return None
-        if not self.spread or self._asked is None:
+        if not self.spread or self._request is None:
             return []
-        folder, asked = folder_name(self._asked.step, self.roots.epoch), self._asked
+        folder, request = folder_name(self._request.step, self.roots.epoch), self._request
         pieces = {member: Piece(folder, file) for member, file in files.items()}
-        return copies_for_neighbours(self.roots, pieces, nodes, asked.first_kept, asked.copying)
+        return copies_for_neighbours(self.roots, pieces, nodes, request.first_kept, request.copying)
 
     def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], copied: Mapping[Transfer, str]) -> None:
-        asked, own = self._asked, self._own
-        if asked is None or own is None or asked.step != step:
+        request, trainer_file = self._request, self._trainer_file
+        if request is None or trainer_file is None or request.step != step:
             raise ValueError(f"the state of step {step} was not saved")
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         extra = dict(self.copying.extra)
         if self.spread:
-            extra[NODES] = where_kept(files, copied, self._at)
-        publish = partial(self._commits.commit, step, self.roots.epoch, {**files, TRAINER: own}, extra)
-        free_space = partial(self._commits.free_space, asked.first_needed)
+            extra[NODES] = nodes_by_process(files, copied, self._at)
+        publish = partial(self._commits.commit, step, self.roots.epoch, {**files, TRAINER: trainer_file}, extra)
+        free_space = partial(self._commits.free_space, request.first_needed)
         self._at = retry_io(publish, self._commits.root, self.disk_wait, free_space)
-        self._kept = [self._at, *self._kept][: self._commits.keep]
+        self._recent = [self._at, *self._recent][: self._commits.keep]
         self.stride.note_commit(max((answer.seconds for answer in answers.values()), default=0.0))
         self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
         self._remember_writers(self._at)
         self.copying.note(answers)
-        if asked.persist:
+        if request.persist:
             self.copying.at = self._at
             self._commits.pinned.add(step)
 
     def trainers_copy(self, nodes: Nodes) -> list[Transfer]:
         if not self.spread or self._at is None:
             return []
-        return self._patiently(partial(copy_for_neighbour, self.roots, self._commits, self._at, nodes))
+        return self._retry(partial(copy_for_neighbour, self.roots, self._commits, self._at, nodes))
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Nodes) -> list[Transfer]:
         generations = self._find(step) if self.spread else []
         manifest = next((each.manifest for each in generations if each.store is self._commits), None)
         return transfers_to(self.roots, manifest, members, nodes) if manifest is not None else []
 
-    def found(self, held: Mapping[str, Sequence[Held]]) -> None:
-        self._patiently(partial(adopt_newest, self._commits, held.values()))
-        self._there = set(held)
+    def found(self, generations: Mapping[str, Sequence[Held]]) -> None:
+        self._retry(partial(adopt_newest, self._commits, generations.values()))
+        self._nodes = set(generations)
 
-    def _is_there(self, manifest: Manifest) -> bool:
-        """Return True if the nodes that have its files are there."""
-        lost = lost_files(manifest, self._there) if self.spread else []
+    def _is_reachable(self, manifest: Manifest) -> bool:
+        lost = lost_files(manifest, self._nodes) if self.spread else []
         if lost:
             _LOG.warning("step %d is lost with the nodes that had %s", manifest.step, ", ".join(lost))
         return not lost
@@ -488,12 +472,11 @@ class StoreCheckpoints:
             return None
         step = newest.manifest.step
         copied = max((each.step for each in self._manifests(self._durable, remember=False)), default=-1)
-        if step <= max(self._tried, copied):
+        if step <= max(self._persisting.step if self._persisting is not None else -1, copied):
             return None
-        self._latest, self._tried = newest.manifest, step
+        self._persisting = newest.manifest
         return GenerationRequest(step, (newest.pieces(self._commits),), self.roots)
 
     def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
-        if self._latest is not None:
-            copies = {member.file_name: copy for member, copy in answers.items()}
-            self.copying.publish(self._latest, copies)
+        if self._persisting is not None:
+            self.copying.publish(self._persisting, {member.file_name: copy for member, copy in answers.items()})

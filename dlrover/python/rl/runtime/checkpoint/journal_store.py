@@ -38,7 +38,7 @@ class StateStore:
         self._lines: list[bytes] = []
 
     def append(self, *lines: bytes) -> None:
-        """Add lines, which are safe when this returns, and absent when it raises."""
+        """Add lines, which are stored when this returns, and absent when it raises."""
         self._lines += lines
 
     def read(self) -> list[bytes]:
@@ -55,12 +55,8 @@ class FileStateStore(StateStore):
     """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
 
     Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
-    short is dropped; a last line that only lacks its newline is kept. A missing file is created unless it
-    ``must_exist``.
-
-    Raises:
-        JournalCorrupt: the file cannot be read, or is not what was written; or it is missing with ``must_exist``.
-        OSError: it cannot be created or taken over (disk full, ...).
+    short is dropped, unless it only lacks its newline. A missing file is created unless it ``must_exist``. Raises
+    JournalCorrupt for an unreadable, changed or missing file, OSError if it cannot be created or taken over.
     """
 
     def __init__(self, path: Path, must_exist: bool = False) -> None:
@@ -78,7 +74,7 @@ class FileStateStore(StateStore):
                 raise
             raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
         try:
-            self._free_of_the_frozen()
+            self._replace_if_frozen()
             with self._locked():
                 journal = _parse(path, _content(path, can_retry=True))
                 self._owner, self._lines = journal.owner + 1, journal.lines
@@ -100,8 +96,7 @@ class FileStateStore(StateStore):
         Raises:
             StaleEpoch: another process has taken the journal over.
             JournalCorrupt: another process has changed the file, or an earlier line is not on the disk.
-            OSError: the disk is full, or failed. The next call opens the file again, and removes what this one may have
-                left there.
+            OSError: the disk is full, or failed. The next call reopens the file, and removes partial lines.
         """
         records, chain = b"", self._chain
         for line in lines:
@@ -129,19 +124,17 @@ class FileStateStore(StateStore):
         self._header, self._chain, self._end = header, chain, self._end + len(records)
 
     def close(self) -> None:
-        """Write the number of lines to the header, and close the file."""
         if self._file < 0:
             return
         with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
             self.check()
             _write(self._file, _header(self._owner, len(self._lines)), 0)
-        with suppress(OSError):  # of a network file system that is away
+        with suppress(OSError):  # a network file system may be away
             os.close(self._file)
         self._file = -1
 
-    def _free_of_the_frozen(self) -> None:
-        """Go on with a copy of the file if its owner is stuck in the middle of an append, frozen or on a lost node: it
-        finds the file removed when it goes on."""
+    def _replace_if_frozen(self) -> None:
+        """Use a copy of the file if its owner is frozen in an append; when it resumes, it finds the file removed."""
         try:
             take_lock(self._file, self._path, TAKE_OVER_S)
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -170,17 +163,16 @@ class FileStateStore(StateStore):
         if match and int(match["owner"]) > self._owner:
             raise StaleEpoch(f"another master has taken over the journal {self._path}")
         if header != self._header or status.st_size != self._end or status.st_nlink == 0:
-            raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
+            raise JournalCorrupt(f"another process has changed or removed the journal {self._path}")
 
     def _undo(self) -> None:
-        """Remove half-written lines."""
         os.ftruncate(self._file, self._end)
         _write(self._file, self._header, 0)
         os.fsync(self._file)
 
     def _reopen(self) -> None:
-        """Open the file again after an error, since the disk may have forgotten the file, or the last write. What was
-        appended before is compared, and what was written after it is removed. Raises as :meth:`append`."""
+        """Reopen the file after an error, since the disk may have lost it, or the last write: compare the lines that
+        were appended, and remove everything behind them. Raises as :meth:`append`."""
         file = os.open(self._path, os.O_RDWR)
         with suppress(OSError):
             os.close(self._file)
@@ -191,17 +183,15 @@ class FileStateStore(StateStore):
             if match and int(match["owner"]) > self._owner:
                 raise StaleEpoch(f"another master has taken over the journal {self._path}")
             if _parse(self._path, content[: self._end]).lines != self._lines:
-                raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
+                raise JournalCorrupt(f"another process has changed or removed the journal {self._path}")
             self._undo()
         self._suspect = False
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a journal that may be in use, without taking it over. Raises JournalCorrupt."""
+    """Return the lines of a journal that may be in use, without taking it over. Raises JournalCorrupt."""
     return _parse(path, _content(path)).lines
 
-
-# -- the format -------------------------------------------------------------------------------------------------------
 
 _HEADER = re.compile(rb"(?P<text>rl-journal 1 owner=(?P<owner>\d{10}) lines=(?P<lines>\d{12})) (?P<crc>[0-9a-f]{8})\n")
 _SEED = zlib.crc32(b"rl-journal 1")
@@ -210,8 +200,8 @@ _CRC_SIZE = 9
 
 @dataclass(frozen=True)
 class _Journal:
-    """``end`` is the offset of the next line; ``repair`` the lines before it that may be in the system's memory alone,
-    as they should be: after a failed sync the system takes them for synced."""
+    """A parsed journal: the offset of its next line is ``end``; ``repair`` are the lines before it that may only be in
+    the system's memory, since the system treats them as synced after a failed sync."""
 
     owner: int
     lines: list[bytes]
@@ -233,7 +223,7 @@ def _record(line: bytes, chain: int) -> tuple[bytes, int]:
 def _parse(path: Path, content: bytes) -> _Journal:
     match = _HEADER.match(content)
     if not match or zlib.crc32(match["text"]) != int(match["crc"], 16):
-        raise JournalCorrupt(f"the journal {path} does not begin as one: {content[:60]!r}")
+        raise JournalCorrupt(f"{path} is no journal: it begins with {content[:60]!r}")
     lines, chain, end, repair, safe = [], _SEED, match.end(), b"", int(match["lines"])
     *records, tail = content[end:].split(b"\n")
     for number, text in enumerate(records, 2):
@@ -245,7 +235,7 @@ def _parse(path: Path, content: bytes) -> _Journal:
         end += len(record)
         repair += record if len(lines) > safe else b""
     is_whole = False
-    for text in (tail, tail[:-1]):  # cut short by the newline alone, or something else is in the newline's place
+    for text in (tail, tail[:-1]):  # only the newline is missing, or something else is in its place
         record, after = _record(text[:-_CRC_SIZE], chain)
         if text and record[:-1] == text:
             lines, chain, end, repair = [*lines, text[:-_CRC_SIZE]], after, end + len(record), repair + record
@@ -275,8 +265,7 @@ def _write(file: int, content: bytes, at: int) -> None:
 
 
 def _create(path: Path) -> None:
-    """Create an empty journal, named only once its header is durable; one that another process creates meanwhile
-    stays."""
+    """Create an empty journal, named once its header is durable; one that another process has created stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:

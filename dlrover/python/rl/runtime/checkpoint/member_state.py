@@ -27,15 +27,13 @@ from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Piece, f
 
 _LOG = get_logger(__name__)
 
-AT_ONCE_BYTES = 1 << 20
-"""Smaller states are written within the call."""
+AT_ONCE_BYTES = 1 << 20  # smaller states are written within the call
 
 
 @dataclass(frozen=True)
 class CommitRequest:
-    """Write the state after ``step``; with ``persist`` also copy it to the job's directory. Files of steps before
-    ``first_kept`` are removed, where there is no room also those before ``first_needed``, but none of the step that is
-    ``copying`` to the job's directory."""
+    """A request to write the state after ``step``, with ``persist`` also to the job's directory. Steps before
+    ``first_kept``, or if space is short ``first_needed``, are removed, but not the one that is ``copying`` there."""
 
     step: int
     roots: Roots
@@ -47,7 +45,7 @@ class CommitRequest:
 
 @dataclass(frozen=True)
 class WrittenRequest:
-    """Report the file of the last commit, after it is written if ``waits``, and the copy of the step ``copying``."""
+    """A request for the file of the last commit, once it is written if ``waits``, and for the copy of ``copying``."""
 
     waits: bool = False
     copying: int | None = None
@@ -55,8 +53,8 @@ class WrittenRequest:
 
 @dataclass(frozen=True)
 class CommitAnswer:
-    """The file of the commit, None while it is written; ``seconds`` are those that it has taken from the worker. The
-    ``copy`` that was asked about, once it is finished; if it is neither there nor ``is_copying``, it has failed."""
+    """The file of the commit, None while it is being written, and the ``seconds`` that it has cost the worker. The
+    finished ``copy`` of the requested step; if it is None and not ``is_copying``, it has failed."""
 
     file: StateFile | None
     seconds: float = 0.0
@@ -66,8 +64,8 @@ class CommitAnswer:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Restore generation ``step`` from the nearest of ``sources``, the file of each process, or copy it from the first
-    to the job's directory. A relative folder is in the worker's own commit root."""
+    """A request to restore ``step`` from the nearest of ``sources``, which map each process to its file, or to copy it
+    from the first to the job's directory. A relative folder is in the worker's own commit root."""
 
     step: int
     sources: tuple[Mapping[str, Piece], ...]
@@ -75,8 +73,7 @@ class GenerationRequest:
 
 
 class _Background:
-    """A file of ``step`` that a thread writes; ``seconds`` are those that calls of the worker have waited for it, and
-    its share of this process's cores."""
+    """A file of ``step`` that a thread writes; ``seconds`` count calls' waits for it, and its share of the cores."""
 
     def __init__(self, step: int, write: Callable[[], StateFile | None]) -> None:
         self.step, self._write = step, write
@@ -90,7 +87,7 @@ class _Background:
         began_s = time.thread_time()
         try:
             self.file = self._write()
-        except Exception as error:  # noqa: BLE001 -- raised where the file is asked for
+        except Exception as error:  # noqa: BLE001 -- raised where the file is requested
             self.error = error
         finally:
             del self._write  # it holds the state
@@ -103,9 +100,9 @@ class _Background:
 
 
 class MemberState:
-    """Writes and reads the state of one of ``members``, in its process of ``incarnation`` on ``node``."""
+    """Writes and reads the state of one of ``members`` in its process of ``incarnation`` on ``node``."""
 
-    def __init__(  # noqa: PLR0913 -- who it is
+    def __init__(  # noqa: PLR0913 -- its identity
         self,
         role: str,
         rank: int,
@@ -127,8 +124,7 @@ class MemberState:
             self._writing.finish()
 
     def commit(self, workload: Any, request: CommitRequest) -> CommitAnswer:
-        """Begin to write the workload's ``state_dict``. Raises DataError for values that cannot be saved, StaleEpoch,
-        OSError."""
+        """Begin to write the workload's ``state_dict``. Raises DataError for unsavable values, StaleEpoch, OSError."""
         self.wait_until_written()
         began_s, roots = time.monotonic(), request.roots
         store = roots.commit_store(self.node)
@@ -148,7 +144,7 @@ class MemberState:
         return self._answer(request.copying, copy)
 
     def written(self, request: WrittenRequest) -> CommitAnswer:
-        """Raises what writing has raised."""
+        """Report on the last commit. Raises the error of its writing."""
         if request.waits:
             self.wait_until_written()
         return self._answer(request.copying, self._copy)
@@ -157,7 +153,7 @@ class MemberState:
         writing = self._writing
         if writing is None:
             return CommitAnswer(None)  # this process is new
-        is_running = writing.thread.is_alive()  # first: what has ended by now has its file
+        is_running = writing.thread.is_alive()  # first: a thread that has ended by now has its file
         if not is_running and writing.error is not None:
             raise writing.error
         file = None if is_running else writing.file
@@ -175,8 +171,7 @@ class MemberState:
         return replace(file, node=request.roots.owner(self.node))
 
     def restore(self, workload: Any, request: GenerationRequest) -> None:
-        """Load the state from the first intact source. Raises CheckpointCorrupt or CheckpointMissing if there is
-        none."""
+        """Load the state from the first intact source. Raises CheckpointCorrupt or CheckpointMissing without one."""
         self.wait_until_written()
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
         for source in request.sources:
@@ -201,11 +196,11 @@ class MemberState:
             self._restore_other(workload, request, pieces)
 
     def _restore_other(self, workload: Any, request: GenerationRequest, pieces: Mapping[int, Piece]) -> None:
-        """Restore from the states of workers that have divided what they have otherwise."""
+        """Restore from the states of workers that have divided them differently."""
         workload.load_states(self._read(request, piece, rank) for rank, piece in pieces.items())
 
     def _read(self, request: GenerationRequest, piece: Piece, rank: int) -> Any:
-        """The tree in the file of ``rank``. Raises CheckpointCorrupt."""
+        """Return the tree in the file of ``rank``. Raises CheckpointCorrupt."""
         root, header = request.roots.commit_root(), {**self._header, "rank": rank, "step": request.step}
         folder, file = piece
         if is_url(folder):
@@ -218,7 +213,7 @@ class MemberState:
             raise CheckpointCorrupt(f"{folder}/{file.name}", f"it cannot be read: {error}") from error
 
     def persist(self, request: GenerationRequest) -> StateFile:
-        """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
+        """Finish or make the copy of a generation. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
         copy, (folder, file) = self._copy, request.sources[0][self.key]
         if copy is not None and copy.step == request.step:
             copy.finish()

@@ -23,10 +23,11 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, write_part, write_whole
+from dlrover.python.rl.runtime.checkpoint.state_file import write_part, write_whole
 from dlrover.python.rl.runtime.checkpoint.store import (
     NODES,
     CheckpointStore,
+    Files,
     Manifest,
     Piece,
     decode,
@@ -38,14 +39,13 @@ from dlrover.python.rl.trainer.port import Transfer
 _LOG = get_logger(__name__)
 
 _PART_BYTES = 1 << 28  # of a file that travels at once
-Nodes = Mapping[ProcessId, str]
-"""The node of each worker."""
+Nodes = Mapping[ProcessId, str]  # the node of each worker
 
 
 @dataclass(frozen=True)
 class Part:
-    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed, but
-    for the one that is being copied. Copies for a restore are ``needed``: the disk is asked again."""
+    """A part of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed, except the
+    one that is being copied. For a restore the copies are ``needed``: errors of the disk are retried."""
 
     roots: Roots
     piece: Piece
@@ -61,17 +61,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Held:
-    """A generation that a node knows of: its manifest, and the trainer's file."""
+    """A generation that a node knows: its manifest, and the trainer's file."""
 
     manifest: bytes
     trainer: bytes
 
 
-# -- on a worker's node -----------------------------------------------------------------------------------------------
-
-
 def read(part: Part) -> Any:
-    """An array of bytes; None if the file cannot be read."""
+    """Return an array of bytes; None if the file cannot be read."""
     folder, file = part.piece
     path = part.roots.commit_root() / folder / file.name
     load = partial(np.fromfile, path, np.uint8, part.nbytes, offset=part.start)
@@ -83,75 +80,69 @@ def read(part: Part) -> Any:
 
 
 def store(part: Part | Roots, content: Any, node: str) -> bool:
-    """Keep a part of a file, or a generation that is :class:`Held`, in the memory of this ``node``. Returns False if
-    that is not possible, or what has come is damaged."""
+    """Write a part of a file, or a :class:`Held` generation, to this ``node``'s memory. Returns False if that fails."""
     if content is None:
         return False
     try:
         if isinstance(part, Roots):
             return adopt(part.commit_store(node), content)
-        kept = part.roots.commit_store(node)
+        commits = part.roots.commit_store(node)
         if node != part.roots.node:
             if part.copying is not None:
-                kept.pinned.add(part.copying)  # by this node's own workers
-            kept.drop_older(part.first_kept)
-        write = partial(_write, kept, part, memoryview(content))
+                commits.pinned.add(part.copying)  # by this node's own workers
+            commits.drop_older(part.first_kept)
+        write = partial(_write, commits, part, memoryview(content))
         if part.needed:
-            retry_io(write, kept.root)
+            retry_io(write, commits.root)
         else:
             write()
     except (OSError, CheckpointCorrupt, CheckpointMissing) as error:
-        _LOG.warning("a neighbour's commit is not kept here: %s", error)
+        _LOG.warning("cannot store a neighbour's commit here: %s", error)
         return False
     return True
 
 
-def _write(kept: CheckpointStore, part: Part, content: memoryview) -> None:
-    folder, file = kept.root / part.piece.folder, part.piece.file
+def _write(commits: CheckpointStore, part: Part, content: memoryview) -> None:
+    folder, file = commits.root / part.piece.folder, part.piece.file
     folder.mkdir(mode=0o700, exist_ok=True)
-    recycled = kept.spare(folder / file.name) if part.start == 0 else None
+    recycled = commits.spare(folder / file.name) if part.start == 0 else None
     write_part(folder, file, part.start, content, recycled)
 
 
 def held(roots: Roots, node: str) -> list[Held]:
-    """The generations in the memory of this ``node`` that have the trainer's file. Raises OSError."""
+    """List the generations in the memory of this ``node`` that have the trainer's file. Raises OSError."""
     store = roots.commit_store(node)
 
     def read_all() -> list[Held]:
-        found = []
+        generations = []
         for manifest in store.manifests():
             with suppress(FileNotFoundError):
                 content = (store.root / manifest.folder / manifest.files[TRAINER].name).read_bytes()
-                found.append(Held(encode(manifest), content))
-        return found
+                generations.append(Held(encode(manifest), content))
+        return generations
 
     return retry_io(read_all, store.root)
 
 
-def adopt(store: CheckpointStore, held: Held) -> bool:
-    """Make a generation that another node holds one of ``store``; returns False if it was set aside here, or is
-    damaged. Raises OSError, CheckpointCorrupt."""
+def adopt(store: CheckpointStore, generation: Held) -> bool:
+    """Add another node's generation unless it is damaged or quarantined. Raises OSError, CheckpointCorrupt."""
     try:
-        manifest = decode(held.manifest)
+        manifest = decode(generation.manifest)
     except (ValueError, TypeError, KeyError, AttributeError):
         return False
     if any(name.startswith(f"{manifest.folder}.") for name in store.damaged()):
         return False
     folder = store.root / manifest.folder
     folder.mkdir(mode=0o700, exist_ok=True)
-    write_whole(folder, manifest.files[TRAINER], memoryview(held.trainer))  # an overtaken trainer may do the same here
+    write_whole(folder, manifest.files[TRAINER], memoryview(generation.trainer))  # a replaced trainer may do the same
     write_manifest(folder, manifest, durable=False)
     return True
-
-
-# -- for the trainer --------------------------------------------------------------------------------------------------
 
 
 def copies_for_neighbours(
     roots: Roots, pieces: Mapping[ProcessId, Piece], nodes: Nodes, first_kept: int, copying: int | None = None
 ) -> list[Transfer]:
-    """Return the transfers of each worker's file to the next node; ``copying`` is the step that is being copied to the
-    job's directory."""
+    """Return the transfers of each worker's file to the next node; ``copying``: the step whose copies go to job_dir."""
     following, on_node = _ring(nodes), _members_by_node(nodes)
     transfers = []
     for member, piece in pieces.items():
@@ -164,7 +155,7 @@ def copies_for_neighbours(
 
 
 def copy_for_neighbour(roots: Roots, store: CheckpointStore, manifest: Manifest, nodes: Nodes) -> list[Transfer]:
-    """The trainer's part of a commit, for the node after its own."""
+    """Return the transfer of the trainer's part of a commit to the next node."""
     on_node = _members_by_node(nodes)
     neighbour = _ring({**nodes, ProcessId("", 0): roots.node}).get(roots.node)
     if neighbour is None:
@@ -174,7 +165,7 @@ def copy_for_neighbour(roots: Roots, store: CheckpointStore, manifest: Manifest,
 
 
 def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId], nodes: Nodes) -> list[Transfer]:
-    """The files of a commit that the nodes of ``members`` lack, from where they are."""
+    """Return the transfers of the files that the nodes of ``members`` lack."""
     transfers = []
     for member in members:
         having = nodes_of(manifest, member.file_name)
@@ -186,41 +177,38 @@ def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId],
 
 
 def nodes_of(manifest: Manifest, name: str) -> list[str]:
-    """The nodes that have all files of a process; ``""`` is every node, none is a process without files."""
-    known: list[str] = manifest.extra.get(NODES, {}).get(name, [])
+    """Return the nodes that have all files of a process, ``[""]`` for every node, ``[]`` for no files."""
+    nodes: list[str] = manifest.extra.get(NODES, {}).get(name, [])
     file = manifest.files.get(name)
-    return known if known or file is None else [file.node]
+    return nodes if nodes or file is None else [file.node]
 
 
-def lost_files(manifest: Manifest, there: Collection[str]) -> list[str]:
-    """The processes whose files are on none of the nodes ``there``; those of copies are everywhere."""
-    everywhere = {*there, ""}
+def lost_files(manifest: Manifest, nodes: Collection[str]) -> list[str]:
+    """Return the processes whose files are on none of the ``nodes``; files of copies are on every node."""
+    everywhere = {*nodes, ""}
     names = [name for name in manifest.files if name != TRAINER]
     return [name for name in names if not everywhere.intersection(nodes_of(manifest, name))]
 
 
-def where_kept(
-    files: Mapping[str, StateFile], copied: Mapping[Transfer, str], before: Manifest | None
-) -> dict[str, list[str]]:
-    """``Manifest.extra[NODES]`` of a commit after ``before``, of which ``copied`` has arrived. Files that only one node
-    has are logged, once."""
-    kept = {name: [file.node] for name, file in files.items()}
+def nodes_by_process(files: Files, copied: Mapping[Transfer, str], before: Manifest | None) -> dict[str, list[str]]:
+    """Return ``Manifest.extra[NODES]`` of the commit after ``before``; warns once of files that only one node has."""
+    nodes_of_files = {name: [file.node] for name, file in files.items()}
     for transfer, node in copied.items():
         if transfer.source is not None:
-            kept[transfer.source.file_name].append(node)
-    known = before.extra.get(NODES, {}) if before is not None else {}
-    single = sorted(name for name, nodes in kept.items() if len(nodes) == 1)
-    if any(len(known.get(name, ())) != 1 for name in single):
+            nodes_of_files[transfer.source.file_name].append(node)
+    earlier = before.extra.get(NODES, {}) if before is not None else {}
+    single = sorted(name for name, nodes in nodes_of_files.items() if len(nodes) == 1)
+    if any(len(earlier.get(name, ())) != 1 for name in single):
         names = ", ".join(single)
         _LOG.warning("only one node has the commits of %s: losing it loses the steps since a copy", names)
-    return kept
+    return nodes_of_files
 
 
-def adopt_newest(store: CheckpointStore, found: Iterable[Sequence[Held]]) -> None:
-    """Take the generations over from the node that knows the newest one, unless ``store`` has it. Raises OSError."""
+def adopt_newest(store: CheckpointStore, by_node: Iterable[Sequence[Held]]) -> None:
+    """Adopt the generations of the node that knows the newest one, unless ``store`` has it. Raises OSError."""
     best: Sequence[Held] = ()
     newest = max((each.age for each in store.manifests()), default=(0, 0))
-    for generations in found:
+    for generations in by_node:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             age = max((decode(each.manifest).age for each in generations), default=(0, 0))
             if age > newest:
@@ -231,16 +219,16 @@ def adopt_newest(store: CheckpointStore, found: Iterable[Sequence[Held]]) -> Non
 
 
 def _ring(nodes: Nodes) -> dict[str, str]:
-    """Node to the next one; empty if there is only one."""
+    """Return the next node of each; empty if there is only one."""
     names = sorted(set(nodes.values()))
     return dict(zip(names, names[1:] + names[:1], strict=True)) if len(names) > 1 else {}
 
 
 def _members_by_node(nodes: Nodes) -> dict[str, list[ProcessId]]:
-    found: dict[str, list[ProcessId]] = {}
+    members: dict[str, list[ProcessId]] = {}
     for member, node in nodes.items():
-        found.setdefault(node, []).append(member)
-    return found
+        members.setdefault(node, []).append(member)
+    return members
 
 
 def _parts(

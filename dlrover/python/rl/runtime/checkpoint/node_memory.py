@@ -25,21 +25,20 @@ _LOG = get_logger(__name__)
 
 _HELD, _SAVED_TO = "held", "saved-to"
 _PAUSE_S = 0.05
-_ALL = 1 << 30  # copies: the number that a run keeps is not known here, and its next commit removes the ones beyond
+_ALL = 1 << 30  # copies: how many a run keeps is unknown here, and its next commit removes superfluous ones
 _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
-_LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
+_LEAST_SHARED_MEMORY = 1 << 28  # containers often have 64 MB, too little for a model
 
 
 def memory_path(job: str, run: str) -> Path:
-    """The path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
-    ``/dev/shm``, or in the temporary folder if that is missing or too small to hold a model."""
+    """Return the path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
+    ``/dev/shm``, or if that is missing or too small for a model in the temporary folder."""
     return _memory_folder() / f"{job}-{run}"
 
 
 def memory_name() -> str:
-    """The name of this node's memory, one for all processes that see it: several Ray nodes of one machine have the same
-    one, and two containers that share nothing have two."""
+    """Return the name of this node's memory, which all processes share that see it, but not separate containers."""
     folder = _memory_folder()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -50,9 +49,8 @@ def memory_name() -> str:
 
 
 def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
-    """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
-    process ends. ``durable`` is where its newest generation is saved when it is removed. Raises PermissionError if
-    somebody else has made it, or a folder above it, or has put a link there."""
+    """Create the folder of a run's generations in this node's memory, for this user only, and lock it until this
+    process ends; its removal saves the newest to ``durable``. Raises PermissionError for a link or foreign folder."""
     root = memory_path(job, run)
     own = root.parent
     for _ in range(100):
@@ -73,27 +71,20 @@ def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
 def _check_own(folder: Path) -> None:
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise PermissionError(
-            errno.EPERM, "is not a folder that only you can use: commits do not go there", str(folder)
-        )
+        message = "is not a folder that only you can use: commits do not go there"
+        raise PermissionError(errno.EPERM, message, str(folder))
 
 
 @cache
 def _warn_of_disk(folder: Path) -> None:
     if _MEMORY_VARIABLE not in os.environ and not folder.is_relative_to(_SHARED_MEMORY):
-        _LOG.warning(
-            "%s is missing or smaller than %d MB: every step's commit is written to %s, which may be a disk",
-            _SHARED_MEMORY,
-            _LEAST_SHARED_MEMORY >> 20,
-            folder,
-        )
+        text = "%s is missing or smaller than %d MB: every step's commit is written to %s, which may be a disk"
+        _LOG.warning(text, _SHARED_MEMORY, _LEAST_SHARED_MEMORY >> 20, folder)
 
 
 def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_free: bool = False) -> None:
-    """Remove the files of a run from this node's memory, with ``if_free`` unless a process uses them; without ``run``,
-    those of all runs without living processes: a job of the same name may run in another directory or cluster. Killed
-    processes get ``patience_s`` seconds to end. A commit that goes beyond the copies in the run's folder is saved there
-    first."""
+    """Remove a run's files from this node's memory, with ``if_free`` or without ``run`` (then of all runs of the job)
+    only unused ones, after up to ``patience_s`` for killed processes. Saves a commit beyond the run's copies first."""
     deadline_s = time.monotonic() + patience_s
     for root in list(_memory_folder().glob(f"{job}-*")):
         name, _, its_run = root.name.rpartition("-")
@@ -109,13 +100,12 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_
             else:
                 shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):
-        _memory_folder().rmdir()  # only when it was the last one there
+        _memory_folder().rmdir()  # fails unless it is empty
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The folder of a run in this node's memory. It ``is_held`` while a process of the run is here; its copies go
-    to ``saved_to``, empty if that is not known."""
+    """A run's folder in this node's memory, ``is_held`` by its processes; ``saved_to`` are its copies, if known."""
 
     job: str
     run: str
@@ -124,7 +114,7 @@ class RunMemory:
     saved_to: str
 
     def states(self) -> list[os.stat_result]:
-        """Return the state of each file and folder in it that is still there."""
+        """Return the state of each file and folder in it that still exists."""
         states = []
         for path in (self.root, *self.root.rglob("*")):
             with suppress(OSError):
@@ -133,7 +123,6 @@ class RunMemory:
 
 
 def list_memory() -> list[RunMemory]:
-    """List what runs have in this node's memory, in the order of their names."""
     memories = []
     for root in sorted(_memory_folder().glob("*-*")):
         if root.is_dir() and not root.is_symlink():
@@ -145,7 +134,7 @@ def list_memory() -> list[RunMemory]:
 
 
 def _copies_of(root: Path) -> Store | None:
-    """The store where the copies of the run in ``root`` go; None if the folder above it is not there."""
+    """Return the store for the copies of the run in ``root``; None if the folder above it is missing."""
     target = root / _SAVED_TO
     if not target.is_symlink():
         return None
@@ -156,8 +145,7 @@ def _copies_of(root: Path) -> Store | None:
 
 
 def _save(root: Path) -> None:
-    """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
-    Raises OSError."""
+    """Save an ended run's newest generation to disk if it is whole here and no later copy exists. Raises OSError."""
     copies = _copies_of(root)
     if copies is None:
         return
@@ -168,14 +156,14 @@ def _save(root: Path) -> None:
 
 
 def known_in_memory(job: str, run: str) -> list[bytes]:
-    """The manifests of the generations that this node knows of and that are to be saved."""
+    """Return the manifests of the generations that this node knows, if they have a place to be saved to."""
     root = memory_path(job, run)
     return list(map(encode, CheckpointStore(root, run, durable=False).manifests())) if _copies_of(root) else []
 
 
 def save_from_memory(job: str, run: str, content: bytes) -> bool | None:
-    """Copy what this node has of a generation, whose manifest is ``content``, of which other nodes have more. Returns
-    True if it is complete now, or a later copy exists; None after an error, which is logged."""
+    """Copy this node's files of a generation, whose manifest is ``content``. Returns True if it is complete now or a
+    later copy exists; None after an error, which is logged."""
     root, manifest = memory_path(job, run), decode(content)
     try:
         copies = _copies_of(root)
@@ -188,8 +176,8 @@ def save_from_memory(job: str, run: str, content: bytes) -> bool | None:
 
 
 def _save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
-    """Copy the files of a generation that are in ``memory``, and make it a copy if that completes it: other nodes may
-    have other files, and save them. Returns False if it is not complete, or not intact. Raises OSError."""
+    """Copy the files of a generation in ``memory``, and commit the copy if that completes it: other nodes may save
+    other files. Returns False if it is incomplete or damaged. Raises OSError."""
     # A later trainer may have claimed the copies and ended before its first commit.
     epoch, folder = max(manifest.epoch, copies.epoch), memory / manifest.folder
     try:
@@ -208,15 +196,14 @@ def _save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
     return True
 
 
-_locks: dict[Path, int] = {}
-"""Folder to the descriptor of its lock file, which this process holds until it ends."""
+_locks: dict[Path, int] = {}  # the descriptor of each folder's lock file, which this process holds until it ends
 
 
 def _hold(root: Path) -> None:
     path = root / _HELD
-    if root in _locks and path.exists():
-        return
     if root in _locks:
+        if path.exists():
+            return
         os.close(_locks.pop(root))
     with suppress(FileNotFoundError):  # the run has ended
         _locks[root] = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)

@@ -4,7 +4,7 @@
 ::
 
     URL/
-      epochs/00000003                  claims: the highest counts, lower ones are refused
+      epochs/00000003                  claims: the highest counts, the store refuses lower ones
       step-00000008.e3/
         ACTOR-0.1.state
         trainer.state
@@ -12,8 +12,8 @@
       step-00000006.e2/
         bad                            why it is never loaded
 
-An object store has neither renames nor locks. An object appears as a whole, and no name gets two contents: a later
-trainer writes into folders of its own epoch.
+An object store has neither renames nor locks. An object appears as a whole, and no name gets two contents, since each
+trainer writes into the folders of its epoch.
 """
 
 import errno
@@ -32,6 +32,7 @@ from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, check_fil
 from dlrover.python.rl.runtime.checkpoint.store import (
     MANIFEST,
     CheckpointStore,
+    Files,
     Manifest,
     decode,
     encode,
@@ -46,17 +47,12 @@ _BAD, _EPOCHS = "bad", "epochs"
 
 
 class ObjectStore:
-    """The generations of ``run`` under ``url``: the durable copies of a job whose ``job_dir`` is a URL.
-
-    Errors of the store are OSErrors. ``fs`` is for tests.
-    """
+    """The generations of ``run`` under ``url``, a job's durable copies. Errors are OSErrors; tests replace ``fs``."""
 
     def __init__(self, url: str, run: str, keep: int = 2, fs: fsspec.AbstractFileSystem | None = None) -> None:
         self.root, self.run, self.keep = url.rstrip("/"), run, keep
         own, self._path = url_to_fs(self.root, use_listings_cache=False)
         self._fs = fs or own
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def claim(self, epoch: int) -> None:
         """Refuse every lower epoch from now on; raises StaleEpoch after a higher claim."""
@@ -67,12 +63,10 @@ class ObjectStore:
 
     @property
     def epoch(self) -> int:
-        """The highest that has claimed the folder."""
         return max((int(name) for name in self.names(_EPOCHS) if name.isdigit()), default=0)
 
     def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
-        """Upload a file of generation ``step``, and check it meanwhile; one that is not intact does not appear. Raises
-        StaleEpoch, CheckpointCorrupt, CheckpointMissing, OSError."""
+        """Check and upload an intact file. Raises StaleEpoch, CheckpointCorrupt, CheckpointMissing, OSError."""
         self._check(epoch)
         with store_errors():
             target = self._fs.open(f"{self._path}/{folder_name(step, epoch)}/{file.name}", "wb", autocommit=False)
@@ -88,15 +82,8 @@ class ObjectStore:
                 self._fs.transaction.files.remove(target)  # fsspec keeps it for the end of a transaction
         return replace(file, node="")
 
-    def commit(
-        self,
-        step: int,
-        epoch: int,
-        files: Mapping[str, StateFile],
-        extra: Mapping[str, Any] | None = None,
-    ) -> Manifest:
-        """Make the uploaded files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
-        CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
+    def commit(self, step: int, epoch: int, files: Files, extra: Mapping[str, Any] | None = None) -> Manifest:
+        """Make the uploaded files the newest generation; see :meth:`CheckpointStore.commit`."""
         self._check(epoch)
         manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
         for file in files.values():
@@ -111,10 +98,10 @@ class ObjectStore:
                     self._fs.rm_file(f"{self._path}/{manifest.folder}/{name}")
             self._fs.pipe_file(f"{self._path}/{manifest.folder}/{MANIFEST}", encode(manifest))
         # The newest generations stay, and folders of later steps, which may still become one.
-        kept = {manifest.folder, *(old.folder for old in existing[: self.keep - 1])}
+        newest = {manifest.folder, *(old.folder for old in existing[: self.keep - 1])}
         for name in self._folders():
             ids = step_and_epoch(name) or (0, 0)
-            if name not in kept and ids[0] <= step and ids[1] <= epoch:
+            if name not in newest and ids[0] <= step and ids[1] <= epoch:
                 self._remove(name)
         return manifest
 
@@ -129,10 +116,8 @@ class ObjectStore:
         with suppress(OSError), store_errors():
             self._fs.rm(self._path, recursive=True)
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def manifests(self) -> list[Manifest]:
-        """All generations, newest first; none that was set aside."""
+        """List the generations, newest first, without quarantined ones."""
         manifests = []
         for name in self._folders():
             names = self.names(name)
@@ -145,14 +130,13 @@ class ObjectStore:
                 if (manifest.run, manifest.folder) == (self.run, name):
                     manifests.append(manifest)
             except CheckpointMissing:
-                continue  # removed meanwhile
+                continue  # removed since they were listed
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 self.quarantine(name, f"not a manifest: {error}")
-        return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
+        return sorted(manifests, key=lambda manifest: manifest.age, reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] | None = None) -> bool:
-        """Return True if every file is there in its length; else the generation is set aside. A reader checks its
-        bytes."""
+        """Return True if every file has its length; otherwise quarantine the generation. Readers check the bytes."""
         try:
             for file in manifest.files.values():
                 self.check(manifest.folder, file)
@@ -162,22 +146,18 @@ class ObjectStore:
         return True
 
     def check(self, folder: str, file: StateFile) -> None:
-        """Compare the length of a file; raises CheckpointMissing or CheckpointCorrupt."""
-        path = f"{self._path}/{folder}/{file.name}"
         with store_errors():
-            nbytes = self._fs.size(path)
+            nbytes = self._fs.size(f"{self._path}/{folder}/{file.name}")
         if nbytes != file.nbytes:
             raise CheckpointCorrupt(f"{self.root}/{folder}/{file.name}", f"{nbytes} bytes instead of {file.nbytes}")
 
     def read(self, manifest: Manifest, name: str) -> Any:
-        """The tree in file ``name`` of a generation. Raises CheckpointMissing, CheckpointCorrupt."""
-        file = manifest.files.get(name)
-        if file is None:
-            raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
+        """Return the tree in file ``name``. Raises CheckpointMissing, CheckpointCorrupt."""
+        file = manifest.file_of(name)
         return read_from(f"{self.root}/{manifest.folder}/{file.name}", file, fs=self._fs)
 
     def quarantine(self, name: str, why: str) -> bool:
-        """Mark a generation, which is never loaded again. False if the store refuses."""
+        """Mark a generation, which is never loaded again. Returns False if the store refuses."""
         _LOG.warning("%s/%s is not used: %s", self.root, name, why)
         with suppress(OSError), store_errors():
             self._fs.pipe_file(f"{self._path}/{name}/{_BAD}", why.encode())
@@ -185,31 +165,27 @@ class ObjectStore:
         return False
 
     def damaged(self) -> list[str]:
-        """The generations in quarantine."""
         return [name for name in self._folders() if _BAD in self.names(name)]
-
-    # -- objects ------------------------------------------------------------------------------------------------------
 
     def _check(self, epoch: int) -> None:
         if epoch < (highest := self.epoch):
-            raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self.root}")
+            raise StaleEpoch(f"attempt {epoch} has ended: attempt {highest} has taken over {self.root}")
 
     def names(self, folder: str = "") -> list[str]:
         """List the folder, or one below it."""
         with store_errors():
             try:
                 self._fs.invalidate_cache()
-                found = self._fs.ls(f"{self._path}/{folder}".rstrip("/"), detail=False)
+                paths = self._fs.ls(f"{self._path}/{folder}".rstrip("/"), detail=False)
             except FileNotFoundError:
                 return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def _folders(self) -> list[str]:
         return [name for name in self.names() if step_and_epoch(name)]
 
     def _remove(self, name: str) -> None:
-        """The manifest first: what is left of it is no generation."""
-        try:
+        try:  # the manifest first: without it the remains are no generation
             with store_errors():
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._path}/{name}/{MANIFEST}")
@@ -229,7 +205,7 @@ def read_from(
     header: Mapping[str, str | int] | None = None,
     fs: fsspec.AbstractFileSystem | None = None,
 ) -> Any:
-    """The tree in the state file at ``url``; raises as ``read_state``."""
+    """Return the tree in the state file at ``url``; raises as ``read_state``."""
     own, path = url_to_fs(url)
     with store_errors(), (fs or own).open(path, "rb") as file:
         return read_opened(file, url, int(file.size), expected, header)
@@ -237,7 +213,7 @@ def read_from(
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Turn what libraries raise into what a disk raises."""
+    """Raise the errors of libraries as those that a disk raises."""
     try:
         yield
     except FileNotFoundError as error:
@@ -245,7 +221,7 @@ def store_errors() -> Iterator[None]:
     except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and (error.errno or 0) > 0:  # of name servers they are below
+        if isinstance(error, OSError) and (error.errno or 0) > 0:  # numbers of name servers are below
             raise
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
@@ -254,12 +230,11 @@ Store = CheckpointStore | ObjectStore
 
 
 def open_copies(place: Path | str, run: str, keep: int = 2) -> Store:
-    """The copies of a run in a folder, or at a URL."""
     if isinstance(place, str):
         return ObjectStore(place, run, keep)
     return CheckpointStore(place, run, durable=True, keep=keep)
 
 
 def newest_step(store: Store) -> int:
-    """The step of the newest generation whose files have their length; 0 for none."""
+    """Return the step of the newest generation whose files have their lengths; 0 for none."""
     return next((manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)), 0)

@@ -38,18 +38,13 @@ from dlrover.python.rl.runtime.checkpoint.object_store import (
 from dlrover.python.rl.runtime.checkpoint.state_file import check_size
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
 
-TRAINER, CODE = "trainer", "code"
-"""Names in a manifest: of the trainer's file, and of the digests of the code that computed."""
-
-STATES = COPIES, COMMITS = "checkpoints", "commits"
-"""Their folders in a job's directory."""
-
+TRAINER, CODE = "trainer", "code"  # keys of a manifest: the trainer's file, and digests of the code
+STATES = COPIES, COMMITS = "checkpoints", "commits"  # the folders of copies and commits in a job's directory
 _KEPT = 3  # commits in memory, of which one is being written
 
 
 def forget_commits(job_dir: Path, run: str) -> None:
-    """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy; also the folder
-    of copies if it has made none."""
+    """Remove an ended run's commits unless they go beyond its last copy, and its empty folder of copies."""
     folder = job_dir.absolute()
     commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (COMMITS, COPIES))
     if newest_step(commits) <= newest_step(copies):
@@ -59,7 +54,7 @@ def forget_commits(job_dir: Path, run: str) -> None:
 
 
 def newest_of(stores: Iterable[Store]) -> tuple[Store, Manifest] | None:
-    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
+    """Find the valid generation of the latest step of the run that committed last; copies are younger than commits."""
     pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
     ended: dict[str, float] = {}
     for store, manifest in pairs:
@@ -71,16 +66,15 @@ def newest_of(stores: Iterable[Store]) -> tuple[Store, Manifest] | None:
 
 
 def newest_commit(job_dir: Path, archive: str = "") -> tuple[Store, Manifest] | None:
-    """The valid commit or copy made last by any run in the folder, or at the URL of its archive."""
+    """Find the last valid commit or copy of any run in the folder, or at the URL of its archive."""
     folder = job_dir.absolute()
     roots = [root for name in (COPIES, COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
     stores = [CheckpointStore(root, root.name, durable=True) for root in roots if root.suffix != ".gone"]
-    found = [*stores, *(stores_below(f"{archive}/{COPIES}") if archive else ())]
-    return newest_of(found)
+    return newest_of([*stores, *(stores_below(f"{archive}/{COPIES}") if archive else ())])
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
-    """The copy that ``job`` would continue from, and its workers by role; None for a fresh start."""
+    """Return the copy that ``job`` would continue from, and its workers by role; None for a fresh start."""
     newest = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     if newest is None:
         return None
@@ -90,27 +84,27 @@ def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
 
 
 def prune_earlier_runs(durable: Store) -> None:
-    """Keep the newest copies of all runs in the folder of ``durable``; commits of earlier runs are superseded."""
+    """Keep the newest copies of all runs in the folder of ``durable``, and no commits of earlier runs."""
     room = durable.keep - len(durable.manifests())
-    others: Sequence[Store]
+    stores: Sequence[Store]
     if isinstance(durable, ObjectStore):
-        others = stores_below(durable.root.rpartition("/")[0])
+        stores = stores_below(durable.root.rpartition("/")[0])
     else:
         folder = durable.root.parent.parent
         for root in (folder / COMMITS).glob("*"):
             if root.name != durable.run:
                 CheckpointStore(root, root.name, durable=True).remove()
-        others = [CheckpointStore(root, root.name, durable=True) for root in (folder / COPIES).glob("*")]
-    ended = [(max((each.committed_at for each in store.manifests()), default=0.0), store) for store in others]
+        stores = [CheckpointStore(root, root.name, durable=True) for root in (folder / COPIES).glob("*")]
+    ended = [(max((each.committed_at for each in store.manifests()), default=0.0), store) for store in stores]
     for _, store in sorted(ended, key=lambda pair: pair[0], reverse=True):
         if store.run != durable.run:
-            kept = store.manifests()[: max(room, 0)]
-            room -= len(kept)
-            store.drop_older(kept[-1].step) if kept else store.remove()
+            newest = store.manifests()[: max(room, 0)]
+            room -= len(newest)
+            store.drop_older(newest[-1].step) if newest else store.remove()
 
 
 class RunFiles:
-    """The files of a run in ``folder``, of which ``url`` has copies: those of the last copied step or of later ones."""
+    """The files of a run in ``folder``, and their copies at ``url``, of the last copied step or later."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self._folder = folder
@@ -118,14 +112,14 @@ class RunFiles:
         self._uploaded: dict[Path, tuple[int, int]] = {}
 
     def fetch(self) -> None:
-        """Download what is not here, or shorter: this process may be the run's first one on its node."""
+        """Download files that are missing or shorter here: this may be the run's first process on its node."""
         with store_errors():
             self._fs.invalidate_cache()
             for path, details in self._fs.find(self._path, detail=True).items():
                 name = Path(str(path)).relative_to(self._path)
                 target = self._folder / name
                 if len(name.parts) > 1 or target.is_file() and target.stat().st_size >= details["size"]:
-                    continue  # folders: models, which nothing continues from, and states
+                    continue  # folders have models, which nothing continues from, and states
                 target.parent.mkdir(parents=True, exist_ok=True)
                 temporary = target.with_name(f".{target.name}.fetched")
                 self._fs.get_file(str(path), str(temporary))
@@ -136,7 +130,7 @@ class RunFiles:
             self._fs.put_file(str(self._folder / name), f"{self._path}/{name}")
 
     def read(self, name: str) -> str:
-        """The text of a file there; empty if there is none."""
+        """Return the text of a file at the URL; empty if there is none."""
         with store_errors():
             try:
                 return str(self._fs.read_text(f"{self._path}/{name}", encoding="utf-8"))
@@ -144,7 +138,7 @@ class RunFiles:
                 return ""
 
     def upload(self) -> None:
-        """Upload what has changed since the last time, except what is renamed or removed meanwhile."""
+        """Upload the files that have changed since the last upload and still exist."""
         for path in sorted(Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names):
             name = path.relative_to(self._folder)
             if name.parts[0] in STATES or name.name.startswith((".", "owner.", "journal.")) or not path.is_file():
@@ -178,7 +172,7 @@ def synced_files(job: JobSpec) -> Iterator[None]:
 
 
 def results_of(job: JobSpec) -> Any:
-    """The place of saved models: the job's folder, or a ``UPath`` in the object store, which each worker reaches."""
+    """Return the place of saved models: the job's folder, or a ``UPath`` that every worker reaches."""
     if not job.archive:
         return job.job_dir
     from upath import UPath  # of an extra
@@ -188,7 +182,7 @@ def results_of(job: JobSpec) -> Any:
 
 @contextmanager
 def local_folder(place: Any) -> Iterator[Path]:
-    """``place``, or for one in an object store a folder here, whose files are uploaded after the block."""
+    """Yield ``place``, or for an object store a local folder whose files are uploaded after the block."""
     if isinstance(place, Path):
         yield place
         return
@@ -212,8 +206,8 @@ def validate_archive(job: JobSpec) -> list[ConfigError]:
     if not job.archive:
         return []
     if job.checkpoint.commit_to == "job_dir":
-        what = f"'job_dir', but {job.archive} is no folder that nodes share: use memory, or auto"
-        return [ConfigError("checkpoint.commit_to", what)]
+        problem = f"'job_dir', but {job.archive} is no folder that nodes share: use memory, or auto"
+        return [ConfigError("checkpoint.commit_to", problem)]
     try:
         RunFiles(job.job_dir, job.archive)
         results_of(job)
@@ -225,8 +219,7 @@ def validate_archive(job: JobSpec) -> list[ConfigError]:
 @dataclass(frozen=True)
 class Roots:
     """The folders of a run's generations, for its trainer of ``epoch`` on ``node`` (``""`` in one process): ``durable``
-    in the job's directory for copies, and ``commits`` for each step (None: in the memory of each node). ``shared``: the
-    commits are on a disk that every node sees, and must outlive them."""
+    for copies, ``commits`` for each step (None: in each node's memory; ``shared``: on a disk that all nodes see)."""
 
     job: str
     run: str
@@ -243,7 +236,7 @@ class Roots:
         return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
 
     def owner(self, node: str) -> str:
-        """The ``StateFile.node`` of files that ``node`` writes there."""
+        """Return the ``StateFile.node`` of the files that ``node`` writes."""
         return "" if self.shared else node
 
     def durable_store(self, keep: int = 2) -> Store:
@@ -251,11 +244,8 @@ class Roots:
 
 
 def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
-    """The folders of a run's commits, for its trainer of ``epoch`` on ``node``.
-
-    With ``commit_to: auto`` a job commits to its nodes' memories, unless it may get one node of several: losing that
-    one would lose its last steps.
-    """
+    """Return the folders of a run's commits, for its trainer of ``epoch`` on ``node``. With ``commit_to: auto`` a job
+    commits to its nodes' memories, unless it may run on one node of several, whose loss would lose the last steps."""
     commit_to, folder = job.checkpoint.commit_to, job.job_dir.absolute()
     if commit_to == "auto":
         commit_to = "job_dir" if job.scheduling_strategy == "SIMPLE" and not job.archive else "memory"
@@ -266,14 +256,13 @@ def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
 
 
 def is_on_one_node(job: JobSpec) -> bool:
-    """Losing the node ends such a job anyway."""
+    """Return True if losing the node ends the job anyway."""
     return job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes in the memory of the node that needs most, and in the job's directory; of the states of all workers,
-    ``states`` is a line for people."""
+    """The bytes needed in the memory of the fullest node, and in the job's directory; ``states`` describes them."""
 
     memory: int
     disk: int
@@ -281,7 +270,7 @@ class Room:
 
 
 def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int | None]) -> Room | None:
-    """``state_bytes`` is that of one worker of each role with state; None if one is not known."""
+    """Compute the room from the ``state_bytes`` of one worker per role with state; None if one is unknown."""
     own = [0] * max(len(placement.nodes), 1)
     parts = []
     for role, slots in placement.slots.items():
@@ -303,9 +292,8 @@ def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int |
 
 
 def describe_room(room: Room | None) -> list[str]:
-    """Lines for ``check``."""
     if room is None:
-        return ["commits: the size of a state is not known before it is loaded"]
+        return ["commits: the size of a state is unknown until it is loaded"]
     if not room.states:
         return []
     memory = f"{short_number(room.memory)}B in the memory of a node at most, " if room.memory else ""
@@ -316,7 +304,7 @@ def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
     """Return what cannot fit, where the job's nodes are like this machine."""
     if room is None:
         return []
-    advice = "checkpoint.keep: 1 and another disk are what helps"
+    advice = "use checkpoint.keep: 1, or another disk"
     needs = [("job_dir", room.disk, job.run_folders or job.job_dir, advice)]
     if is_on_one_node(job):
         memory, advice = memory_path(job.name, "").parent.parent, "checkpoint.commit_to: job_dir needs no memory"
@@ -324,7 +312,7 @@ def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
     errors = []
     for where, nbytes, folder, advice in needs:
         disk = os.statvfs(next(parent for parent in (folder, *folder.parents) if parent.exists()))
-        size = disk.f_blocks * disk.f_frsize  # 0 for what is no disk
+        size = disk.f_blocks * disk.f_frsize  # 0 without a disk
         if 0 < size < nbytes:
             need, has = short_number(nbytes), short_number(size)
             errors.append(ConfigError(where, f"commits need {need}B in {folder}, which has {has}B in all: {advice}"))

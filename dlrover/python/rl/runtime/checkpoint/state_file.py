@@ -9,8 +9,8 @@ The file, all numbers little-endian::
     buffers   each at a multiple of 64
     crc32     u32, of all bytes before it
 
-A file is written under another name and renamed once it is complete. Its last four bytes are the checksum of
-:class:`StateFile`, so that it can be checked with and without the manifest.
+A file is renamed once it is complete. Its last four bytes are the checksum of :class:`StateFile`, so that it can be
+checked with and without the manifest.
 """
 
 import errno
@@ -54,17 +54,15 @@ class StateFile:
 
 
 def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: Path | None = None) -> StateFile:
-    """Write ``tree`` (see data/state_tree.py), which may be dumped in place, to ``path``, whole or not at all. It does
-    not change meanwhile.
+    """Write ``tree`` (see data/state_tree.py), which may be dumped in place and must not change, to ``path``, whole or
+    not at all.
 
     Args:
         header: the owner of the state (role, rank, step, ...), to detect files that were mixed up.
         durable: sync file and folder to disk before returning.
-        recycled: a file on the same disk that is not needed: its pages are overwritten.
+        recycled: an unneeded file on the same disk, whose pages are overwritten.
 
-    Raises:
-        DataError: ``tree`` cannot be saved.
-        OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
+    Raises DataError if ``tree`` cannot be saved, OSError with ``path`` unchanged.
     """
     state = tree if isinstance(tree, StateTree) else dump_in_place(tree)
     table = json.dumps({"header": dict(header), "sizes": [len(buffer) for buffer in state.buffers]}).encode()
@@ -87,14 +85,9 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
 
 
 def read_state(path: Path, expected: StateFile | None = None, header: Header | None = None) -> Any:
-    """The tree in the file at ``path``, decoded after every byte was checked. Arrays and tensors are writable views of
-    the one buffer that holds the file. ``header``: items that the file's header must have.
-
-    Raises:
-        CheckpointMissing: the file does not exist.
-        CheckpointCorrupt: it is not what was written, or belongs to another owner.
-        OSError: it cannot be read.
-    """
+    """Return the tree in the file at ``path`` after a check of every byte. Arrays and tensors are writable views of the
+    one buffer that holds the file. ``header``: items that the file's header must have. Raises CheckpointMissing,
+    CheckpointCorrupt for changed bytes or another owner's file, OSError."""
     with _opened(path) as file:
         return read_opened(file, str(path), os.fstat(file.fileno()).st_size, expected, header)
 
@@ -102,12 +95,11 @@ def read_state(path: Path, expected: StateFile | None = None, header: Header | N
 def read_opened(
     file: Any, name: str, nbytes: int, expected: StateFile | None = None, header: Header | None = None
 ) -> Any:
-    """Like :func:`read_state` from an open file of ``nbytes``. One of another length than expected is not read: a
-    damaged one may be too large for the memory."""
+    """Like :func:`read_state` from an open file of ``nbytes``, which must be the expected ones to fit the memory."""
     _check_length(name, nbytes, expected)
     memory = mmap.mmap(-1, max(nbytes, 1))  # aligned like the buffers in the file
     with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)  # else half of the time goes into giving it pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # else allocating pages takes half of the time
     content, filled, checksum = memoryview(memory), 0, 0
     while filled < nbytes and (count := file.readinto(content[filled : min(filled + _CHUNK, nbytes)])):
         checksum = crc32(content[filled : filled + count], checksum)
@@ -118,8 +110,7 @@ def read_opened(
 
 
 def check_file(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any] | None = None) -> None:
-    """Read a whole file, which ``consume`` gets in chunks, and compare length and checksum at its end; raises as
-    :func:`read_state`."""
+    """Read a whole file, pass its chunks to ``consume``, and verify length and checksum; raises as read_state."""
     path = folder / expected.name
     memory = memoryview(bytearray(_CHUNK))
     nbytes, checksum, ending = 0, 0, b""
@@ -144,24 +135,22 @@ def check_size(folder: Path, expected: StateFile) -> None:
 
 
 def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> StateFile:
-    """Copy ``file`` from one folder to another, and check it meanwhile; if the source is not intact, the target is
-    unchanged. Raises as :func:`read_state` and :func:`write_state`."""
+    """Check and copy an intact ``file``. Raises as :func:`read_state` and :func:`write_state`."""
     with new_file(target / file.name, durable, file.nbytes) as copy:
         check_file(source, file, copy.write)
     return replace(file, node="")
 
 
 def write_whole(folder: Path, file: StateFile, content: memoryview) -> None:
-    """Write a copy of ``file`` with this content, if that is intact; several may do so at once. Raises
-    CheckpointCorrupt, OSError."""
+    """Write intact ``content`` as ``file``; several processes may do so at once. Raises CheckpointCorrupt, OSError."""
     _check(folder / file.name, len(content), crc32(content), bytes(content[-_CRC.size :]), file)
     with new_file(folder / file.name, durable=False, nbytes=file.nbytes) as copy:
         copy.write(content)
 
 
 def write_part(folder: Path, file: StateFile, start: int, content: memoryview, recycled: Path | None = None) -> None:
-    """Write a part of a copy of ``file``, after those before ``start``; with the last part it gets its name, if it is
-    intact. See :func:`write_state` for ``recycled``. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
+    """Write the next part of a copy of ``file``; with the last part an intact copy gets its name. See
+    :func:`write_state` for ``recycled``. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
     temporary = folder / f".{file.name}.part.tmp"
     if start == 0:
         _check_space(folder, file.nbytes, recycled)
@@ -180,9 +169,8 @@ def write_part(folder: Path, file: StateFile, start: int, content: memoryview, r
 def new_file(
     path: Path, durable: bool, nbytes: int = 0, recycled: Path | None = None, exclusive: bool = False
 ) -> Iterator[BinaryIO]:
-    """A file to write; it gets its name if the block succeeds, and is removed otherwise. Nothing is written if the disk
-    has less space than ``nbytes``. See :func:`write_state`. Raises FileExistsError for an ``exclusive`` one that is
-    there."""
+    """Open a file that gets its name if the block succeeds, and is removed otherwise. Nothing is written to a disk with
+    less space than ``nbytes``. See :func:`write_state`. Raises FileExistsError if it is ``exclusive`` and exists."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     _check_space(path.parent, nbytes, recycled)
     try:
@@ -208,7 +196,7 @@ def new_file(
 
 
 def make_folder(folder: Path, durable: bool, mode: int = 0o777) -> None:
-    """Create a folder and its parents, whose names are on disk when this returns if they are ``durable``."""
+    """Create a folder and its parents; ``durable`` names are on disk when this returns."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(mode=mode, parents=True, exist_ok=True)
     for each in missing if durable else ():
@@ -221,9 +209,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def _chunks(parts: Iterable[Buffer]) -> Generator[memoryview, None, None]:
@@ -239,7 +224,7 @@ def _open_new(path: Path, recycled: Path | None) -> BinaryIO:
     if recycled is not None:
         with suppress(OSError):
             recycled.rename(path)
-    # For the user only: a state has a model, and what it has learned from.
+    # For the user only: a state has a model and its training data.
     opener = partial(os.open, mode=0o600)
     return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER, opener=opener)
 
@@ -251,9 +236,6 @@ def _check_space(folder: Path, nbytes: int, recycled: Path | None) -> None:
         free += recycled.stat().st_size if recycled is not None else 0
     if free < nbytes:
         raise disk_full_error(errno.ENOSPC, folder, nbytes)
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: a folder of generations, its manifests and its fence are read together.
-"""Generations of state files in a folder: committed by a manifest, fenced by the trainer's epoch, the newest kept.
+"""Generations of state files in a folder: a manifest commits each, the trainer's epoch fences them, the newest stay.
 
 ::
 
@@ -12,7 +12,7 @@
         ACTOR-0.1.state           of rank 0, from the process of its incarnation 1
         trainer.state
       step-00000008.e1/           no manifest: being written, or left by a crash
-      step-00000006.e1.bad.1/     damaged: set aside, never loaded
+      step-00000006.e1.bad.1/     damaged: quarantined, never loaded
       step-00000005.e1.gone/      being removed
       spare/                      the generation removed last, in memory: its files are overwritten
 
@@ -27,13 +27,13 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dlrover.python.rl.common.disk_space import naming
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
@@ -54,13 +54,12 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
 _LOG = get_logger(__name__)
 
 MANIFEST = "manifest.json"
-NODES = "nodes"
-"""Name in ``Manifest.extra``: of the nodes that have all files of each process."""
-
+NODES = "nodes"  # key in Manifest.extra of the nodes that have all files of each process
 VERSION = 1
-
 _FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
 _LARGEST = 1 << 28
+
+Files: TypeAlias = Mapping[str, StateFile]
 
 
 class Piece(NamedTuple):
@@ -77,7 +76,7 @@ class Manifest:
     step: int
     epoch: int
     run: str
-    files: Mapping[str, StateFile]  # by process: "ROLLOUT-0", "trainer"
+    files: Files  # by process: "ROLLOUT-0", "trainer"
     extra: Mapping[str, Any] = field(default_factory=dict)
     serial: int = 0  # rises with each commit in its folder; the highest is the newest
     committed_at: float = 0.0
@@ -91,6 +90,11 @@ class Manifest:
     def folder(self) -> str:
         return folder_name(self.step, self.epoch)
 
+    def file_of(self, name: str) -> StateFile:
+        if name not in self.files:
+            raise CheckpointMissing(f"{self.folder} has no '{name}'")
+        return self.files[name]
+
 
 def folder_name(step: int, epoch: int) -> str:
     return f"step-{step:08d}.e{epoch}"
@@ -102,7 +106,7 @@ def step_and_epoch(name: str) -> tuple[int, int] | None:
 
 
 def numbered(manifest: Manifest, existing: Sequence[Manifest]) -> Manifest:
-    """The manifest as the newest of its folder, or the one among ``existing`` that has made the same commit."""
+    """Return the manifest as the newest of its folder, or the one of ``existing`` that has made the same commit."""
     for old in existing:
         if replace(old, serial=0, committed_at=0.0) == manifest:
             return old
@@ -120,8 +124,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def decode(content: bytes) -> Manifest:
-    """The inverse of :func:`encode`. Raises ValueError if a byte is not as it was written, CheckpointMissing for calls
-    instead of states, as commits of earlier versions could have."""
+    """Invert :func:`encode`. Raises ValueError for a changed byte, CheckpointMissing for an earlier version's calls."""
     fields = json.loads(content)["manifest"]
     if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:
         raise ValueError("it does not match its checksum")
@@ -135,7 +138,7 @@ def decode(content: bytes) -> Manifest:
 
 
 def read_manifest(folder: Path, run: str) -> Manifest:
-    """The manifest in ``folder``. Raises CheckpointMissing if there is none of this run, CheckpointCorrupt, OSError."""
+    """Read the manifest of ``run`` in ``folder``. Raises CheckpointMissing, CheckpointCorrupt, OSError."""
     path = folder / MANIFEST
     try:
         with naming(path), open(path, "rb") as file:
@@ -157,7 +160,7 @@ def read_manifest(folder: Path, run: str) -> Manifest:
 
 @cache
 def _warn(message: str) -> None:
-    """Log it once in this process: a store is read at each commit."""
+    """Log a message once in this process: a store is read at each commit."""
     _LOG.warning(message)
 
 
@@ -173,9 +176,7 @@ def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
 
 
 LOCK_TIMEOUT_S = 30.0
-TAKE_OVER_S = 5.0
-"""Who takes a folder or a journal over waits so long for its lock: its holder may be frozen, or on a lost node."""
-
+TAKE_OVER_S = 5.0  # for the lock of a folder or journal that is taken over: its holder may be frozen or lost
 _LOCK_POLL_S = 0.002
 
 
@@ -187,7 +188,7 @@ def take_lock(handle: int, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Non
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                message = f"another process has had the lock for {timeout_s:g} s"
+                message = f"another process has held the lock for {timeout_s:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, message, str(path)) from None
             time.sleep(_LOCK_POLL_S)
         else:
@@ -195,8 +196,7 @@ def take_lock(handle: int, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Non
 
 
 class EpochFence:
-    """The highest epoch that has claimed a folder, in its file ``EPOCH``; ``fallback`` estimates it if the file is
-    damaged."""
+    """The highest epoch that has claimed a folder, in its file ``EPOCH``; ``fallback`` estimates it if that is bad."""
 
     def __init__(self, root: Path, durable: bool, fallback: Callable[[], int]) -> None:
         self._root, self._durable, self._fallback = root, durable, fallback
@@ -204,8 +204,7 @@ class EpochFence:
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Keep every other process from changing the folder. Raises CheckpointMissing if it is missing,
-        TimeoutError."""
+        """Keep every other process from changing the folder. Raises CheckpointMissing, TimeoutError."""
         is_current = False
         while not is_current:  # else it was taken over between the opening and the lock
             try:
@@ -222,9 +221,8 @@ class EpochFence:
     def take_over(self, epoch: int) -> None:
         """Refuse every lower epoch from now on. Raises StaleEpoch after a higher claim.
 
-        A process of a lower epoch may hold the lock and be frozen, or on a node that is lost: then the lock is replaced
-        by another one. When that process continues, it can finish its change, which removes nothing that a higher epoch
-        has written, nor the newest generation before."""
+        If a frozen or lost process of a lower epoch holds the lock, a new lock replaces it. That process may finish its
+        change later, which removes nothing of a higher epoch, nor the newest generation before."""
         try:
             with self.locked(TAKE_OVER_S):
                 self.claim(epoch)
@@ -237,9 +235,8 @@ class EpochFence:
 
     def check(self, epoch: int) -> None:
         """Raise StaleEpoch if a higher epoch than ``epoch`` has claimed the folder."""
-        highest = self.highest()
-        if epoch < highest:
-            raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self._root}")
+        if epoch < (highest := self.highest()):
+            raise StaleEpoch(f"attempt {epoch} has ended: attempt {highest} has taken over {self._root}")
 
     def claim(self, epoch: int) -> None:
         """Refuse every lower epoch from now on; call it under the lock. Raises StaleEpoch after a higher claim."""
@@ -260,7 +257,7 @@ class EpochFence:
         if digits.isdigit() and content == _line(int(digits)):
             return int(digits)
         if content is not None:
-            _LOG.warning("%s is damaged: using the highest epoch that has written", self._path)
+            _LOG.warning("%s is damaged: using the number of the last trainer that has written", self._path)
         return self._fallback()
 
 
@@ -281,28 +278,18 @@ _KEPT_BAD = 2
 
 
 class CheckpointStore:
-    """The generations under one root folder. Any number of processes may use one root at once.
-
-    Args:
-        root: :meth:`claim` creates it.
-        run: generations of other runs are ignored.
-        durable: sync to disk (False for a memory-backed root).
-        node: id of this node, if workers on other nodes write to their own folders: their files are not checked here.
-
-    Attributes:
-        pinned: steps that are not removed, because they are being copied.
-    """
+    """The generations of ``run`` under one ``root``, which :meth:`claim` creates; any number of processes may use it.
+    ``durable``: sync to disk (False in memory). ``node``: this node's id, if workers on other nodes write to their own
+    folders; their files are not checked here."""
 
     def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root, self.run, self.durable = root, run, durable
-        self.pinned: set[int] = set()
+        self.pinned: set[int] = set()  # steps that stay while they are being copied
         self.keep, self._node = keep, node
-        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
+        self._manifests: dict[str, tuple[tuple[int, int, int], Manifest]] = {}  # by folder, with their versions
         self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def claim(self, epoch: int) -> None:
         """Refuse every lower epoch from now on; raises StaleEpoch if a higher one has claimed the folder."""
@@ -311,12 +298,10 @@ class CheckpointStore:
 
     @property
     def epoch(self) -> int:
-        """The highest that has claimed the folder."""
         return self._fence.highest()
 
     def folder(self, step: int, epoch: int) -> Path:
-        """Create and return the folder of generation ``step``; raises StaleEpoch, or CheckpointMissing after the job's
-        end."""
+        """Create and return the folder of ``step``. Raises StaleEpoch, or CheckpointMissing after the job's end."""
         self._fence.check(epoch)
         folder = self.root / folder_name(step, epoch)
         try:
@@ -326,8 +311,7 @@ class CheckpointStore:
         return folder
 
     def write(self, step: int, epoch: int, name: str, header: Header, tree: Any) -> StateFile:
-        """Write file ``name`` of generation ``step``; raises as :meth:`folder` and ``write_state``. In memory a state
-        overwrites an old one: new pages take three times as long."""
+        """Write a file, in memory over an old one, which is faster; raises as :meth:`folder` and ``write_state``."""
         path = self.folder(step, epoch) / name
         return write_state(path, header, tree, self.durable, self.spare(path))
 
@@ -335,13 +319,7 @@ class CheckpointStore:
         """Copy a file of generation ``step`` from another folder; raises as :meth:`folder` and ``copy_file``."""
         return copy_file(source, self.folder(step, epoch), file, self.durable)
 
-    def commit(
-        self,
-        step: int,
-        epoch: int,
-        files: Mapping[str, StateFile],
-        extra: Mapping[str, Any] | None = None,
-    ) -> Manifest:
+    def commit(self, step: int, epoch: int, files: Files, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Make the workers' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
         CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
         with self._fence.locked():
@@ -355,22 +333,20 @@ class CheckpointStore:
                 return manifest
             write_manifest(folder, manifest, self.durable)
             with suppress(OSError):  # it is read again then
-                self._known[folder.name] = _version(folder), manifest
+                self._manifests[folder.name] = _version(folder), manifest
             if self.durable:
                 sync_folder(self.root)
             self._prune(manifest, [old for old in existing if old.folder != manifest.folder])
         return manifest
 
     def drop_older(self, step: int) -> None:
-        """Remove the folders of the steps before ``step``: for a node with a separate root, where no manifest is ever
-        committed."""
+        """Remove the folders of the steps before ``step``, on a node where no manifest is ever committed."""
         for folder in sorted(self._folders(), reverse=True):  # see _prune
             if folder[0] < step and folder[0] not in self.pinned:
                 self._retire(self.root / folder_name(*folder))
 
     def free_space(self, step: int, pinned: bool) -> bool:
-        """Remove the folders of the steps before ``step``, and damaged ones; with ``pinned`` also pinned ones, whose
-        copies then fail. Returns False if there were none."""
+        """Remove steps before ``step``, also ``pinned`` ones, and damaged ones. Returns False if there are none."""
         protected = set() if pinned else self.pinned
         spared = [folder_name(*ids) for ids in self._folders() if ids[0] < step and ids[0] not in protected]
         damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
@@ -378,7 +354,7 @@ class CheckpointStore:
         for name in names:
             self._remove(self.root / name)
         if names:
-            _LOG.warning("no disk space in %s: removed %s", self.root, ", ".join(names))
+            _LOG.warning("no space left in %s: removed %s", self.root, ", ".join(names))
         return bool(names)
 
     def remove(self) -> None:
@@ -386,32 +362,28 @@ class CheckpointStore:
         with suppress(OSError):
             self.root.parent.rmdir()  # fails unless it is empty
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def manifests(self) -> list[Manifest]:
-        """All generations, newest first. One whose manifest is damaged is set aside."""
-        manifests = []
-        folders = self._folders()
+        """List all generations, newest first. One whose manifest is damaged is quarantined."""
+        manifests, folders = [], self._folders()
         names = {folder_name(*ids) for ids in folders}
-        self._known = {name: known for name, known in self._known.items() if name in names}
+        self._manifests = {name: pair for name, pair in self._manifests.items() if name in names}
         for step, epoch in folders:
             folder = self.root / folder_name(step, epoch)
             try:
                 version = _version(folder)
-                known, manifest = self._known.get(folder.name, (None, None))
-                if manifest is None or known != version:
+                before, manifest = self._manifests.get(folder.name, (None, None))
+                if manifest is None or before != version:
                     manifest = read_manifest(folder, self.run)
-                    self._known[folder.name] = version, manifest
+                    self._manifests[folder.name] = version, manifest
                 manifests.append(manifest)
             except (CheckpointMissing, FileNotFoundError, NotADirectoryError):
                 continue
             except CheckpointCorrupt as error:
                 self.quarantine(folder.name, str(error))
-        return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
+        return sorted(manifests, key=lambda manifest: manifest.age, reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
-        """Return True if every file is intact; otherwise the generation is set aside.
-        :func:`check_size` is a quicker and less strict ``verify``."""
+        """Return True if ``verify`` (:func:`check_size` is quicker) passes; else quarantine the generation."""
         folder = self.root / manifest.folder
         try:
             for file in self._files_here(manifest):
@@ -422,19 +394,15 @@ class CheckpointStore:
         return True
 
     def read(self, manifest: Manifest, name: str) -> Any:
-        """The tree in file ``name`` of a generation. Raises CheckpointMissing, or CheckpointCorrupt: :meth:`quarantine`
-        it then and take the next older one."""
-        file = manifest.files.get(name)
-        if file is None:
-            raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
+        """Return the tree in file ``name``. Raises CheckpointMissing, CheckpointCorrupt: :meth:`quarantine` it."""
+        file = manifest.file_of(name)
         return read_state(self.root / manifest.folder / file.name, file)
 
     def check(self, folder: str, file: StateFile) -> None:
-        """Compare the length of a file; raises as ``check_size``."""
         check_size(self.root / folder, file)
 
     def quarantine(self, name: str, why: str) -> bool:
-        """Rename a generation, which is never loaded again, but kept for inspection. False if the disk refuses."""
+        """Rename a generation, which stays for inspection and is never loaded. Returns False if the disk refuses."""
         folder, names = self.root / name, (f"{name}{_BAD}.{number}" for number in count(1))
         target = next(path for path in map(self.root.joinpath, names) if not path.exists())
         try:
@@ -448,10 +416,7 @@ class CheckpointStore:
         return True
 
     def damaged(self) -> list[str]:
-        """The generations in quarantine."""
         return [folder.name for folder in self.root.glob(f"*{_BAD}*")]
-
-    # -- folders ------------------------------------------------------------------------------------------------------
 
     def _folders(self) -> list[tuple[int, int]]:
         return [ids for ids in map(step_and_epoch, _names_in(self.root)) if ids]
@@ -472,10 +437,12 @@ class CheckpointStore:
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in needed and step not in self.pinned:
                 self._retire(self.root / name)
-        _remove_partial(self.root / newest.folder, _names_in(self.root / newest.folder))
         # The remains of crashed processes: partial files, half-removed folders, all but two damaged ones.
         names = _names_in(self.root)
-        _remove_partial(self.root, names)
+        for folder in (self.root, self.root / newest.folder):
+            for path in folder.glob(".*.tmp"):
+                with suppress(OSError):
+                    path.unlink()
         for name in names:
             if name.endswith(_GONE):
                 shutil.rmtree(self.root / name, ignore_errors=True)
@@ -485,7 +452,7 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _retire(self, folder: Path) -> None:
-        """Remove a generation; in memory, its files stay until they are overwritten or the next one is removed."""
+        """Remove a generation; in memory, its files stay until the next ones overwrite or replace them."""
         if self.durable:
             return self._remove(folder)
         spare = self.root / _SPARE
@@ -496,7 +463,7 @@ class CheckpointStore:
             self._remove(folder)
 
     def spare(self, path: Path) -> Path | None:
-        """A file that is not needed, to be overwritten by the state at ``path``."""
+        """Return an unneeded file that the state at ``path`` may overwrite."""
         files = (self.root / _SPARE).glob(f"{path.name.partition('.')[0]}.*.state") if path.suffix == ".state" else ()
         with suppress(OSError):  # another process replaces it with a newer generation
             return next(iter(files), None)
@@ -521,15 +488,8 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def _remove_partial(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        if name.startswith(".") and name.endswith(".tmp"):
-            with suppress(OSError):
-                (folder / name).unlink()
-
-
 def _version(folder: Path) -> tuple[int, int, int]:
-    """The identity of its manifest, which is read again once this changes."""
+    """Return the identity of a folder's manifest, which is read again once this changes."""
     status = os.stat(folder / MANIFEST)
     return status.st_ino, status.st_mtime_ns, status.st_size
 

@@ -13,7 +13,7 @@ from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
 
 CallId: TypeAlias = tuple[int, int]
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})  # of these cloudpickle knows no more than pickle
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})  # pickle serializes them as well as cloudpickle
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _received(data: bytes, buffers: Sequence[Any], rows: int | None) -> Stored:
 
 @dataclass(frozen=True)
 class ListOfRefs:
-    """A list argument that mixes values and tokens."""
+    """A list argument that mixes values and tokens of results."""
 
     items: tuple[Any, ...]
     is_ref: tuple[bool, ...]
@@ -55,7 +55,7 @@ class ListOfRefs:
 
 @dataclass(frozen=True)
 class RowsOfRefs:
-    """One shard of pending results, and the tokens of its parts' row counts."""
+    """A shard of pending results, and the tokens of its parts' row counts."""
 
     rows: Rows
     sizes: tuple[Any, ...]
@@ -98,17 +98,8 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, incarnation: int) -> "CallHeader":
-        return cls(
-            call.call_id,
-            call.method,
-            tuple(call.kwargs),
-            call.sized,
-            call.epoch,
-            incarnation,
-            call.settled,
-            call.keep,
-            call.after,
-        )
+        signature = call.call_id, call.method, tuple(call.kwargs), call.sized
+        return cls(*signature, call.epoch, incarnation, call.settled, call.keep, call.after)
 
     def pack(self) -> bytes:
         return pickle.dumps(tuple(self), protocol=5)

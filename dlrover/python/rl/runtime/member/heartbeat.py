@@ -8,10 +8,9 @@ notice that its node will go.
        '<-- current: continue | replaced: end at once --'
     no answer for ``lease_s``: the process ends itself
 
-Ray leaves the processes of a partitioned node running beside their replacements; a lease ends them.
+Ray lets the processes of a partitioned node run beside their replacements; a lease ends them.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -36,13 +35,9 @@ from dlrover.python.rl.control.liveness import Work
 
 _LOG = get_logger(__name__)
 
-LEASE_OVER = 75
-"""Exit code of a process whose lease ran out, or that learned of its replacement (EX_TEMPFAIL)."""
-
-CONSTRUCTING = "__init__"
-"""The method of a process that is being started; the time limit of calls does not apply."""
-
-_COUNTS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))  # the first one includes those of all cgroups
+LEASE_OVER = 75  # exit code of a process whose lease ran out, or that was replaced (EX_TEMPFAIL)
+CONSTRUCTING = "__init__"  # the method of a process that is being started; the time limit of calls does not apply
+_COUNTS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))  # the first one counts all cgroups
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -53,9 +48,9 @@ class Heartbeat:
     process_id: ProcessId
     number: int  # its incarnation, or its epoch
     method: str = ""  # the current call, "" when it is idle or waits for other processes
-    age_s: float = 0.0  # since that call's last progress, at first its begin
+    age_s: float = 0.0  # since that call's last progress or its begin
     step: int = -1  # of that call, -1 for none
-    notice: str = ""  # that its node will go
+    notice: str = ""  # that its node will be removed
     work: Work = Work()  # of a worker, so far
     pending: tuple[tuple[str, int], ...] = ()  # of a trainer: roles, and how many of their calls are under way
     oom_kills: int = field(default=-1, compare=False)  # on its host since it booted, -1 for unknown
@@ -65,9 +60,9 @@ class BeatAnswer(StrEnum):
     """The master's answer to a heartbeat."""
 
     CURRENT = "current"
-    PEER_LOST = "peer lost"  # it leaves its group, and comes back as a later incarnation in this process
+    PEER_LOST = "peer lost"  # it leaves its group, and returns as a later incarnation in this process
     REPLACED = "replaced"  # another process has taken the sender's place
-    WITHOUT_SECRETS = "without secrets"  # current; the master was restarted, and asks for the job's secrets
+    WITHOUT_SECRETS = "without secrets"  # current; the restarted master requests the job's secrets
 
 
 def leave(why: str) -> None:
@@ -76,8 +71,8 @@ def leave(why: str) -> None:
 
 
 class HeartbeatSender:
-    """Sends heartbeats from a separate thread, also while the process is busy. ``send`` returns False if this process
-    was replaced, and raises if the master was not reached; ``end`` is called once, when this process must end."""
+    """Sends heartbeats from a thread, also while the process is busy. ``send`` returns False if this process was
+    replaced, and raises if it cannot reach the master; ``end`` is called once, when this process must end."""
 
     def __init__(
         self,
@@ -103,7 +98,7 @@ class HeartbeatSender:
         while not self._stopped.wait(self._settings.beat_s):
             try:
                 is_current = self._send(replace(self._observe(), oom_kills=count_oom_kills()))
-            except Exception as error:  # noqa: BLE001 -- whatever the error, the lease decides
+            except Exception as error:  # noqa: BLE001 -- the lease decides
                 silent_s = self._now_s() - reached_s
                 if silent_s > self._settings.lease_s:
                     self._end(f"no master for {silent_s:.0f} s ({type(error).__name__})")
@@ -116,21 +111,17 @@ class HeartbeatSender:
 
 
 # -- stacks and log lines -------------------------------------------------------------------------------------------
-# They are read from outside: no answer of the process is needed, nothing raises or exceeds its deadline.
+# They are read without the help of the process; nothing raises or exceeds its deadline.
 
 _TAIL_BYTES = 64 * 1024
 _MOST_THREADS = 20
 _AGAIN_S = 0.05
-# Ray's log reader reads in these lines which process wrote the next one.
-_RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines for Ray's log reader that name the process
 
 
 def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
-    """The Python stacks of all threads of a process on this machine, read by the program ``dumper``.
-
-    They are read without stopping the process, which may be running, waiting, stopped (SIGSTOP), or hold the GIL. If
-    that is forbidden or impossible: the kernel's view of its threads, and the reason.
-    """
+    """Return the Python stacks of all threads of a local process, read by the program ``dumper`` without stopping it:
+    it may run, wait, be stopped, or hold the GIL. Otherwise return the kernel's view of its threads, and the reason."""
     until_s = time.monotonic() + deadline_s
     beside = Path(sys.executable).parent / dumper
     program = str(beside) if beside.exists() else shutil.which(dumper)
@@ -138,7 +129,7 @@ def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
         return _from_kernel(pid, f"{dumper} is not installed")
     why = ""
     while (remaining_s := until_s - time.monotonic()) > 0.1:
-        # A stack that changes while it is read is unreadable: look again.
+        # A stack that changes while it is read is unreadable: try again.
         text, why, final = _dump(program, pid, remaining_s)
         if text or final:
             return text or _from_kernel(pid, why)
@@ -147,8 +138,7 @@ def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
 
 
 def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> str:
-    """The last lines that a Ray worker process wrote, dead or alive; ``session_dir`` is Ray's on its node. stderr takes
-    precedence over stdout."""
+    """Return a Ray worker's last lines, of stderr first; ``session_dir`` is Ray's on the node of the process."""
     tail: list[str] = []
     for ending in ("err", "out"):
         count = lines - len(tail)
@@ -158,12 +148,10 @@ def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> s
 
 
 def _dump(program: str, pid: int, timeout_s: float) -> tuple[str, str, bool]:
-    """The stacks, or the reason why there are none and whether a retry is useless."""
+    """Return the stacks, or the reason why there are none, and True if a retry is useless."""
     name, command = Path(program).name, [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
-        )
+        result = subprocess.run(command, capture_output=True, errors="replace", timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return "", f"{name} took longer than {timeout_s:.1f} s", True
     except OSError as error:
@@ -173,20 +161,21 @@ def _dump(program: str, pid: int, timeout_s: float) -> tuple[str, str, bool]:
         return result.stdout.strip(), "", True
     errors = [line for line in result.stderr.splitlines() if line.strip()]
     why = errors[-1].strip() if errors else f"{name} found no stacks"
-    return "", why, not _is_alive(pid) or "ermission" in result.stderr or "not permitted" in result.stderr
+    is_gone = not Path(f"/proc/{pid}").exists()
+    return "", why, is_gone or "ermission" in result.stderr or "not permitted" in result.stderr
 
 
 def _from_kernel(pid: int, why: str) -> str:
-    """State, memory and the place where each thread sleeps, from ``/proc``."""
+    """Return state, memory and each thread's place in the kernel, from ``/proc``."""
     report = [f"no Python stacks of process {pid}: {why}"]
     process = Path(f"/proc/{pid}")
-    if not _is_alive(pid):
+    if not process.exists():
         return report[0] if "No such process" in why else f"{report[0]}; there is no such process"
     command = _read(process / "cmdline").replace("\0", " ").strip()
     keys = ("State:", "Threads:", "VmRSS:")
     states = [" ".join(line.split()) for line in _read(process / "status").splitlines() if line.startswith(keys)]
     report += [line for line in (command[:200], ", ".join(states)) if line]
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for folder in sorted((process / "task").iterdir())[:_MOST_THREADS]:
             name, place = _read(folder / "comm").strip(), _read(folder / "wchan").strip()
             state = _read(folder / "stat").rpartition(") ")[2][:1]
@@ -194,10 +183,6 @@ def _from_kernel(pid: int, why: str) -> str:
             report.append(f"thread {folder.name} {name}: {state or '?'}{asleep}")
     kernel = _read(process / "stack").strip()
     return "\n".join([*report, f"kernel stack:\n{kernel}"] if kernel else report)
-
-
-def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _read(file: Path) -> str:
@@ -222,29 +207,27 @@ def _tail_of_newest(folder: Path, pattern: str, lines: int) -> list[str]:
 
 
 class DepartureNotice:
-    """The notice that this process has got; ``file`` is looked for at each reading, ``""`` for none. SIGTERM is taken
-    once, where this is made in the main thread: a second one does what it did before."""
+    """A notice of this process's end: ``file`` (``""``: none) exists, or the main thread got the first SIGTERM."""
 
     def __init__(self, file: str = "") -> None:
         self._file = Path(file) if file else None
-        self._told, self._before = "", signal.getsignal(signal.SIGTERM)
+        self._notice, self._before = "", signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self._told = "it was sent SIGTERM"
+        self._notice = "it was sent SIGTERM"
         signal.signal(number, self._before or signal.SIG_DFL)
 
     def read(self) -> str:
-        """The notice, "" for none."""
-        with contextlib.suppress(OSError):
-            if not self._told and self._file is not None and self._file.exists():
-                self._told = f"{self._file} is there"
-        return self._told
+        with suppress(OSError):
+            if not self._notice and self._file is not None and self._file.exists():
+                self._notice = f"{self._file} exists"
+        return self._notice
 
 
 def count_oom_kills(files: tuple[Path, ...] = _COUNTS) -> int:
-    """The processes of this host that the kernel has ended since it booted because memory ran out; -1 for unknown."""
+    """Count the processes that the kernel has killed for memory on this host since it booted; -1 for unknown."""
     for file in files:
         with suppress(OSError):
             if match := _COUNT.search(file.read_text(encoding="ascii")):
@@ -254,7 +237,7 @@ def count_oom_kills(files: tuple[Path, ...] = _COUNTS) -> int:
 
 @dataclass
 class OomKills:
-    """The counts of a job's hosts, in the heartbeats of its processes."""
+    """The kills for memory on a job's hosts, as the heartbeats of its processes count them."""
 
     host: str = field(default_factory=socket.gethostname)
     files: tuple[Path, ...] = _COUNTS
@@ -262,13 +245,12 @@ class OomKills:
     _now: dict[str, int] = field(default_factory=dict)
 
     def note(self, process_id: ProcessId, process: Process | None, count: int) -> None:
-        """Record the count that a heartbeat brings."""
         if process is not None and count >= 0:
             self._before[process_id] = count
             self._now[process.host] = max(count, self._now.get(process.host, 0))
 
     def explain(self, process_id: ProcessId, process: Process | None, cause: Cause) -> Cause:
-        """The cause of a death: memory, if the kernel has killed for it on that host since the last heartbeat."""
+        """Return the cause of a death: memory, if the kernel has killed for it on its host since the last heartbeat."""
         before = self._before.pop(process_id, None)
         if cause.kind is not CauseKind.PROCESS_DIED or process is None or before is None:
             return cause

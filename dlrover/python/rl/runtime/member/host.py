@@ -3,10 +3,10 @@
 
 ::
 
-    call --> a replaced trainer, another incarnation: refused
+    call --> from a replaced trainer, or to another incarnation: refused
          --> its id was answered before: the same answer again
          --> the call before it has not run: skipped
-         --> the workload's method; the result or error is kept under the id until the step has ended
+         --> the workload's method; the result or error stays under the id until the step has ended
 
 Beside the workload's methods a host answers ``COMMIT``, ``WRITTEN``, ``RESTORE``, ``PERSIST``, ``FORGET`` and ``WHERE``
 (``trainer/port.py``). Calls come one at a time; :meth:`MemberHost.current_call` may be called from any thread.
@@ -20,20 +20,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import cloudpickle
 
-from dlrover.python.rl.common.errors import (
-    CallSkipped,
-    InvocationError,
-    ReplayDiverged,
-    ResultLost,
-    StaleCall,
-    user_traceback,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
 from dlrover.python.rl.config.spec import JobSpec
@@ -48,25 +41,8 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
 from dlrover.python.rl.runtime.member.loading import load_workload
-from dlrover.python.rl.trainer.port import (
-    COMMIT,
-    FORGET,
-    HELD,
-    PERSIST,
-    READ,
-    RESTORE,
-    STORE,
-    WHERE,
-    WRITTEN,
-    Standing,
-    gone_incarnation,
-)
-from dlrover.python.rl.trainer.workload import (
-    MemberContext,
-    guards_state,
-    is_stateful,
-    member_context,
-)
+from dlrover.python.rl.trainer import port
+from dlrover.python.rl.trainer.workload import MemberContext, guards_state, is_stateful, member_context
 
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -74,27 +50,22 @@ _MOST_TEXT, _MOST_TRACEBACK = 2000, 20_000  # characters of an error that travel
 _NEVER: CallId = (-1, -1)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    method: str
-    result: Stored | None = None
-    error: InvocationError | None = None
+_Answer: TypeAlias = tuple[str, Stored | errors.InvocationError | None]  # the method, and its result or error
 
 
 class MemberHost:
-    """Hosts one workload; see the module. ``node`` is the id of the node, for files that only this node has; ``""`` in
-    one process."""
+    """Hosts one workload; ``node`` is the id of the node for files that only it has, ``""`` in one process."""
 
     def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
         self.workload: Any = None  # before start()
-        self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
+        self.executed: Counter[str] = Counter()  # runs of each method, without repeated answers
         self._incarnation, self._now_s = incarnation, now_s
         self._context = MemberContext()
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
         self._epoch = 0
         self._answers: dict[CallId, _Answer] = {}
         self._latest = _NEVER
-        self._standing = Standing()
+        self._standing = port.Standing()
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
         self.work = Work()
@@ -115,12 +86,11 @@ class MemberHost:
 
     @property
     def is_rebuilt(self) -> bool:
-        """True once a trainer has called it: an object that is new in an old process gets its state in such calls."""
+        """True once a trainer has called it: a new object in an old process gets its state in such calls."""
         return self._epoch > 0
 
     def current_call(self) -> tuple[str, CallId, float] | None:
-        """The method and id of the current call, and seconds since its last progress, at first its begin; the id is
-        ``(-1, -1)`` for a call of no step."""
+        """Return the current call's method, id ((-1, -1) outside steps) and seconds since its last progress."""
         now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
@@ -141,16 +111,14 @@ class MemberHost:
             self._loop.close()
             self._loop = None
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def invoke(self, header: CallHeader, arguments: Callable[[], Arguments]) -> Any:
         """Run a role group's call, or repeat its answer; ``arguments`` is called only if the method runs.
 
         Raises:
-            StaleCall: from a replaced trainer, or to an incarnation that is not there yet.
+            StaleCall: from a replaced trainer, or to a later incarnation.
             WorkloadDied: to an earlier incarnation.
             ReplayDiverged: the id belongs to another method, or to the past.
-            CallSkipped: the call that must have run before has not.
+            CallSkipped: a call that it needs has not run.
             ResultLost: an argument's value is lost; the call has not run.
             InvocationError: the method raised; ``original`` is the exception if it can be pickled.
         """
@@ -163,24 +131,23 @@ class MemberHost:
                 return self._repeat(header, answer)
             if header.call_id < self._latest:
                 reason = f"call {header.call_id} comes after call {self._latest} has run"
-                raise self._refusal(ReplayDiverged, header, reason)
+                raise self._refusal(errors.ReplayDiverged, header, reason)
             if header.after is not None and header.after not in self._answers:
-                raise self._refusal(CallSkipped, header, f"call {header.after} has not run")
+                raise self._refusal(errors.CallSkipped, header, f"call {header.after} has not run")
         args, kwargs = arguments()
         return self._execute(header, args, kwargs)
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
+        """Run a raw handle's call, which belongs to no step, keeps no answer, and raises errors unchanged."""
         self._standing = replace(self._standing, since=None, at=None)
         return self._call(method, _NEVER, args, kwargs)
 
-    def failure(self, method: str, error: BaseException) -> InvocationError:
-        """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
-        trainer's traceback tells more: it ends at the call."""
+    def failure(self, method: str, error: BaseException) -> errors.InvocationError:
+        """Return the handled ``error`` for the trainer, without a traceback if the method was not entered."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_entered = not frames or frames[-1].f_code is not MemberHost._call.__code__
-        text = valid_text(user_traceback(error)) if is_entered else ""
-        failure = InvocationError(
+        text = valid_text(errors.user_traceback(error)) if is_entered else ""
+        failure = errors.InvocationError(
             valid_text(cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT)),
             role=self._context.role,
             rank=self._context.rank,
@@ -190,25 +157,23 @@ class MemberHost:
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
-            "".join(traceback.format_exception(error)).encode()  # Ray ends a process whose error has no such text
-        except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text is enough
+            "".join(traceback.format_exception(error)).encode()  # without such a text Ray ends the process
+        except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text suffices
             return failure
         failure.original = failure.__cause__ = error
         return failure
 
-    # -- the gate -----------------------------------------------------------------------------------------------------
-
     def _admit(self, header: CallHeader) -> None:
         if header.epoch and header.epoch < self._epoch:
-            raise self._refusal(StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
+            raise self._refusal(errors.StaleCall, header, f"attempt {header.epoch} of the trainer has been replaced")
         if 0 < header.incarnation < self._incarnation:
-            raise gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
+            raise port.gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
         if header.incarnation > self._incarnation:
-            reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
-            raise self._refusal(StaleCall, header, reason)
+            reason = f"meant for attempt {header.incarnation} of the worker, this is {self._incarnation}"
+            raise self._refusal(errors.StaleCall, header, reason)
         if header.epoch > self._epoch and not is_stateful(type(self.workload)):
-            # Another trainer repeats the step: what failed last is tried again.
-            while self._answers and self._answers[last := max(self._answers)].error is not None:
+            # Another trainer repeats the step: calls that failed last run again.
+            while self._answers and isinstance(self._answers[last := max(self._answers)][1], Exception):
                 del self._answers[last]
             self._latest = max(self._answers, default=_NEVER)
         self._epoch = max(self._epoch, header.epoch)
@@ -216,16 +181,15 @@ class MemberHost:
             self._settle(header.settled)
 
     def _repeat(self, header: CallHeader, answer: _Answer) -> Any:
-        if answer.method != header.method:
-            raise self._refusal(ReplayDiverged, header, f"call {header.call_id} was {answer.method} before")
-        if answer.error is not None:
-            raise answer.error
-        return answer.result.load() if answer.result is not None else None
+        method, outcome = answer
+        if method != header.method:
+            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was {method} before")
+        if isinstance(outcome, errors.InvocationError):
+            raise outcome
+        return outcome.load() if outcome is not None else None
 
-    def _refusal(self, kind: type[InvocationError], header: CallHeader, reason: str) -> InvocationError:
+    def _refusal(self, kind: type[errors.InvocationError], header: CallHeader, reason: str) -> errors.InvocationError:
         return kind(reason, role=self._context.role, rank=self._context.rank, method=header.method)
-
-    # -- execution ----------------------------------------------------------------------------------------------------
 
     def _execute(self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not header.keep:
@@ -233,19 +197,19 @@ class MemberHost:
         try:
             result = self._call(header.method, header.call_id, args, kwargs)
             stored = _stored(result) if header.keep else None
-        except ResultLost:  # an argument's value is lost: nothing has run
+        except errors.ResultLost:  # an argument's value is lost: nothing has run
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 -- the user's code may raise any
             failure = self.failure(header.method, error)
-            self._keep(header, _Answer(header.method, error=failure))
+            self._record(header, failure)
             raise failure from failure.original
-        self._keep(header, _Answer(header.method, stored))
+        self._record(header, stored)
         return result
 
-    def _keep(self, header: CallHeader, answer: _Answer) -> None:
+    def _record(self, header: CallHeader, outcome: Stored | errors.InvocationError | None) -> None:
         if not header.keep:
             return
-        self._answers[header.call_id] = answer
+        self._answers[header.call_id] = header.method, outcome
         self._latest = header.call_id
         if header.call_id[0] > self._standing.touched:
             self._standing = replace(self._standing, touched=header.call_id[0])
@@ -274,26 +238,24 @@ class MemberHost:
             ended_s = last_progress_s() if units else self._now_s()
             self.work = Work(self.work.units + max(units, 1), self.work.busy_s + max(ended_s - began_s, 0.0))
 
-    # -- requests beside the methods ----------------------------------------------------------------------------------
-
     def _serve(self, verb: str, args: Sequence[Any]) -> Any:
         verbs: dict[str, Callable[..., Any]] = {
-            COMMIT: self._commit,
-            WRITTEN: self._state.written,
-            RESTORE: self._restore,
-            PERSIST: self._state.persist,
-            FORGET: self._forget,
-            WHERE: self._where,
-            READ: read,
-            STORE: partial(store, node=self._state.node),
-            HELD: partial(held, node=self._state.node),
+            port.COMMIT: self._commit,
+            port.WRITTEN: self._state.written,
+            port.RESTORE: self._restore,
+            port.PERSIST: self._state.persist,
+            port.FORGET: self._forget,
+            port.WHERE: self._where,
+            port.READ: read,
+            port.STORE: partial(store, node=self._state.node),
+            port.HELD: partial(held, node=self._state.node),
         }
         try:
             return verbs[verb](*args)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
             raise (failure := self.failure(verb.removeprefix("!"), error)) from failure.original
 
-    def _where(self) -> Standing:
+    def _where(self) -> port.Standing:
         is_deterministic = bool(self.workload.is_deterministic())
         return replace(self._standing, deterministic=is_deterministic, node=self._state.node)
 
@@ -307,16 +269,16 @@ class MemberHost:
     def _restore(self, request: GenerationRequest) -> None:
         self._forget()
         self._state.restore(self.workload, request)
-        self._standing = Standing(request.step, request.step, request.step)
+        self._standing = port.Standing(request.step, request.step, request.step)
 
     def _forget(self) -> None:
-        """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
+        """Forget the steps: the state no longer belongs to a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
         self._latest = max(self._answers, default=_NEVER)
-        self._standing = Standing(None, None)
+        self._standing = port.Standing(None, None)
 
     def _settle(self, ended: int) -> None:
-        """The calls of the steps up to ``ended`` will not be repeated."""
+        """Drop the answers of the steps up to ``ended``, whose calls will not be repeated."""
         self._drop(lambda step: step == 0 or step > ended)
         since, at = self._standing.since or 0, self._standing.at
         if at is None or at < ended:

@@ -6,6 +6,7 @@ a separate process with a deadline.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, current_lookup
@@ -37,16 +38,16 @@ _LOG = get_logger(__name__)
 DEADLINE_S = 180.0
 
 _DEVICE = "config.engine.device"
-
+T = TypeVar("T")
 SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
-"""A class with a state, and the function that returns the settings of a config that its state depends on."""
+"""A class with a state, and the function that returns the settings that the state depends on."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection: errors, methods by role, errors that only arise in one process, the roles whose
-    ranks meet in collectives, which recover together, the roles whose workers have a state that is committed, and those
-    whose ranks keep their processes."""
+    """The result of an inspection: errors, methods by role, errors that only arise in one process; the roles whose
+    ranks meet in collectives and recover together, those with a state to commit, and those that keep their processes.
+    ``about`` are lines for people."""
 
     errors: tuple[ConfigError, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -54,17 +55,10 @@ class Inspection:
     collectives: tuple[str, ...] = ()
     stateful: tuple[str, ...] = ()
     rejoining: tuple[str, ...] = ()
-    config: Mapping[str, Any] | None = None
-    """The job's config with all defaults, None if its trainer has no schema."""
-
+    config: Mapping[str, Any] | None = None  # with all defaults, None without a schema
     about: tuple[str, ...] = ()
-    """Lines about the config for people."""
-
-    given: Mapping[str, Any] | None = None
-    """The config as it was given but with the schema's own names, None if it has no others."""
-
-    state_bytes: Mapping[str, int | None] = field(default_factory=dict)
-    """Role with state to the bytes of the state of one worker, None: unknown."""
+    renamed: Mapping[str, Any] | None = None  # the config with the schema's names, None if it has no others
+    state_bytes: Mapping[str, int | None] = field(default_factory=dict)  # of one worker by role, None: unknown
 
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
@@ -74,31 +68,26 @@ class Inspection:
 
 
 def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspection:
-    """``before``: the description of the run whose state it goes on from. ``here``: it runs in this process, on the
-    devices that are here, whatever its ``device_type``."""
-    errors: list[ConfigError] = []
-    refusals: list[ConfigError] = []
-    methods: dict[str, tuple[str, ...]] = {}
-    collectives: list[str] = []
-    loaded: dict[str, type[BaseWorkload]] = {}
-    rejoining: list[str] = []
+    """Inspect a job that resumes the run described in ``before``; ``here``: on this machine's devices."""
+    errors, refusals = list[ConfigError](), list[ConfigError]()
+    methods, loaded = dict[str, tuple[str, ...]](), dict[str, type[BaseWorkload]]()
+    collectives, rejoining, about = list[str](), list[str](), list[str]()
     roles = {role: spec.num for role, spec in job.workloads.items()}
     config: Mapping[str, Any] | None = None
-    given: Mapping[str, Any] | None = None
-    about: list[str] = []
+    renamed: Mapping[str, Any] | None = None
     trainer = _load(errors, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
         missing = sorted(trainer.__abstractmethods__)
         if missing:
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
-        job, renamed = _with_own_names(trainer, job)
-        given = to_plain(job.config) if renamed else None
+        job, lines = _with_own_names(trainer, job)
+        renamed = to_plain(job.config) if lines else None
         plan = plan_of(trainer)
         config, faults = _complete(plan, job, here)
         job = job if config is None else replace(job, config=from_plain(config))
         faults += _ask("trainer", partial(plan.check_config, job.config, roles))
         errors += faults
-        about = [] if faults else renamed + _ask_lines(partial(plan.describe_config, job.config, roles))
+        about = [] if faults else lines + _ask_lines(partial(plan.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
@@ -120,68 +109,49 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         errors += _ask("workload", partial(plan_of(trainer).check_workloads, classes))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
     errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
-    return Inspection(
-        tuple(errors),
-        methods,
-        tuple(refusals),
-        tuple(collectives),
-        tuple(stateful),
-        tuple(rejoining),
-        config,
-        tuple(about),
-        given,
-        {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {},
-    )
+    sizes = {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {}
+    groups = tuple(collectives), tuple(stateful), tuple(rejoining)
+    return Inspection(tuple(errors), methods, tuple(refusals), *groups, config, tuple(about), renamed, sizes)
 
 
 def inspect_types(job: JobSpec) -> Inspection:
-    """The errors of the job's ``config`` by its trainer's schema and options alone: of a job for other machines, which
-    have its files. None where the trainer cannot be imported here."""
+    """Check a config by its trainer's schema and options alone, if the trainer can be imported on this machine."""
     try:
         trainer = load_class(job.trainer.module, job.trainer.class_, job.search_path)
         if trainer.config_class is None:
             return Inspection(job.unlisted)
         job, _ = _with_own_names(trainer, job)
         errors = parse(trainer.config_class, job.config, "config")[1]
-        return Inspection((*errors, *_check_options(trainer, job, [error.where for error in errors])))
+        wrong, check = [error.where for error in errors], partial(plan_of(trainer).check_options, job.config)
+        none: Iterable[ConfigError] = ()
+        more = _call_safely(lambda: list(check()), none, f"{trainer.__name__}.check_options", logging.INFO)
+        return Inspection((*errors, *(error for error in more if not lies_in(error.where, wrong))))
     except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
         _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
         return Inspection()
 
 
-def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigError]:
+def _call_safely(hook: Callable[[], T], default: T, name: str, level: int = logging.DEBUG) -> T:
     try:
-        return [error for error in plan_of(trainer).check_options(job.config) if not lies_in(error.where, wrong)]
-    except Exception as error:  # noqa: BLE001 -- the user's code, which may need what is elsewhere
-        _LOG.info("%s.check_options: %s: %s", trainer.__name__, type(error).__name__, error)
-        return []
+        return hook()
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything; check_config reports bad configs
+        _LOG.log(level, "%s raised %s: %s", name, type(error).__name__, error)
+        return default
 
 
 def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
-    try:
-        nbytes: int | None = call_hook(workload, "state_bytes", None, config, members)
-    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and only an estimate depends on it
-        _LOG.warning("%s.state_bytes raised %s: %s", workload.__name__, type(error).__name__, error)
-        return None
-    return nbytes
+    hook: Callable[[], int | None] = partial(call_hook, workload, "state_bytes", None, config, members)
+    return _call_safely(hook, None, f"{workload.__name__}.state_bytes", logging.WARNING)
 
 
-def _takes_other_members(workload: Any, config: Any) -> bool:
-    try:
-        return bool(workload.takes_other_members(config))
-    except Exception:  # noqa: BLE001 -- the user's code may raise anything: check_config reports a config that is wrong
-        return False
-
-
-def _find_rejoining(workload: Any, config: Any, role: str, found: list[str]) -> Iterable[ConfigError]:
+def _find_rejoining(workload: Any, config: Any, role: str, rejoining: list[str]) -> Iterable[ConfigError]:
     if workload.keeps_process(config):
-        found.append(str(role))
+        rejoining.append(str(role))
     return ()
 
 
 def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job with the names of its trainer's schema, and lines about keys that had others. A name that the command
-    line has added counts, not what the file has under the other one."""
+    """Return the job with its schema's names, and lines about renamed keys; keys of the command line come first."""
     if trainer.config_class is None:
         return job, []
     added = [error.where.removeprefix("config.") for error in job.unlisted]
@@ -193,8 +163,7 @@ def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, 
 
 
 def _complete(plan: TrainerPlan, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
-    """The complete config, and the errors that only completing it finds. Keys that overrides have added are errors for
-    a trainer without a schema."""
+    """Return the complete config, and errors of completing it; without a schema, keys that overrides add are errors."""
     devices = "HERE" if here and job.trainer.device_type == "GPU" else job.trainer.device_type
     try:
         config = plan.complete_config(job.config, devices)
@@ -215,7 +184,7 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
 def _validate_resume(
     job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any, about: list[str]
 ) -> list[ConfigError]:
-    """``trainer`` is None if it cannot be loaded. ``about`` gets lines on what is not known."""
+    """Validate a resumed job; ``trainer`` is None if it cannot be loaded. Adds lines about unknowns to ``about``."""
     readers: list[SettingsReader] = [] if trainer is None else [(trainer, plan_of(trainer).settings_of_state)]
     readers += [(loaded[role], partial(call_hook, loaded[role], "settings_of_state", {})) for role in stateful]
     return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, readers, about)]
@@ -224,27 +193,26 @@ def _validate_resume(
 def _validate_settings(
     job: JobSpec, before: str, readers: Iterable[SettingsReader], about: list[str]
 ) -> list[ConfigError]:
-    """Refuse settings that states depend on and that differ from the run's that ``before`` describes."""
+    """Refuse changed settings that states depend on; ``before`` describes the run that is resumed."""
     errors: dict[str, ConfigError] = {}
     for stateful, settings_of_state in readers if before else ():
         try:
             earlier = load_job_text(before, job.name, search_path=job.search_path)
             was, now = settings_of_state(earlier.config), settings_of_state(job.config)
-            changed = [
-                (key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in _differences(was, now)
-            ]
+            pairs = list(_differences(was, now))
+            changed = [(key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in pairs]
         except InvalidJob:
             continue  # check_config reports it
         except Exception as error:  # noqa: BLE001 -- the user's code may raise anything
             _LOG.warning("%s.settings_of_state: %s: %s", stateful.__name__, type(error).__name__, error)
             continue
         for key, old, new, unknown in changed:
-            what = f"{new}, but by its job.yaml the run was begun with {old}"
+            text = f"{new}, but by its job.yaml the run was begun with {old}"
             if unknown:
-                about.append(f"config.{key}: {what}: it goes on with what its last commit holds, not with this")
+                about.append(f"config.{key}: {text}: it continues with the value in its last commit, not with this one")
             else:
-                what += ", which its state depends on: go on with that, or begin another run"
-                errors[key] = ConfigError(f"config.{key}", what)
+                text += ", which its state depends on: continue with that, or begin another run"
+                errors[key] = ConfigError(f"config.{key}", text)
     return list(errors.values())
 
 
@@ -268,14 +236,14 @@ def _inline(value: Any) -> str:
 
 
 def _validate_members(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
-    """A job goes on from a copy with the same workers, or with others of roles that can divide their state again."""
+    """Refuse a copy of other workers, except of roles that can divide their state differently."""
     resumed = resumed_layout(job)
     if resumed is None or resumed[1] == stateful:
         return []
     folder, saved = resumed
-    if saved.keys() == stateful.keys() and all(
-        saved[role] == num or _takes_other_members(loaded[role], job.config) for role, num in stateful.items()
-    ):
+    changed = [role for role, num in stateful.items() if saved.get(role) != num]
+    hooks = [partial(loaded[role].takes_other_members, job.config) for role in changed]
+    if saved.keys() == stateful.keys() and all(_call_safely(hook, False, "takes_other_members") for hook in hooks):
         return []
     advice = "make them the same, or choose another job_dir or 'never'"
     members = f"{folder} holds the state of {_format(saved)}, and this job's workers with state are {_format(stateful)}"
@@ -301,7 +269,7 @@ def _load(errors: list[ConfigError], where: str, module: str, name: str, base: t
 
 
 def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[ConfigError]:
-    """The errors of a class's ``check_config``; an exception in it is an error too."""
+    """Return the errors of a class's ``check_config``; an exception in it is an error, too."""
     try:
         return list(question())
     except InvalidJob as error:
@@ -313,8 +281,8 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
 def inspect_in_child(
     job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S, types_only: bool = False
 ) -> Inspection:
-    """``types_only``: as :func:`inspect_types`."""
-    # A job may have secrets: not on a disk, but in files without names, which the child inherits.
+    """Inspect a job in a separate process; ``types_only``: as :func:`inspect_types`."""
+    # A job may have secrets, so it travels in files without names, which the child inherits.
     request_file, answer_file = os.memfd_create("request"), os.memfd_create("answer")
     with open(request_file, "w", encoding="utf-8") as request, open(answer_file, encoding="utf-8") as answer:
         described: dict[str, Any] = {
@@ -369,8 +337,8 @@ def _serve(request: Path, answer: Path) -> None:
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     LOOKUP.set(data["lookup"])
-    found = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
-    answer.write_text(json.dumps(asdict(found)))
+    inspection = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
+    answer.write_text(json.dumps(asdict(inspection)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 # Over 400 lines: each command of the brain, and what it ends in, from one table of processes.
 """Runs the brain's commands on Ray, on the event loop of the master's process.
 
-Each command becomes a task that ends in an event; a task that fails emits the event of that failure. The executor finds
-everything that it needs by name (:meth:`RayExecutor.adopt`), so a master may die at any moment.
+Each command becomes a task that ends in an event, also if it fails. The executor finds everything by name
+(:meth:`RayExecutor.adopt`), so a master may die at any moment.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
 
-_BEATS_PER_SECOND = 1000.0  # that one master can handle: with more processes each sends fewer
-_AWAKE = 64  # tasks that continue in one turn of the event loop: requests are answered in between
+_BEATS_PER_SECOND = 1000.0  # the load of one master: with more processes each sends fewer
+_AWAKE = 64  # tasks that continue in one turn of the event loop, before it answers requests
 _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer when it is needed
 
 
 class RayExecutor:
-    """Runs one run of a job as detached, named actors, which get the handle ``master``. Workers that restart get
+    """Executes a run of a job as detached, named actors, which get the handle ``master``. Restarted workers get
     ``open_step``, the step of the trainer's last heartbeat or 0, and their reason in ``last_causes``."""
 
     def __init__(self, plan: RunPlan, master: Any, cluster: RayClusterApi) -> None:
-        self._job, self._plan, self._cluster = plan.job, plan, cluster
+        self._job, self._plan = plan.job, plan
         self.reservations = Reservations(plan, cluster)
         self._table = ProcessTable()
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
@@ -67,7 +67,7 @@ class RayExecutor:
         self._turnstile = asyncio.Semaphore(_AWAKE)
 
     def execute(self, command: commands.Command, emit: Emit) -> None:
-        """Start a command. One that this master or an earlier one has started before finds the result of that."""
+        """Start a command. A command that was started before, also by an earlier master, finds its result."""
         match command:
             case commands.Place():
                 self._start_task(self._place(command, emit), emit)
@@ -92,10 +92,8 @@ class RayExecutor:
             case _:
                 self._start_task(_wait(command, emit), emit)
 
-    # -- tasks --------------------------------------------------------------------------------------------------------
-
     def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
-        """Run ``work``. Its error is the loss of ``entry``, or if there is none the failure of the job."""
+        """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
 
         def finish(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -111,9 +109,10 @@ class RayExecutor:
     def _event_of(self, error: Exception, entry: ProcessEntry | None) -> events.Event:
         if isinstance(error, PlacementTimeout):
             cause = Cause(CauseKind.NO_RESOURCES, "job", str(error))
-            if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):
+            kind = entry.process_id.kind if entry is not None else None
+            if entry is not None and kind is ProcessKind.MEMBER and self.reservations.is_elastic(entry.role):
                 return events.Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
-            if entry is not None and entry.is_standby:
+            if entry is not None and kind is ProcessKind.STANDBY:
                 return entry.loss(cause)
             return events.Failed(self._incarnation, cause)
         if entry is None:
@@ -129,16 +128,16 @@ class RayExecutor:
 
     def _watch(self, entry: ProcessEntry, emit: Emit) -> None:
         async def watch() -> None:
-            raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))
+            raise MemberGone(str(entry.process_id), await self._pool.cluster.until_ended(entry.handle))
 
         self._start_task(watch(), emit, entry)
 
     async def watch_nodes(self, emit: Emit) -> None:
-        """Emit the loss of nodes that the run has used, until cancelled."""
+        """Emit the loss of nodes of the run, until cancelled."""
         await self.nodes.watch(lambda loss: emit(loss) if loss.node in self.reservations.nodes else None)
 
     def take_beat(self, beat: Heartbeat) -> None:
-        """Record what a process knows of its node, and the trainer's step."""
+        """Record the trainer's step, and what a heartbeat reports about its node."""
         if beat.process_id == TRAINER_ID:
             self.open_step = beat.step
         process = self.process_of(beat.process_id)
@@ -153,15 +152,13 @@ class RayExecutor:
         return self._pool.member_name(role, rank, incarnation, standby)
 
     def reveal(self, secrets: Secrets) -> None:
-        """The job's secrets, for the processes that are started from now on."""
+        """Use the job's secrets for the processes that start from now on."""
         self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))
         self._job = unseal(self._job, secrets)
         self._pool.set_job(self._job)
 
-    # -- other sizes of roles -----------------------------------------------------------------------------------------
-
     def resize(self, state: JobState) -> None:
-        """Take over the sizes of the roles, before commands that follow from them."""
+        """Adopt the sizes of the roles, before commands that follow from them."""
         self._full_sizes = dict(state.wanted)
         if state.settings is not None and state.most:
             self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
@@ -170,14 +167,10 @@ class RayExecutor:
                 self._discard(process_id)
                 self._detached.run(self._table.note_located(process_id))
 
-    # -- placing ------------------------------------------------------------------------------------------------------
-
     async def _place(self, command: commands.Place, emit: Emit) -> None:
         self._incarnation = command.incarnation
         await self.reservations.reserve(command.incarnation, command.excluded)
         emit(events.Placed(command.incarnation))
-
-    # -- workers ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: commands.StartMembers, emit: Emit) -> None:
         together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
@@ -185,7 +178,7 @@ class RayExecutor:
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
     def _add_member(self, command: commands.StartMembers, rank: int, incarnation: int) -> ProcessEntry:
-        """The entry of a new worker, with its own former actor or that of a standby if there is one."""
+        """Add the entry of a new worker, with its own former actor or a standby's if there is one."""
         former = self._table.find(ProcessId(command.role, rank)) if rank in command.rejoining else None
         if former is not None and former.up:
             entry = former.follow(incarnation)
@@ -199,7 +192,7 @@ class RayExecutor:
         return self._replace(entry)
 
     def _replace(self, entry: ProcessEntry) -> ProcessEntry:
-        """Add an entry, and return it. Its predecessor is ended, since it may only be unreachable."""
+        """Add and return an entry, and end its predecessor, which may only be unreachable."""
         self._discard(entry.process_id)
         self._table.put(entry)
         return entry
@@ -242,14 +235,11 @@ class RayExecutor:
         ref = entry.handle.dlrover_start.remote(self._job, context, entry.number)
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
-        emit(
-            events.MemberStarted(
-                process_id.role, process_id.rank, entry.number, entry.process, entry.standby, entry.born
-            )
-        )
+        identity = process_id.role, process_id.rank, entry.number
+        emit(events.MemberStarted(*identity, entry.process, entry.standby, entry.born))
 
     async def _locate(self, entry: ProcessEntry) -> Process:
-        """Return where a process runs, and a free TCP port: at rank 0, where all meet, the one that the job prefers."""
+        """Return where a process runs, and a free TCP port: at rank 0, where all meet, a port that the job prefers."""
         meets = entry.process_id.rank == 0 and not entry.is_standby
         ref = entry.handle.dlrover_locate.remote(self._job.preferred_ports(entry.role) if meets else ())
         uses_groups = self.reservations.uses_groups
@@ -265,8 +255,6 @@ class RayExecutor:
         self.reservations.nodes.add(process.node)
         return replace(process, slot=entry.slot)
 
-    # -- standbys -----------------------------------------------------------------------------------------------------
-
     async def _prepare(self, entry: ProcessEntry, excluded: tuple[str, ...], emit: Emit) -> None:
         await self._start_actor(entry, excluded)
         self._watch(entry, emit)
@@ -274,8 +262,6 @@ class RayExecutor:
         ref = entry.handle.dlrover_prepare.remote(self._job)
         await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)
         emit(events.StandbyReady(entry.process_id.role, entry.process_id.rank, entry.process))
-
-    # -- trainer ------------------------------------------------------------------------------------------------------
 
     async def _run_trainer(self, entry: ProcessEntry, command: commands.StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
@@ -297,12 +283,10 @@ class RayExecutor:
         await self._wait_for_trainer(entry, emit)
 
     async def _wait_for_trainer(self, entry: ProcessEntry, emit: Emit) -> None:
-        """Run the trainer, or wait for the end of one that runs already. The watch reports its death."""
+        """Run the trainer, or wait for the end of a running one. The watch reports its death."""
         with suppress(RayActorError):
             outcome = await self._pool.outcome_of(entry.handle)
             emit(events.TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _kill(self, process_id: ProcessId, number: int) -> None:
         entry = self._table.find(process_id)
@@ -313,18 +297,15 @@ class RayExecutor:
         self._detached.run(self._detached.retry(partial(self._pool.end, entry)))
 
     async def _release(self, command: commands.Release, processes: Sequence[Process], emit: Emit) -> None:
-        """End everything of the run. Errors are logged, and the remaining actions run all the same."""
+        """End all processes of the run and release its resources; an error is logged, and stops no other action."""
         await self._detached.retry(self._pool.end_all)
         await self._detached.retry(self.reservations.release)
         if command.final:
             await self._detached.retry(partial(self.reservations.forget_commits, processes))
         emit(events.Released(command.incarnation))
 
-    # -- after the master's own restart -------------------------------------------------------------------------------
-
     async def adopt(self, state: JobState, emit: Emit) -> int:
-        """Watch the processes that are up in ``state``, emit the loss of those that are gone, and end all others of
-        the run. Returns the number of processes that were found."""
+        """Watch the living processes of ``state``, report missing ones, and end others. Returns their count."""
         self._incarnation = state.incarnation
         self.resize(state)
         await self.reservations.find(state.incarnation, state.excluded, state.wanted)

@@ -6,8 +6,8 @@
     script --starts or joins--> Ray cluster
        '--reserves--> a plan with a bundle for each device --> actors in it, as many as share the device
 
-The plan is placed as a job's is, but nothing is detached: actors and bundles end with the script. An actor reserves no
-GPU itself; it runs in the bundle that has the GPU, and sees the devices in ``CUDA_VISIBLE_DEVICES``.
+The plan is placed like a job's, but nothing is detached: actors and bundles end with the script. An actor reserves no
+GPU itself; it runs in the GPU's bundle, and sees the devices in ``CUDA_VISIBLE_DEVICES``.
 """
 
 import contextlib
@@ -45,17 +45,11 @@ _GONE_S = 20.0
 
 
 class RayHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` on Ray.
+    """Implements ``Hosting`` on the Ray cluster at ``address`` (``"auto"``, ``"host:port"``), None: a new one.
 
-    Args:
-        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback.
-        per_node: devices to use on each node, at most; None uses all: its free GPUs, or if no node has a GPU, a logical
-            device for each free core.
-        timeout_s: for the devices, and for each start of a process group.
-
-    Raises:
-        ClusterUnavailable: Ray could not be started or reached, or has no device.
-        PlacementTimeout: another job has reserved the devices since they were counted.
+    It uses up to ``per_node`` free GPUs of each node, or if no node has a GPU logical devices, one per free core; each
+    wait for them or for processes takes at most ``timeout_s``. Raises ClusterUnavailable, also without a free device,
+    and PlacementTimeout if another job has reserved the devices since they were counted.
     """
 
     separate = True
@@ -79,8 +73,8 @@ class RayHosting:
     def _find_free(
         self, per_node: int | None, most_cores: int | None
     ) -> tuple[Literal["cuda", "cpu"], list[tuple[NodeRow, int]]]:
-        """The free devices of each node, the head's first: up to ``per_node`` GPUs, or cores if no node has a GPU; of
-        these no more than ``most_cores``, since a cluster that this process started counts more than there are."""
+        """Find the free devices of each node, the head first: up to ``per_node`` GPUs, or if no node has a GPU cores,
+        up to ``most_cores``, since a cluster that this process started counts more than exist."""
         free, head = available_resources_per_node(), ray.get_runtime_context().get_node_id()
         nodes = sorted((row for row in self._cluster.list_nodes() if row.alive), key=lambda row: row.node_id != head)
         on_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -92,7 +86,6 @@ class RayHosting:
         return "cuda" if on_gpus else "cpu", offers
 
     def _reserve(self, kind: Literal["cuda", "cpu"], offers: Sequence[tuple[NodeRow, int]]) -> tuple[Device, ...]:
-        """Reserve a bundle for each device."""
         needs = {"cpu" if kind == "cpu" else "gpu": 1.0}
         nodes = [row for row, count in offers for _ in range(count)]
         order = {row.node_id: number for number, (row, _) in enumerate(offers)}
@@ -117,7 +110,7 @@ class RayHosting:
         module, _, class_name = where.partition(":")
         workload = WorkloadSpec(module=module, class_=class_name, num=len(slots))
         trainer = TrainerSpec(module=module, class_=class_name)
-        # As much of a job as its workers read.
+        # The part of a job that workers read.
         job = JobSpec("session", trainer, {RLRoleType(name): workload}, search_path=tuple(own_search_path()))
         ids = [ProcessId(name, rank) for rank in range(len(slots))]
         handles = self._handles[name] = [self._start_actor(*member) for member in zip(ids, slots, strict=True)]
@@ -147,8 +140,7 @@ class RayHosting:
         except GetTimeoutError as error:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in enumerate(refs) if ref not in ready]
-            text = f"ranks {late} did not come up within {self._timeout_s:g} s"
-            raise WorkloadStartError(name, text) from error
+            raise WorkloadStartError(name, f"ranks {late} did not start within {self._timeout_s:g} s") from error
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, WorkloadStartError) else error) from None
         except RayError as error:
@@ -170,8 +162,7 @@ class RayHosting:
         for handle in handles:
             self._cluster.kill_actor(handle)
         for handle in handles:
-            # Raises once the actor is dead.
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayError):  # the actor is dead
                 ray.get(handle.dlrover_ping.remote(), timeout=_GONE_S)
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: requesting, waiting for and releasing groups, and the reservations of a job that are made of them.
-"""Placement: what jobs and sessions reserve of a cluster, where their processes go, and how it is given back.
+"""Placement: the resources that jobs and sessions reserve in a cluster, and the places of their processes.
 
 ::
 
     plan --reserve--> one placement group for each of its nodes --wait--> reserved --placement_of--> actors in bundles
                                                                              '--remove_groups--> released
 
-Groups are found by name: ``<prefix>/node-<k>`` for node ``k`` of the plan, and ``<prefix>/node-<k>/2-<node id>`` for
-the one that replaced the first, which was on that node. The prefix is ``<job>/<run>/<incarnation>``.
+Groups have names: ``<prefix>/node-<k>`` for node ``k`` of the plan, and ``<prefix>/node-<k>/2-<node id>`` for the
+replacement of the first group, which was on that node. The prefix is ``<job>/<run>/<incarnation>``.
 
 Every function but :func:`wait_until_reserved` and :func:`placement_of` waits for Ray's head: call it in a thread.
 :class:`Reservations` does so for one run of a job.
@@ -54,30 +54,21 @@ _ELASTIC_S = 10.0
 _NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?P<replaced_node>\w*))?")
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _NodeGroup(GroupRow):
-    """A group of a plan. One that is still PENDING stays, since Ray may lose what it has found for a group that is
-    removed before it is created (ray-project/ray#64693)."""
+    """A group of a plan. A PENDING one stays: Ray may lose resources if it is removed (ray-project/ray#64693)."""
 
     prefix: str
-    node: int  # the plan's node that it reserves
+    node: int  # of the plan
     number: int  # 1 for the first group of that node, one more for each replacement
-    replaced_node: str  # id of the cluster's node that its predecessor was on when it was replaced, "" for none
+    replaced_node: str  # id of the cluster's node of its replaced predecessor, "" for none
 
 
 def reserve(
-    cluster: RayClusterApi,
-    placement: Placement,
-    prefix: str,
-    excluded: tuple[str, ...] = (),
-    has_members: bool = False,
+    cluster: RayClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = (), has_members: bool = False
 ) -> list[str]:
-    """Request the resources of the whole plan, except what an earlier call with this ``prefix`` has reserved or
-    requested. What was reserved on an ``excluded`` node is replaced, unless the plan ``has_members`` that run, which
-    would be killed with it. Returns the groups in the order of the plan's nodes."""
+    """Request the resources of the plan that no earlier call with this ``prefix`` has requested, and return its groups
+    by node. Replaces groups on ``excluded`` nodes, unless the plan ``has_members``, which would die with them."""
     table = _list_groups(cluster)
     newest = _newest_by_node(table, prefix)
     usable = {node: group for node, group in newest.items() if group.state == PENDING}
@@ -101,18 +92,15 @@ def reserve(
 def reserve_node(
     cluster: RayClusterApi, placement: Placement, node: int, lost: str, excluded: tuple[str, ...] = ()
 ) -> str:
-    """Replace ``lost``, the group of one node of the plan, by the group that an earlier call has reserved or a new one.
+    """Replace ``lost``, the group of one node of the plan, by the group of an earlier call or a new one.
 
-    If the node of ``lost`` is gone, ``lost`` is removed, since Ray would move it to a node that is needed; on a node
-    that is only excluded it stays, for the processes that still run in it.
-
-    Raises:
-        ClusterUnavailable: Ray does not know ``lost`` any more.
+    If the node of ``lost`` is gone, ``lost`` is removed, since Ray would move it to a needed node; on an excluded node
+    it stays, for the processes that still run in it. Raises ClusterUnavailable if Ray no longer knows ``lost``.
     """
     groups = _list_groups(cluster)
     former = next((group for group in groups if group.id == lost), None)
     if former is None:
-        raise ClusterUnavailable(f"Ray does not know the placement group of the plan's node {node} any more")
+        raise ClusterUnavailable(f"Ray no longer knows the placement group of the plan's node {node}")
     newest = _newest_by_node(groups, former.prefix)[node]
     if newest.is_reserved(excluded):
         return newest.id
@@ -126,7 +114,7 @@ def reserve_node(
 def request_group(
     cluster: RayClusterApi, bundles: Sequence[Bundle], name: str, excluded: tuple[str, ...] = (), on: str = ""
 ) -> str:
-    """Request the bundles of one node of a plan ``on`` a node of the cluster, or on any that is not ``excluded``."""
+    """Request the bundles of one node of a plan ``on`` a node of the cluster, or on any that is not excluded."""
     amounts = []
     for bundle in bundles:
         needs = {RAY_NAMES.get(kind, kind): amount for kind, amount in bundle.resources.items() if amount}
@@ -149,24 +137,17 @@ def is_usable(cluster: RayClusterApi, group: str, excluded: Iterable[str] = ()) 
 
 
 def placement_of(slot: Slot, placement: Placement, groups: Sequence[str]) -> ActorPlacement:
-    """The place of a worker or standby: its bundle if ``groups`` are reserved."""
+    """Return the place of a worker or standby: its bundle if ``groups`` are reserved."""
     if not groups:
         return ActorPlacement(slot.resources)
     node, bundle = placement.position(slot.bundle)
     return ActorPlacement(slot.resources, groups[node], bundle)
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------
-
-
 async def wait_until_reserved(
     cluster: RayClusterApi, groups: Sequence[str], placement: Placement, timeout_s: float
 ) -> None:
-    """Wait until all groups have their resources; logs the missing resources every few seconds.
-
-    Raises:
-        PlacementTimeout: they do not after ``timeout_s`` seconds, or were removed.
-    """
+    """Wait for the resources of all groups. Raises PlacementTimeout after ``timeout_s``, or if a group was removed."""
     loop = asyncio.get_running_loop()
     start_s = logged_s = loop.time()
     while waiting := await asyncio.to_thread(waiting_nodes, cluster, groups):
@@ -181,8 +162,7 @@ async def wait_until_reserved(
 
 
 def waiting_nodes(cluster: RayClusterApi, groups: Sequence[str]) -> list[int]:
-    """The plan's nodes whose groups do not have their resources yet. Removes what Ray would serve instead of them.
-    Raises PlacementTimeout if a group was removed."""
+    """List the plan's nodes without resources; removes strays. Raises PlacementTimeout if a group was removed."""
     table, wanted = _list_groups(cluster), set(groups)
     present = [group for group in table if group.id in wanted and group.state != REMOVED]
     if len(present) < len(wanted):
@@ -194,8 +174,7 @@ def waiting_nodes(cluster: RayClusterApi, groups: Sequence[str]) -> list[int]:
 
 
 def _remove_replaced(cluster: RayClusterApi, table: Iterable[_NodeGroup], prefix: str) -> None:
-    """Remove groups that were replaced, unless they are still on the node that they were on when they were replaced:
-    Ray moves a group whose node is gone to another node, where it is not needed."""
+    """Remove replaced groups that Ray has moved from a lost node to another, where they are not needed."""
     groups = [group for group in table if group.prefix == prefix]
     successors = {(group.node, group.number - 1): group for group in groups}
     for group in groups:
@@ -205,10 +184,8 @@ def _remove_replaced(cluster: RayClusterApi, table: Iterable[_NodeGroup], prefix
 
 
 def _remove_strays(cluster: RayClusterApi, table: Iterable[_NodeGroup], wanted: Iterable[_NodeGroup]) -> None:
-    """Remove groups of earlier incarnations of the run, and second requests of wanted groups.
-
-    Ray may receive the request of a master that was killed only after its successor has released what it found.
-    """
+    """Remove groups of earlier incarnations of the run, and second requests of wanted groups: Ray may receive a killed
+    master's request after its successor has released the groups that it found."""
     runs = {run: int(incarnation) for run, _, incarnation in (group.prefix.rpartition("/") for group in wanted)}
     ids = {(group.prefix, group.node, group.number): group.id for group in wanted}
     for group in table:
@@ -230,24 +207,20 @@ def _list_groups(cluster: RayClusterApi) -> list[_NodeGroup]:
 
 
 def _newest_by_node(groups: Iterable[_NodeGroup], prefix: str) -> dict[int, _NodeGroup]:
-    """The plan's nodes to the latest group of each, which may be removed."""
     by_number = sorted(groups, key=lambda group: group.number)
     return {group.node: group for group in by_number if group.prefix == prefix}
-
-
-# -- what a cluster lacks ---------------------------------------------------------------------------------------------
 
 
 def placement_timeout(
     cluster: RayClusterApi, placement: Placement, timeout_s: float, nodes: Sequence[int] = ()
 ) -> PlacementTimeout:
-    """The error of a cluster that lacks the resources of ``nodes`` of the plan (of all by default)."""
+    """Return the error of a cluster that lacks the resources of ``nodes`` of the plan (default: all)."""
     text = _describe_lack(cluster, placement, nodes)
     return PlacementTimeout(f"after {timeout_s:g} s the cluster still lacks the resources: {text}")
 
 
 def check_free(cluster: RayClusterApi, placement: Placement, node: int) -> None:
-    """Raise PlacementTimeout unless the cluster has free what the plan needs from its node number ``node`` on."""
+    """Raise PlacementTimeout unless the cluster has the free resources for the plan's nodes from ``node`` on."""
     nodes = range(node, len(placement.nodes))
     needed = sum_resources(bundle.resources for number in nodes for bundle in placement.nodes[number])
     free = _free_of(cluster, needed)
@@ -268,18 +241,15 @@ def _describe_lack(cluster: RayClusterApi, placement: Placement, nodes: Sequence
 
 
 def _free_of(cluster: RayClusterApi, names: Iterable[str]) -> dict[str, float]:
-    """The free amounts of these resources, memory in MB."""
+    """Return the free amounts of these resources, memory in MB."""
     available = cluster.free_resources()
     free = {name: available.get(RAY_NAMES.get(name, name), 0.0) for name in names}
     return {name: amount / MEGABYTE if name == "memory" else amount for name, amount in free.items()}
 
 
-# -- reservations of a job --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunPlan:
-    """A run of a job, where its workers go, and the public methods of each role's workload."""
+    """A run of a job, the places of its workers, and the public methods of each role's workload."""
 
     job: JobSpec
     run: str
@@ -288,8 +258,8 @@ class RunPlan:
 
 
 class Reservations:
-    """Reserves, finds and releases what one run needs of the cluster; ``nodes`` are the cluster's nodes that have or
-    had a process of the run, which may have left memory there; ``slots`` has those of workers and standbys by role."""
+    """Reserves, finds and releases a run's resources; ``nodes`` are the cluster's nodes that have or had a process of
+    the run, which may have left memory there; ``slots`` are the places of workers and standbys by role."""
 
     def __init__(self, plan: RunPlan, cluster: RayClusterApi) -> None:
         self._job, self._run, self._cluster = plan.job, plan.run, cluster
@@ -315,11 +285,11 @@ class Reservations:
         return self.uses_groups and bool(self._job.workloads[role].min)
 
     def replan(self, placement: Placement) -> None:
-        """Use another plan for what is reserved next."""
+        """Use another plan for the next reservations."""
         self._placement = placement
         roles = {*placement.slots, *placement.standbys}
         self.slots = {role: (*placement.slots.get(role, ()), *placement.standbys.get(role, ())) for role in roles}
-        # Nodes that only have workers without which the job can continue; the trainer goes to the first node.
+        # Spare nodes have only workers that the job can do without; the trainer is on the first node.
         needed = {0}
         for role in self._job.workloads:
             if not self.is_elastic(role):
@@ -330,7 +300,6 @@ class Reservations:
         return self._placement.bundles[slot.bundle].node
 
     async def reserve(self, incarnation: int, excluded: tuple[str, ...]) -> None:
-        """Reserve the whole plan. Raises PlacementTimeout."""
         if not self.uses_groups:
             return
         prefix, excluded = self._prefix(incarnation), self._still_excluded(excluded)
@@ -359,8 +328,7 @@ class Reservations:
         await wait_until_reserved(self._cluster, groups, self._placement, timeout_s)
 
     async def find(self, incarnation: int, excluded: tuple[str, ...], short: Iterable[str] = ()) -> None:
-        """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan. Roles
-        that are ``short`` of workers have nodes without a place."""
+        """Find or request the plan's groups, and remove others. Roles ``short`` of workers have lacking nodes."""
         if self.uses_groups:
             prefix = self._prefix(incarnation)
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded, True)
@@ -369,16 +337,13 @@ class Reservations:
             self._lacking = self._spare & {self._node_of(slot) for slot in slots}
             await self._look_for_places()
 
-    # -- sizes of roles -----------------------------------------------------------------------------------------------
-
     def lacking_slots(self, role: RLRoleType) -> list[int]:
-        """The slots for which there was no place when it was last tried."""
+        """List the slots that had no place at the last attempt."""
         slots = enumerate(self.slots[role]) if self._lacking else ()
         return [number for number, slot in slots if self._node_of(slot) in self._lacking]
 
     async def places(self, role: RLRoleType, wanted: int) -> int:
-        """The number of workers of ``role``, up to ``wanted``, that have a place now. The request of a place that was
-        not there stays open."""
+        """Count the workers of ``role``, up to ``wanted``, that have a place now. Requests for missing places stay."""
         await self._look_for_places()
         return min(wanted, len(self.slots[role]) - len(self.lacking_slots(role)))
 
@@ -388,8 +353,7 @@ class Reservations:
                 self._lacking.discard(node)
 
     async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
-        """Reserve places for ``num`` workers of ``role``, or see that the places of an earlier size are still there.
-        After a PlacementTimeout nothing has changed."""
+        """Reserve or check the places of ``num`` workers of ``role``; after a PlacementTimeout nothing has changed."""
         placement = self._planned.with_places({**state.most, role: max(num, state.most.get(role, 0))})
         excluded, timeout_s = state.excluded, min(timeout_s, self._job.placement_timeout_s)
         if len(placement.bundles) <= len(self._placement.bundles):
@@ -420,10 +384,8 @@ class Reservations:
             raise PlacementTimeout("the job was restarted during the resize")
         self._groups.extend(groups)
 
-    # -- places of processes ------------------------------------------------------------------------------------------
-
     async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
-        """The place of a process of ``role``. A node that was lost is replaced first, or PlacementTimeout raised."""
+        """Return the place of a process of ``role``, after replacing a lost node. Raises PlacementTimeout."""
         slots = self.slots[role]
         if not self.uses_groups:
             return ActorPlacement(slots[slot].resources, excluded=excluded)
@@ -432,22 +394,20 @@ class Reservations:
         return placement_of(slots[slot], self._placement, self._groups)
 
     async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
-        """The trainer's place, on the node of the plan's first workers, whose memory has its commits. See
-        :meth:`place`."""
+        """Return the trainer's place, like :meth:`place`: the plan's first node, whose memory has its commits."""
         if not self.uses_groups:
             return ActorPlacement(excluded=excluded)
         await self._ensure_node(0, excluded)
         return ActorPlacement(group=self._groups[0])
 
     async def _ensure_node(self, node: int, excluded: tuple[str, ...], limit_s: float = inf) -> None:
-        """Reserve one node of the plan unless it is reserved. Raises PlacementTimeout after ``limit_s`` seconds, and at
-        once where that has happened already."""
+        """Reserve one node of the plan if necessary. Raises PlacementTimeout, at once after an earlier one."""
         loop = asyncio.get_running_loop()
-        asked_s = loop.time()
+        called_s = loop.time()
         async with self._locks[node]:
             former, excluded = self._groups[node], self._still_excluded(excluded)
             async with self._reading:
-                if self._read_s < asked_s:  # processes that start together share one reading
+                if self._read_s < called_s:  # processes that start together share one reading
                     began_s = loop.time()
                     self._rows = {row.id: row for row in await asyncio.to_thread(self._cluster.list_groups)}
                     self._read_s = began_s
@@ -479,29 +439,24 @@ class Reservations:
         return tuple(node for node in excluded if node not in self._readmitted)
 
     def _readmit(self, excluded: tuple[str, ...], error: PlacementTimeout) -> None:
-        """Use excluded nodes again: a node that has lost some processes is better than none. Without any, raise."""
+        """Use excluded nodes again, since a node that lost some processes is better than none, or raise ``error``."""
         if not excluded:
             raise error
         self._readmitted.update(excluded)
         _LOG.warning("%s: nodes that were excluded are used again: %s", self._job.name, error)
 
     async def timeout_error(self) -> PlacementTimeout:
-        """The error of a cluster that lacks the plan's resources."""
         limit_s = self._job.placement_timeout_s
         return await asyncio.to_thread(placement_timeout, self._cluster, self._placement, limit_s)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     async def release(self) -> None:
-        """Remove all placement groups of the run."""
         await self._threads.settle(_SETTLE_S)
         self._groups = []
         await asyncio.to_thread(remove_groups, self._cluster, f"{self._job.name}/{self._run}/")
 
     async def forget_commits(self, processes: Iterable[Process]) -> None:
-        """Remove the run's commits from the memory of its nodes and from the job's directory. A killed actor's name is
-        free before its process has ended, and a process that is still starting would write into memory again: all
-        ``processes`` are dead before the memory is removed."""
+        """Remove the run's commits from the memory of its nodes and the job's directory, after all ``processes`` are
+        dead: a killed actor's name is free before its process has ended, and a starting one would write again."""
         # A master that lost its journal knows no node.
         nodes = self.nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}
         pids: dict[str, list[int]] = {node: [] for node in nodes}

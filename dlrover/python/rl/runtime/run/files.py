@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a run's folder that clients may read, opened part by part, following no link; and the logs among them.
 
-Ray sends what a process writes to files of its own on the process's node. A thread copies them on, line by line, to
-``<job_dir>/logs/rollout-1.log``, where they outlive the cluster: the process itself still writes to a local file, which
-neither blocks it nor fails with the job's disk. What a killed process has written last is copied by its successor, or
-by the master when the job ends.
+Ray redirects the output of a process to files on its node. A thread copies them line by line to
+``<job_dir>/logs/rollout-1.log``, where they outlive the cluster: the process itself writes to a local file, which
+neither blocks it nor fails with the job's disk. A killed process's last lines are copied by its successor, or by the
+master when the job ends.
 """
 
 import json
@@ -29,23 +29,17 @@ from dlrover.python.rl.common.private_files import open_below, open_folder
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.run.machine import process_began
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-"""The files of each step's metrics, and of the closing ones."""
-
-RECORDS = "owner.*.json"
-"""The records of starts, see folder.py."""
-
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # the files of each step's metrics, and of the final ones
+RECORDS = "owner.*.json"  # pattern of the records of starts, see folder.py
 LOGS = "logs"
 SUFFIX = ".log"
-KEPT_LOGS = 3
-"""Log files of a process, the current one included; the others are ``rollout-1.log.1``, and so on."""
-
+KEPT_LOGS = 3  # log files of a process: rollout-1.log, rollout-1.log.1,
 _CHUNK = 256 * 1024
 _MAX_TAIL = 16 * 1024 * 1024
 _MAX_FILES, _DEEPEST = 10_000, 50
 _MAX_LINE = 64 * 1024
 _MASTER = "master"
-# The system's own files: commits are large and internal, the journal and the owner's record are no results.
+# Internal files: commits are large, the journal and the owner's record are no results.
 _PRIVATE = (*STATES, "journal*.jsonl", RECORDS, "*.tmp", ".*")
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -60,8 +54,8 @@ class RunFile:
 
 
 class RunFolder:
-    """The files below an absolute folder, which is opened once and held; no part of its path may be a link.
-    Raises InvalidJob when it is, and when a file is missing, private, a link, or no plain file."""
+    """The files below an absolute folder, which is opened once and stays open; no part of its path may be a link.
+    Raises InvalidJob if one is, and for a file that is missing, private, a link, or no plain file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,13 +65,13 @@ class RunFolder:
         try:
             descriptor = open_folder(self._folder)
         except NotADirectoryError as error:
-            why = "is no folder, or is reached through a link that was put there later: its files are not read"
+            why = "is no folder, or is behind a link that was added later: its files are not read"
             raise _missing(str(self._folder), why) from error
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
     def check(self) -> None:
-        """Raises InvalidJob if the folder is a link now, or is below one; it may be missing."""
+        """Raise InvalidJob if the folder has become a link, or is below one; it may be missing."""
         with suppress(OSError):
             os.fstat(self._top)
 
@@ -109,7 +103,7 @@ class RunFolder:
 
     @contextmanager
     def open(self, parts: tuple[str, ...]) -> Iterator[int]:
-        """A descriptor of a plain file. No part may be a link, which could be exchanged after a check."""
+        """Open a descriptor of a plain file. No part may be a link, which could change after a check."""
         try:
             descriptor = self.descriptor(parts)
         except (OSError, ValueError) as error:
@@ -121,7 +115,7 @@ class RunFolder:
             os.close(descriptor)
 
     def descriptor(self, parts: tuple[str, ...]) -> int:
-        """Open like :meth:`open`, for the caller to close. Raises OSError and ValueError if there is no such file."""
+        """Open like :meth:`open`; the caller closes it. Raises OSError and ValueError if there is no such file."""
         descriptor = open_below(self._top, parts)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
@@ -129,7 +123,6 @@ class RunFolder:
         raise _missing("/".join(parts), "is no plain file")
 
     def processes(self) -> list[str]:
-        """The processes that have a log."""
         return sorted(
             file.path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
             for file in self._walk((LOGS,))
@@ -138,33 +131,31 @@ class RunFolder:
 
 
 class LogReader:
-    """Reads what one process has written, or all of them, on from where it was; ``tail`` limits the first reading to
-    the last lines of each, and to 16 MB."""
+    """Reads new lines of one process or of all; ``tail`` limits the first reading to the last lines, and to 16 MB."""
 
     def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
         self._folder, self._process, self._tail = folder, process, tail
         self._positions: dict[str, tuple[int, int]] = {}  # inode and offset, by process
 
     def check(self, coming: Mapping[str, int] | None = None) -> None:
-        """Raises InvalidJob if the process has no log, or if it is none of a job whose logs are ``coming``, which has
-        these workers by role."""
-        known = self._folder.processes()
-        if not self._process or self._process in known:
+        """Raise InvalidJob if the process has no log, and is not ``coming`` (numbers of workers by role)."""
+        names = self._folder.processes()
+        if not self._process or self._process in names:
             return
         if coming is not None:
-            known += [TRAINER_ID.log_name, _MASTER]
-            known += [ProcessId(role, rank).log_name for role, num in coming.items() for rank in range(num)]
-        if coming is None or self._process not in known:
-            raise _missing(self._process, f"has no log{hint(self._process, known)}" if known else "has no log yet")
+            names += [TRAINER_ID.log_name, _MASTER]
+            names += [ProcessId(role, rank).log_name for role, num in coming.items() for rank in range(num)]
+        if coming is None or self._process not in names:
+            raise _missing(self._process, f"has no log{hint(self._process, names)}" if names else "has no log yet")
 
     def read(self) -> Iterator[tuple[str, str]]:
-        """Whole lines that were written since, with the process that wrote them."""
+        """Yield the whole lines written since the last call, after the name of their process."""
         for name in [self._process] if self._process else self._folder.processes():
             while data := self._more(name):
                 yield name, data.decode("utf-8", "replace")
 
     def _more(self, process: str) -> bytes:
-        """The next whole lines of a process, from the older files first."""
+        """Return the next whole lines of a process, from the older files first."""
         with ExitStack() as opened:
             files = self._files(process, opened)
             if files and process not in self._positions:
@@ -172,7 +163,7 @@ class LogReader:
             for at, (descriptor, state) in enumerate(files):
                 inode, offset = self._positions[process]
                 if state.st_ino != inode and any(newer.st_ino == inode for _, newer in files[at + 1 :]):
-                    continue  # it was read before
+                    continue  # already read
                 if state.st_ino != inode or state.st_size < offset:
                     offset = 0
                 data = os.pread(descriptor, _CHUNK, offset)
@@ -186,7 +177,7 @@ class LogReader:
         return b""
 
     def _files(self, process: str, opened: ExitStack) -> list[tuple[int, os.stat_result]]:
-        """Descriptors, the oldest file first. They are opened from the newest on, so that a rotation hides none."""
+        """Open the files, the oldest first. The newest is opened first, so that a rotation hides none."""
         files: dict[int, tuple[int, os.stat_result]] = {}
         for number in range(KEPT_LOGS):
             name = f"{process}{SUFFIX}" + (f".{number}" if number else "")
@@ -198,7 +189,7 @@ class LogReader:
         return list(files.values())[::-1]
 
     def _begin(self, files: list[tuple[int, os.stat_result]]) -> tuple[int, int]:
-        """The position of the last ``tail`` lines, or of everything."""
+        """Return the position of the last ``tail`` lines, or of the beginning."""
         left, room = self._tail, _MAX_TAIL
         for descriptor, state in reversed(files if self._tail else ()):
             end = state.st_size
@@ -214,7 +205,7 @@ class LogReader:
 
 
 def _start_of_last(data: bytes, lines: int) -> int:
-    """The position where the last ``lines`` lines begin that end in ``data`` and begin there too."""
+    """Return the position of the last ``lines`` whole lines in ``data``."""
     at = len(data)
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)
@@ -222,7 +213,7 @@ def _start_of_last(data: bytes, lines: int) -> int:
 
 
 def _size_of(entry: "os.DirEntry[str]") -> int | None:
-    """None if it was renamed or removed since it was listed."""
+    """Return the size of a file; None if it was renamed or removed since it was listed."""
     with suppress(FileNotFoundError):
         return entry.stat(follow_symlinks=False).st_size
     return None
@@ -232,13 +223,12 @@ def _is_private(parts: tuple[str, ...]) -> bool:
     return any(fnmatchcase(part, pattern) for part in parts for pattern in _PRIVATE)
 
 
-def _missing(what: str, why: str) -> InvalidJob:
-    return InvalidJob([ConfigError(what[:200], why)])
+def _missing(name: str, why: str) -> InvalidJob:
+    return InvalidJob([ConfigError(name[:200], why)])
 
 
 class LogCopier:
-    """Copies what is appended to ``sources`` from now on. Where the target cannot be written, lines are dropped and
-    counted."""
+    """Copies new lines of ``sources``; while the target cannot be written, drops and counts them."""
 
     def __init__(self, folder: Path, process: str, sources: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
         self._target, self._max_bytes = folder / LOGS / f"{process}{SUFFIX}", max_bytes
@@ -257,7 +247,7 @@ class LogCopier:
         self._thread.start()
 
     def note(self, line: str) -> None:
-        """Add a line that no source has, with the time, at the next copy; returns at once."""
+        """Add a line with the time at the next copy; returns at once."""
         self._notes.append(f"{datetime.now():%H:%M:%S} {line}\n")
 
     def stop(self) -> None:
@@ -279,7 +269,7 @@ class LogCopier:
                 _write_rest(self._target, self._offsets)
 
     def _copy_one(self, source: str, offset: int, is_last: bool) -> int:
-        """The offset up to which a source is copied: the end of its last whole line, or of the source at last."""
+        """Return the offset up to which a source is copied: the end of its last whole line, at last its own end."""
         with suppress(OSError), open(source, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
                 offset = 0  # it was rotated
@@ -309,7 +299,7 @@ class LogCopier:
 
 
 def copy_output(folder: Path, process: str, title: str) -> LogCopier | None:
-    """Copy what this process writes to its standard output and error; None if these are no files."""
+    """Copy the standard output and error of this process; returns None if these are no files."""
     sources = set()
     for number in (1, 2):
         with suppress(OSError):
@@ -323,14 +313,14 @@ def copy_output(folder: Path, process: str, title: str) -> LogCopier | None:
 
 
 def copy_rest(logs: Path, process: str) -> None:
-    """Copy what a process of this machine had written, but not copied, when it was killed."""
+    """Copy the lines that a killed process of this machine had written but not copied."""
     target, note = logs / f"{process}{SUFFIX}", logs / f".{process}.json"
     try:
-        rest = json.loads(note.read_text(encoding="utf-8"))
-        if rest["host"] != socket.gethostname() or process_began(rest["pid"]):
+        record = json.loads(note.read_text(encoding="utf-8"))
+        if record["host"] != socket.gethostname() or process_began(record["pid"]):
             return
         copier = LogCopier(logs.parent, process, ())
-        for source, offset in rest["offsets"].items():
+        for source, offset in record["offsets"].items():
             copier._copy_one(source, offset, is_last=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
@@ -350,7 +340,7 @@ def _write_rest(target: Path, offsets: Mapping[str, int]) -> None:
 
 
 def _rotate(target: Path) -> None:
-    """``rollout-1.log`` becomes ``rollout-1.log.1``, and so on; the last one goes."""
+    """Rename ``rollout-1.log`` to ``rollout-1.log.1``, and so on; the last file is removed."""
     for number in range(KEPT_LOGS - 1, 0, -1):
         older = target.with_name(f"{target.name}.{number}")
         newer = target.with_name(f"{target.name}.{number - 1}") if number > 1 else target

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: a folder, its owner's records and the claim on it are read together.
-"""The folder of a run, and who holds it.
+"""The folder of a run, and its owner.
 
 ::
 
-    runs/<name>/20261123-071500-1a2b3c4d/   by default each run has a folder of its own
+    runs/<name>/20261123-071500-1a2b3c4d/   by default each run has a separate folder
     runs/<name>/latest                      link to the folder of the last start
     <job_dir>/owner.<n>.json                the n-th start in this folder; the highest number counts
 
-A start claims its folder by creating the next record, in which only one of several processes succeeds, and touches it
-while it runs. There is no lock, since one that a lost node holds on a shared disk stays. A record, and the job beside
-it, are on disk before anything refers to them; until then the older ones stay.
+A start claims its folder by creating the next record, which only one of several processes can, and touches the record
+while it runs. There is no lock, since a lost node's lock on a shared disk would stay. A record and its job are on disk
+before anything refers to them; until then the older ones stay.
 """
 
 import json
@@ -49,7 +49,7 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 
 DESCRIPTION = "job.yaml"
-COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
+COMMITTED = "step-*[1-9]*.e*"  # the folder of a step, except step 0, the start
 _UNKNOWN = "unknown"
 
 LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
@@ -61,8 +61,8 @@ _RESULTS = (METRICS, SUMMARY, MODEL, *(f"{name}/*/step-*" for name in STATES))
 
 @dataclass(frozen=True)
 class Owner:
-    """A start of a run. ``pid`` 0: it is not bound to one process, and lives until its record was not touched for
-    ``lease_s`` seconds; the same holds for a process on another machine."""
+    """A start of a run. ``pid`` 0: it is bound to no process, and lives until its record was not touched for
+    ``lease_s`` seconds, as a start on another machine does."""
 
     job: str
     run: str
@@ -107,8 +107,8 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
 
 
 def newest_owner(folder: Path) -> Owner | None:
-    """The owner in the newest record. If that is damaged, or missing beside commits, the start has no outcome, and what
-    the older records or the job's description tell of it counts; None if that is nothing."""
+    """Return the owner in the newest record. If that is damaged, or missing although commits exist, return a running
+    owner from the older records or the job's description; None if these have none."""
     records = records_in(folder)
     if any(record.is_symlink() for record in records):
         return None  # no start here writes links
@@ -150,7 +150,7 @@ def encode_owner(owner: Owner) -> bytes:
 
 
 def read_owner(record: Path) -> Owner | None:
-    """The content of a record; None if it is gone or damaged."""
+    """Return the content of a record; None if it is gone or damaged."""
     try:
         with open_file(record) as file:
             fields: dict[str, Any] = json.load(file)
@@ -160,8 +160,7 @@ def read_owner(record: Path) -> Owner | None:
 
 
 def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
-    """Write a file that is as readable as its folder: whole, and on disk when this returns. Raises FileExistsError if
-    it is ``exclusive`` and exists."""
+    """Write a whole file, as readable as its folder, to disk. Raises FileExistsError if ``exclusive``."""
     with new_file(path, durable=True, exclusive=exclusive) as file:
         share_file(Path(file.name))
         file.write(content)
@@ -178,19 +177,19 @@ def is_alive(owner: Owner, record: Path) -> bool:
         return False
     if owner.pid and owner.is_here:
         return process_began(owner.pid) == owner.began
-    probe = record.parent / f".now.{uuid4().hex}.tmp"  # the file system may have another machine's clock
+    probe = record.parent / f".now.{uuid4().hex}.tmp"  # the file system may use another machine's clock
     try:
         probe.touch()
         return probe.stat().st_mtime - record.stat().st_mtime < owner.lease_s
     except OSError:
-        return True  # a disk that does not answer is no reason to take over
+        return True  # a disk that does not answer is no reason for a takeover
     finally:
         with suppress(OSError):
             probe.unlink()
 
 
 def _machine() -> str:
-    """This boot of this machine, and the container's own numbers of processes."""
+    """Identify this boot of this machine, and the namespace of its process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -199,7 +198,6 @@ def _machine() -> str:
 
 
 def new_run() -> str:
-    """An id that tells a run from all others of the same job name."""
     return os.urandom(4).hex()
 
 
@@ -208,7 +206,7 @@ def folder_name(run: str) -> str:
 
 
 def begin(job: JobSpec) -> JobSpec:
-    """The job with the id of a new run and the folder that it writes into; one that has an id stays."""
+    """Return the job with the id and the folder of a new run; a job with an id stays the same."""
     if job.run:
         return job
     run = new_run()
@@ -224,9 +222,8 @@ def has_commits(folder: Path) -> bool:
 
 
 def ended_memory() -> list[RunMemory]:
-    """List the runs that have ended and still have commits in this node's memory: none of their processes is here, and
-    their folder is not in use. While that folder cannot be seen from here, a run may be between two processes: it
-    counts as ended once nothing was written for ``_QUIET_S``."""
+    """List the ended runs with commits in this node's memory: they have no process here, and their folder is not in use
+    or, if it is not visible, nothing was written for ``_QUIET_S``, since a run may be between two processes."""
     ended = []
     for memory in list_memory():
         folder = Path(memory.saved_to).parent.parent
@@ -240,7 +237,7 @@ def ended_memory() -> list[RunMemory]:
 
 
 def conflict(job: JobSpec) -> str:
-    """Say why a run of ``job`` must not begin in its folder; empty if it may."""
+    """Return the reason why a run of ``job`` must not begin in its folder; empty if it may."""
     folder, record = job.job_dir, newest_record(job.job_dir)
     owner = read_owner(record) if record is not None else None
     if job.run_folders is not None or (owner is not None and owner.run == job.run and not owner.pid):
@@ -257,30 +254,26 @@ def conflict(job: JobSpec) -> str:
     is_launched = owner is not None and owner.runtime == LAUNCHED
     how = "the same command, or checkpoint.resume=latest," if is_launched else f"'{resume_command(folder)}'"
     return (
-        f"{folder} has the results of {whose}: {how} goes on, overwrite=true replaces them, "
-        "and without job_dir each run has a folder of its own"
+        f"{folder} has the results of {whose}: {how} continues, overwrite=true replaces them, "
+        "and without job_dir each run has a separate folder"
     )
 
 
 def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
-    """Make this process the owner of the folder of the job's run; ``bound``: the run ends with it.
-
-    Raises:
-        JobConflict: another run is there.
-        InvalidJob: the folder cannot be made, or written to.
-    """
+    """Make this process the owner of the folder of the job's run; ``bound``: the run ends with it. Raises JobConflict
+    if another run is there, InvalidJob if the folder cannot be created or written to."""
     folder, owner = job.job_dir, owner_of(job, runtime, bound)
     try:
         make_folder(folder, durable=True)
     except OSError as error:
-        raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
-    earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
-    goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
+        raise InvalidJob([ConfigError("job_dir", f"cannot be created: {error}")]) from error
+    earlier, resumes = newest_owner(folder), job.checkpoint.resume == "latest"
+    resumes = resumes and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
     record = _create_record(job, owner)
     try:
-        replaced = _describe(job, earlier, goes_on)
+        replaced = _describe(job, earlier, resumes)
     except BaseException:
-        record.unlink(missing_ok=True)  # the earlier owner's is still there
+        record.unlink(missing_ok=True)  # the earlier owner's record remains
         raise
     for older in records_in(folder):
         if number_of(older) < number_of(record):
@@ -299,7 +292,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
 
 
 def _create_record(job: JobSpec, owner: Owner) -> Path:
-    """The next record in the job's folder, which only one of several processes can create."""
+    """Create the next record in the job's folder, which only one of several processes can."""
     while True:
         newest = newest_record(job.job_dir)
         if why := conflict(job):
@@ -314,11 +307,11 @@ def _create_record(job: JobSpec, owner: Owner) -> Path:
             raise InvalidJob([ConfigError("job_dir", why)]) from error
         if newest_record(job.job_dir) == record:
             return record
-        record.unlink()  # others came and went meanwhile
+        record.unlink()  # another start has claimed the folder since
 
 
-def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
-    """Write the job's description; returns that of the run which it goes on from, else removes that run's commits."""
+def _describe(job: JobSpec, earlier: Owner | None, resumes: bool) -> bytes:
+    """Write the job's description. Returns the description of the run that it resumes; else removes its commits."""
     path = job.job_dir / DESCRIPTION
     before = path.read_bytes() if path.is_file() else b""
     try:
@@ -330,17 +323,16 @@ def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
             else:
                 path.unlink(missing_ok=True)
         raise
-    starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
-    if starts_afresh and (earlier is None or earlier.run != job.run):
+    is_fresh = job.overwrite and job.checkpoint.resume != "latest"
+    if is_fresh and (earlier is None or earlier.run != job.run):
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
         for folder in (*(job.job_dir / name for name in STATES), *memory):
             shutil.rmtree(folder, ignore_errors=True)
-    return before if goes_on else b""
+    return before if resumes else b""
 
 
 def _write_description(job: JobSpec, description: bytes) -> None:
-    """Write it to the job's object store too, for a continuation on another machine. Raises InvalidJob if that cannot
-    be written."""
+    """Write it also to the job's object store, for a continuation on another machine, or raise InvalidJob."""
     path, files = job.job_dir / DESCRIPTION, files_of(job)
     write_shared(path, description)
     try:
@@ -351,8 +343,7 @@ def _write_description(job: JobSpec, description: bytes) -> None:
 
 
 def superseded(job: JobSpec) -> list[Path]:
-    """The checkpoints and commits of ended runs of this name beyond the newest ``checkpoint.keep_runs``, of those with
-    folders of their own."""
+    """List the states of ended runs of this name in default folders, except the newest ``checkpoint.keep_runs``."""
     parent = job.run_folders or (job.job_dir.parent if _is_own_folder(job) else None)
     if parent is None:
         return []
@@ -368,37 +359,35 @@ def superseded(job: JobSpec) -> list[Path]:
 
 
 def _is_own_folder(job: JobSpec) -> bool:
-    """Return True if the run has the folder that it gets without a ``job_dir``. A master works in another directory
-    than the process that began the run, so the names decide."""
+    """Return True if the run has its default folder, by its names: a master works in another directory."""
     parent = job.job_dir.parent
     return (parent.parent.name, parent.name) == (RUNS.name, job.name) and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 
 
 @dataclass
 class Claim:
-    """A claimed folder. Its owner calls :meth:`beat` every ``BEAT_S`` seconds, and :meth:`end` once."""
+    """A claimed folder, whose owner calls :meth:`beat` every ``BEAT_S`` seconds, and :meth:`end` once."""
 
     record: Path
     owner: Owner
     job: JobSpec
-    replaced: bytes = b""  # the description of the run that this one goes on from
+    replaced: bytes = b""  # the description of the run that this one continues
 
     @property
     def number(self) -> int:
-        """The number of this start among the starts in the folder, from 1 on."""
         return number_of(self.record)
 
     def beat(self) -> None:
-        """Raises JobConflict if another start has taken the folder over."""
-        with suppress(OSError):  # a disk that does not answer for a while
+        """Touch the record. Raises JobConflict if another start has taken the folder over."""
+        with suppress(OSError):  # a disk may not answer for a while
             newest = newest_record(self.record.parent)
             if newest is not None and newest != self.record:
                 raise JobConflict(f"{self.record.parent} was taken over by {read_owner(newest)}")
             os.utime(self.record)
 
     def end(self, state: str) -> None:
-        """A run that has failed before it committed a step may not fit the state that it should have gone on from: the
-        description of the run before stays."""
+        """Record the final ``state``. A run that fails before its first commit may not fit the state that it should
+        have resumed: the description of the run before returns."""
         with suppress(OSError, InvalidJob, CheckpointMissing):
             if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
@@ -415,8 +404,8 @@ class Claim:
 
 @contextmanager
 def held(claimed: Claim) -> Iterator[Claim]:
-    """Touch the record in a thread until the block ends. The block calls ``end``, or has failed. Once the folder is
-    another run's, which can happen to a process that was stopped for long, this process is interrupted."""
+    """Touch the record in a thread until the block ends, which calls ``end`` or fails. When another run has taken the
+    folder over, for example from a stopped process, this process is interrupted."""
     over = threading.Event()
 
     def beat() -> None:
@@ -441,7 +430,7 @@ def held(claimed: Claim) -> Iterator[Claim]:
 
 
 def repeated(job: JobSpec) -> JobSpec:
-    """Continue in the folder of the last run if it has not finished and had this command; else begin a new run."""
+    """Continue in the folder of the last run if it had this command and has not finished; else begin a new run."""
     folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
     owner = newest_owner(folder)
     if owner is not None and owner.given == job.description_digest and owner.state != FINISHED:
@@ -450,8 +439,8 @@ def repeated(job: JobSpec) -> JobSpec:
 
 
 def continued(job: JobSpec) -> JobSpec:
-    """Continue a job without ``job_dir`` in the last run of its name with ``checkpoint.resume: latest``.
-    One that has finished is gone on with only by a command (``given``) with other arguments."""
+    """Continue a job without ``job_dir`` in the last run of its name with ``checkpoint.resume: latest``. Only a command
+    (``given``) with other arguments continues a finished run."""
     if job.run_folders is None or job.checkpoint.resume != "latest":
         return job
     last = (job.run_folders / LATEST).resolve()
@@ -464,9 +453,9 @@ def continued(job: JobSpec) -> JobSpec:
 
 
 def earlier_description(job: JobSpec) -> str:
-    """The description of the run whose state ``job`` goes on from; empty if there is none."""
+    """Return the description of the run whose state ``job`` resumes; empty if there is none."""
     if job.checkpoint.resume != "latest" or not (has_commits(job.job_dir) or resumed_layout(job)):
         return ""
     path, files = job.job_dir / DESCRIPTION, files_of(job)
-    there = "" if files is None else files.read(DESCRIPTION)  # a folder here may be another run's
-    return there or (path.read_text(encoding="utf-8") if path.is_file() else "")
+    archived = "" if files is None else files.read(DESCRIPTION)  # a folder here may be another run's
+    return archived or (path.read_text(encoding="utf-8") if path.is_file() else "")

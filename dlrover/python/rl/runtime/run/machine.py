@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine that a run is on: checks before the run, and its software, command and devices, recorded at each start.
 
-Each check is quick, changes nothing that stays, and says what to do. The record is ``environment.jsonl`` in the folder.
+Each check is quick, leaves no trace, and gives advice. The record is ``environment.jsonl`` in the folder.
 """
 
 import json
@@ -47,18 +47,18 @@ _VERSIONS = (*PACKAGES, "numpy", "tokenizers", "safetensors", "datasets", *_ENGI
 
 @dataclass(frozen=True)
 class Check:
-    """``ok`` is None for something that is worth knowing and no fault."""
+    """A check of a machine; ``ok`` is None for information that is no fault."""
 
     name: str
     ok: bool | None
-    found: str
+    result: str
     advice: str = ""
 
 
 @dataclass(frozen=True)
 class MachineReport:
     host: str
-    ahead_s: float  # its clock, compared with that of who asked; 0 until then
+    ahead_s: float  # of its clock, compared with the caller's; 0 until that is known
     versions: Mapping[str, str]
     checks: tuple[Check, ...]
 
@@ -77,13 +77,12 @@ def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
         Check("bubblewrap", is_confined or None, confined),
         *(check_port(port) for port in ports),
     )
-    return MachineReport(
-        socket.gethostname(), 0.0, {"python": platform.python_version(), **installed_versions(PACKAGES)}, checks
-    )
+    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
+    return MachineReport(socket.gethostname(), 0.0, versions, checks)
 
 
 def process_began(pid: int) -> str:
-    """When the process of this number began, in ticks since the boot; empty if there is none."""
+    """Return the start of process ``pid`` in ticks since the boot; empty if there is none."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
     except (OSError, ValueError):
@@ -92,12 +91,11 @@ def process_began(pid: int) -> str:
 
 
 def read_clock() -> float:
-    """The Unix time here."""
     return time.time()
 
 
 def check_folder(folder: Path) -> Check:
-    """Files there are written, synced, and renamed over another."""
+    """Check that files can be written, synced, and renamed over others."""
     name = f"folder {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +111,7 @@ def check_folder(folder: Path) -> Check:
 
 
 def _synced(path: Path) -> Path:
-    """A file on the disk that holds its own name."""
+    """Write a file with its own name as content to the disk."""
     with path.open("w") as file:
         file.write(path.name)
         file.flush()
@@ -122,7 +120,7 @@ def _synced(path: Path) -> Path:
 
 
 def leave_mark(folder: str, name: str) -> bool:
-    """Write a file there that other nodes look for. False if it cannot be written."""
+    """Write a file that other nodes look for. Returns False if it cannot be written."""
     try:
         _synced(Path(folder) / name)
     except OSError:
@@ -131,13 +129,13 @@ def leave_mark(folder: str, name: str) -> bool:
 
 
 def find_marks(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that can be read there."""
-    found = []
+    """Return the ``names`` that can be read in ``folder``."""
+    marks = []
     for name in names:
-        with suppress(OSError):  # asked by name: lists of a network file system's folder are old at times
+        with suppress(OSError):  # by name: a network file system may list an old state of the folder
             if (Path(folder) / name).read_text() == name:
-                found.append(name)
-    return found
+                marks.append(name)
+    return marks
 
 
 def remove_mark(folder: str, name: str) -> None:
@@ -146,7 +144,7 @@ def remove_mark(folder: str, name: str) -> None:
 
 
 def accept_one(host: str, port: int, within_s: float) -> bool:
-    """Listen until somebody connects."""
+    """Listen until a connection comes."""
     try:
         with socket.create_server((host, port)) as server:
             server.settimeout(within_s)
@@ -157,7 +155,7 @@ def accept_one(host: str, port: int, within_s: float) -> bool:
 
 
 def reach(host: str, port: int, within_s: float) -> bool:
-    """Connect to who begins to listen meanwhile."""
+    """Retry to connect until the other side listens."""
     until_s = time.monotonic() + within_s
     while True:
         try:
@@ -191,7 +189,7 @@ def check_port(port: int) -> Check:
 
 
 def check_devices(run: Callable[..., "subprocess.CompletedProcess[str]"] = subprocess.run) -> Check:
-    """GPUs as their driver sees them, with memory that is taken and errors that were not corrected."""
+    """Check the GPUs that the driver lists for used memory and uncorrected errors."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Check("GPUs", None, "none: nvidia-smi is not installed")
@@ -211,13 +209,13 @@ def _devices(rows: list[list[str]]) -> Check:
     faults = []
     for number, (_, used, total, errors, *_) in enumerate(rows):
         if errors.isdigit() and int(errors):
-            faults.append(f"GPU {number} has {errors} memory errors that were not corrected")
+            faults.append(f"GPU {number} has {errors} uncorrected memory errors")
         if used.isdigit() and total.isdigit() and int(used) > int(total) / 2:
-            faults.append(f"GPU {number} has {used} of {total} MB taken")
+            faults.append(f"GPU {number} has {used} of {total} MB in use")
     names = ", ".join(sorted({row[0] for row in rows})) or "none"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    told = f"{len(rows)} ({names})" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
-    return Check("GPUs", not faults, "; ".join([told, *faults]), "nvidia-smi says who uses them; reset faulty ones")
+    devices = f"{len(rows)} ({names})" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+    return Check("GPUs", not faults, "; ".join([devices, *faults]), "nvidia-smi lists their users; reset faulty ones")
 
 
 _COMPUTE = """
@@ -231,7 +229,7 @@ _COMPUTE_S = 120.0
 
 
 def try_devices(numbers: Iterable[int], program: str = _COMPUTE, within_s: float = _COMPUTE_S) -> None:
-    """Compute on these GPUs in a process of its own, after one of them has failed. Raises RuntimeError."""
+    """Compute on these GPUs in a separate process, after one of them has failed. Raises RuntimeError."""
     command = [sys.executable, "-c", program, *map(str, numbers)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
@@ -243,8 +241,8 @@ def try_devices(numbers: Iterable[int], program: str = _COMPUTE, within_s: float
 
 
 def describe_origin(job: JobSpec) -> dict[str, Any]:
-    """The command of this process without secrets, and the commit of its working directory, None outside of a
-    repository; ``dirty`` if files that git tracks have changed since."""
+    """Return the command of this process without secrets, and the git commit of its working directory, None outside a
+    repository; ``dirty`` if tracked files have changed since."""
     hide_values(seal(job)[1].values())
     folder = job.work_dir or os.getcwd()
     commit = _ask_git(folder, "rev-parse", "HEAD")
@@ -263,10 +261,10 @@ def _ask_git(folder: str, *arguments: str) -> str:
 
 
 def _describe_devices(on_ray: bool) -> dict[str, Any]:
-    """The CPUs and GPUs of this machine, or of the cluster that this process of Ray is connected to."""
+    """Return the CPUs and GPUs of this machine, or of the Ray cluster that this process is connected to."""
     ray = sys.modules.get("ray")  # importing it takes a second
     if not on_ray or ray is None or not ray.is_initialized():
-        return {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().found}
+        return {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().result}
     amounts, prefix = ray.cluster_resources(), "accelerator_type:"
     names = ", ".join(name.removeprefix(prefix) for name in amounts if name.startswith(prefix))
     gpus = f"{amounts.get('GPU', 0):g}{f' ({names})' if names else ''}"
@@ -274,8 +272,7 @@ def _describe_devices(on_ray: bool) -> dict[str, Any]:
 
 
 def record_environment(job: JobSpec, number: int, runtime: str, on_ray: bool) -> None:
-    """Add the line of start ``number`` to the folder of a job that has begun, and to its object store, whose earlier
-    lines count. A line that cannot be written is missing, with a warning."""
+    """Add the line of start ``number`` to a begun job's folder and object store, or warn that it cannot be written."""
     start = {
         "start": number,
         "run": job.run,

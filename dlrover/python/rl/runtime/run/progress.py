@@ -15,16 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeAlias
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from dlrover.python.rl.common.disk_space import DiskWait, replace
@@ -54,9 +46,7 @@ _HEADLINE = {
 
 _PLAIN_INTERVAL_S = 2.0
 
-CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}
-"""Metrics and the files of their curves; a run draws the first that it has."""
-
+CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}  # a run draws the first metric that it has
 _MEAN_OF = 10
 
 
@@ -70,27 +60,26 @@ def print_summary(job: str, text: str) -> None:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
-    excluded = "loss" if "reward/mean" in metrics else ""  # a policy's is near 0, whatever it learns
+    """Format the headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
+    excluded = "loss" if "reward/mean" in metrics else ""  # a policy's loss is always near 0
     values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics and name != excluded)
-    return "  ".join(
-        f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values
-    )
+    texts = (f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values)
+    return "  ".join(texts)
 
 
 def format_step(report: StepReport) -> str:
-    """The number of a step and its headline metrics: ``step 3/500  reward 0.53``."""
+    """Format the number of a step and its headline metrics: ``step 3/500  reward 0.53``."""
     of = f"/{report.total_steps}" if report.total_steps else ""
     return f"step {report.step}{of}  {format_metrics(report.metrics)}"
 
 
 class ProgressView:
-    """Shows step reports, and between them what the run does: a context manager that is called with each report.
-    ``live`` draws a bar on a terminal. ``opening`` is an activity that stays there as a line."""
+    """Shows step reports, and between them the run's activity: a context manager that is called with each report.
+    ``live`` draws a bar on a terminal. ``opening`` is an activity that stays as a line."""
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True, opening: str = "") -> None:
         self.title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
-        self._bar: Progress | None = None
+        self._bar: progress.Progress | None = None
         self._task: int | None = None
         self._printed_s, self._entered_s = 0.0, time.monotonic()
         self._unprinted: StepReport | None = None
@@ -99,21 +88,21 @@ class ProgressView:
     def __enter__(self) -> "ProgressView":
         console = Console(file=self._stream)
         if self._live and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[metrics]}", markup=False),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
                 console=console,
             )
             self._bar.start()
         return self
 
     @property
-    def tasks(self) -> list[Task]:
-        """What the bar shows; empty without a terminal."""
+    def tasks(self) -> list[progress.Task]:
+        """The tasks of the bar; empty without a terminal."""
         return [] if self._bar is None else self._bar.tasks
 
     def __exit__(
@@ -139,7 +128,7 @@ class ProgressView:
         self._update(self._bar, description=self.title, completed=report.step, total=total, metrics=metrics)
 
     def announce(self, activity: str) -> None:
-        """Show what the run does, until the next report or activity."""
+        """Show the run's activity until the next report or activity."""
         activity = inert(activity)
         if activity == self._opening:
             self._show(activity)
@@ -155,7 +144,7 @@ class ProgressView:
         self._stream.write(f"{line}\n")
         self._stream.flush()
 
-    def _update(self, bar: Progress, **values: Any) -> None:
+    def _update(self, bar: progress.Progress, **values: Any) -> None:
         if self._task is None:
             self._task = bar.add_task(self.title, total=None, metrics="")
         bar.update(bar.tasks[self._task].id, **values)  # Rich has a separate type for task numbers
@@ -169,14 +158,13 @@ class ProgressView:
         return f"  {1 / self._pace.step_s:.3g} steps/s" if self._pace.step_s else ""
 
 
-Points: TypeAlias = Sequence[tuple[int, float]]
-"""Steps and values."""
+Points: TypeAlias = Sequence[tuple[int, float]]  # steps and values
 
 
 def redraw(folder: Path) -> None:
-    """Draw the curve of a run that has ended early, if it has the metrics for one; does not wait for the disk."""
+    """Draw the curve of a run that has ended early, if it has a metric for it; does not wait for the disk."""
     rows: list[Mapping[str, Any]] = []
-    with suppress(OSError, ValueError):  # an end within a line leaves a part of it
+    with suppress(OSError, ValueError):  # the last line may be incomplete
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
     name = next((name for name in CURVES if any(name in row for row in rows)), None)
@@ -186,7 +174,7 @@ def redraw(folder: Path) -> None:
             replace(folder / CURVES[name], curve_png(name, points), DiskWait(limit_s=0.0, transient_s=0.0))
         except ImportError:
             pass
-        except Exception as error:  # noqa: BLE001 - Ctrl-C may have left a half of matplotlib, and nothing needs the curve
+        except Exception as error:  # noqa: BLE001 - Ctrl-C may have interrupted matplotlib; nothing needs the curve
             _LOG.warning("continuing without %s: %s", CURVES[name], error)
 
 
@@ -195,7 +183,7 @@ def finite_points(name: str, rows: Iterable[tuple[int, Mapping[str, float]]]) ->
 
 
 def curve_png(name: str, points: Points) -> bytes:
-    """A PNG with the running mean of a few steps; raises ImportError."""
+    """Draw a PNG with the running mean of a few steps. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -29,14 +29,11 @@ from dlrover.python.rl.common.sockets import listening_socket
 
 _LOG = get_logger(__name__)
 
-MEETING_S = 300.0
-"""Timeout of the processes' wait for each other at the start."""
-
+MEETING_S = 300.0  # how long the processes wait for each other at the start
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
 _HELLO_BYTES = _SECRET_BYTES + 16
-# A machine that vanishes without closing its connections is noticed after a minute.
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # notices a lost machine after a minute
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class LaunchEnv:
 
     @property
     def store_key(self) -> str:
-        """Key of rank 0's address; unique per restart, because a launcher's store outlives its processes."""
+        """Key of rank 0's address in the store; unique per restart, because the store outlives the processes."""
         return f"dlrover-rl/rank-0/{self.attempt}.{self.meeting}"
 
     @classmethod
@@ -62,7 +59,7 @@ class LaunchEnv:
         """Read the variables of a launcher; without one the world size is 1. Raises InvalidJob if some are missing."""
         world = int(env.get("WORLD_SIZE", 1))
         if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-            message = "but RANK, MASTER_ADDR and MASTER_PORT are not all there: start with torchrun"
+            message = "but RANK, MASTER_ADDR and MASTER_PORT are not all set: start with torchrun"
             raise InvalidJob([ConfigError("environment", f"WORLD_SIZE is {world}, {message}")])
         local_world = int(env.get("LOCAL_WORLD_SIZE", world))
         return cls(
@@ -74,16 +71,6 @@ class LaunchEnv:
             int(env.get("GROUP_WORLD_SIZE", -(-world // local_world))),
             int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
-
-
-class KeyValueStore(Protocol):
-    """The place where the processes find each other: a torch ``Store``. ``get`` waits until the key is set."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 class Link:
@@ -107,14 +94,13 @@ class Link:
             threading.Thread(target=target, args=arguments, name="dlrover-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Queue ``message`` and return at once; large buffers in it must not change afterwards. Raises if it cannot be
-        pickled."""
+        """Queue ``message``, whose large buffers must not change. Raises an error if it cannot be pickled."""
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         self._outbox.put([len(buffers).to_bytes(4, "big") + data, *(buffer.raw() for buffer in buffers)])
 
     def receive_hello(self, timeout_s: float) -> bytes:
-        """The first bytes of the other side, ``b""`` if they are incomplete after the timeout; before :meth:`start`."""
+        """Return the other side's first bytes, ``b""`` if incomplete after the timeout; before :meth:`start`."""
         deadline_s, data = time.monotonic() + timeout_s, b""
         with suppress(OSError):
             while self._connection.poll(max(deadline_s - time.monotonic(), 0.0)):
@@ -142,7 +128,7 @@ class Link:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as handle:
                 handle.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the other process is gone, which the reading thread reports
+            pass  # the reading thread reports that the other process is gone
         finally:
             self._leave()
 
@@ -170,8 +156,8 @@ class Link:
                 self._connection.close()
 
 
-def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
-    """At rank 0: wait for the other ranks; returns their links by rank. Raises ClusterUnavailable with the missing."""
+def accept_all(launch: LaunchEnv, store: Any) -> dict[int, Link]:
+    """Wait at rank 0 for the other ranks, by a torch ``Store``, and return their links. Raises ClusterUnavailable."""
     links: dict[int, Link] = {}
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S
@@ -193,9 +179,8 @@ def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
     return links
 
 
-def refuse_all(launch: LaunchEnv, store: KeyValueStore) -> None:
-    """At rank 0: tell the others that no job will start, and wait until they know: the store may end with this
-    process."""
+def refuse_all(launch: LaunchEnv, store: Any) -> None:
+    """Report from rank 0 that no job will start, and wait until all ranks know: the store may end with this process."""
     store.set(launch.store_key, b"")
     with suppress(RuntimeError):  # a rank that is gone, or late, needs no refusal
         store.wait([_refused_key(launch, rank) for rank in range(1, launch.world_size)], timedelta(seconds=_HELLO_S))
@@ -205,8 +190,8 @@ def _refused_key(launch: LaunchEnv, rank: int) -> str:
     return f"{launch.store_key}/refused/{rank}"
 
 
-def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
-    """At another rank: the link with rank 0, None if it starts no job. Raises ClusterUnavailable."""
+def join(launch: LaunchEnv, store: Any) -> Link | None:
+    """Connect another rank with rank 0; returns None if that starts no job. Raises ClusterUnavailable."""
     try:
         entry = bytes(store.get(launch.store_key))  # waits: until the store's own timeout
         if not entry:

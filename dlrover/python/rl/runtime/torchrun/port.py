@@ -17,7 +17,6 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored, encode
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.worker import (
-    Drop,
     End,
     Result,
     ResultKey,
@@ -31,8 +30,7 @@ from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.workload import MemberContext
 
-_FIRST = 1
-"""The incarnation of every worker: none is replaced."""
+_FIRST = 1  # the incarnation of every worker: none is replaced
 
 
 @dataclass(eq=False)
@@ -40,10 +38,10 @@ class RemoteResult:
     """Rank 0's record of a result."""
 
     number: int
-    owner: int = 0  # rank of the process that makes it
+    owner: int = 0  # rank of the process that computes it
     role: str = ""
     method: str = ""
-    retained: bool = False  # it stays there until it is fetched
+    retained: bool = False  # it stays in that process until it is fetched
     rows: Future[Stored] = field(default_factory=Future)  # its row count, as soon as the call has ended
     value: Future[Stored] = field(default_factory=Future)  # once it is in this process
     requested: bool = False
@@ -52,7 +50,7 @@ class RemoteResult:
         return ResultKey, (self.number,)
 
     def settle(self, error: BaseException | None, value: Stored | None = None, rows: int | None = None) -> None:
-        """Set the futures that are known now; those that are set already stay."""
+        """Set the futures whose values are known, unless they are set already."""
         row_count = Stored.of(rows if value is None else value.rows)
         for future, stored in ((self.rows, row_count), (self.value, value)):
             if future.done():
@@ -78,16 +76,8 @@ class RowsOf:
 
 
 class TorchrunPort:
-    """The port over the processes of a launch: rank ``r`` of every role is in process ``r``. Thread safe.
-
-    Args:
-        launch: this process, rank 0.
-        links: with the other ranks; the port starts to read them.
-
-    Attributes:
-        worker: of rank 0's own workers; the caller runs it.
-        lost: the ranks of lost processes, in order of their loss.
-    """
+    """The port over the processes of a launch: rank ``r`` of every role is in process ``r``. Thread safe. The caller
+    runs ``worker``, which has rank 0's own workers; ``lost`` lists the ranks of lost processes in order."""
 
     def __init__(self, launch: LaunchEnv, links: Mapping[int, Link]) -> None:
         self.worker = Worker(launch, self._settle, self._fetch)
@@ -116,7 +106,7 @@ class TorchrunPort:
                 owner, number = self._unneeded.popleft()
                 unneeded.setdefault(owner, []).append(number)
             for owner, numbers in unneeded.items():
-                self._links[owner].send(Drop(tuple(numbers)))
+                self._links[owner].send(tuple(numbers))
             result = self._add_result(rank, role, call.method, retain)
             self._send(result, Run(result.number, role, CallHeader.of(call, _FIRST), values, retain), call)
         return Ref(self, result, RowsOf(result), role, rank, call.method, _FIRST)
@@ -127,15 +117,13 @@ class TorchrunPort:
         return [_outcome(future) for future in futures]
 
     def start(self, job: JobSpec, run: str, context: MemberContext) -> Future[Stored]:
-        """Construct a worker. The future raises WorkloadStartError if its constructor failed, and WorkloadDied if its
-        process is gone."""
+        """Construct a worker. The future raises WorkloadStartError if that fails, WorkloadDied without its process."""
         with self._lock:
             result = self._add_result(context.rank, context.role, "__init__")
             self._send(result, Start(result.number, job, run, context), None)
         return result.rows
 
     def end(self, clean: bool) -> None:
-        """Close all workers and end all processes."""
         for link in self._links.values():
             link.send(End(clean))
         self.worker.handle(End(clean))
@@ -150,12 +138,12 @@ class TorchrunPort:
             result = RemoteResult(next(self._numbers), owner, role, method, retained)
             self._results[result.number] = result
         if retained:
-            # Sent with the next call: the garbage collector may run this in any thread, under any lock.
+            # The next call reports it: the garbage collector may run this in any thread, under any lock.
             weakref.finalize(result, self._unneeded.append, (owner, result.number)).atexit = False
         return result
 
     def _send(self, result: RemoteResult, task: Task, call: Call | None) -> None:
-        """Send a task. The arguments of its call stay alive until it has ended."""
+        """Send a task. Its call's arguments stay alive until it has ended."""
         if result.owner in self.lost:
             inputs = (self._future(ref.token) for ref in _refs(call) if isinstance(ref.token, RemoteResult))
             errors = (future.exception(0) for future in inputs if future.done())
@@ -168,7 +156,7 @@ class TorchrunPort:
             self._links[result.owner].send(task)
 
     def _future(self, token: Any) -> Future[Stored]:
-        """The future of a result, or of its row count; a result in another process is fetched."""
+        """Return the future of a result, or of its row count, and fetch a result from its process."""
         if isinstance(token, RowsOf):
             return token.result.rows
         result: RemoteResult = token
@@ -179,7 +167,7 @@ class TorchrunPort:
         return result.value
 
     def _fetch(self, key: ResultKey) -> Future[Stored]:
-        result = self._results[key.number]  # alive: the call that takes it is running
+        result = self._results[key.number]  # alive: the call that needs it is running
         return self._future(RowsOf(result) if key.rows else result)
 
     def _handle(self, rank: int, message: ResultKey | Result) -> None:

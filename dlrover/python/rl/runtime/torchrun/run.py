@@ -31,68 +31,45 @@ from dlrover.python.rl.runtime.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.local import TrainerRun
 from dlrover.python.rl.runtime.member.arguments import Stored
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.run.folder import (
-    BEAT_S,
-    FAILED,
-    FINISHED,
-    IN_PROCESS,
-    LAUNCHED,
-    ON_RAY,
-    Claim,
-    claim,
-    held,
-    in_use,
-    newest_owner,
-)
+from dlrover.python.rl.runtime.run import folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
-from dlrover.python.rl.trainer.trainer import (
-    Announcer,
-    Reporter,
-    announce_nothing,
-)
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
 
-CLOSE_S = 30.0  # how long workers may take to close when the job has finished
-ABORT_S = 3.0  # the same when it has failed, including the running call
+CLOSE_S = 30.0  # how long workers may take to close after the job has finished
+ABORT_S = 3.0  # the same for a failed job, including the running call
 _ECHO_S = 1.0  # until the loss of a process is noticed: errors of other ranks may be its consequence
 _PREDECESSOR_S = 15.0
 _POLL_S = 0.1
 
 
 @contextmanager
-def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim]]:
-    """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
-    ``alone``: in a single process, so that one process can go on with it.
-
-    Raises:
-        InvalidJob: the folder cannot be made.
-        JobConflict: another start holds the folder, and did not end within 15 s: a launcher may start processes again
-            while the former ones end.
-    """
-    previous = newest_owner(job.job_dir)
-    if previous is not None and previous.runtime != ON_RAY and job.checkpoint.resume == "latest":
-        deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
-        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folder.Claim]]:
+    """Claim the folder of a begun job for a new run, ``alone`` in one process or not, or to resume an earlier launch.
+    Raises InvalidJob, and JobConflict if another start has it for more than the 15 s of a launcher's restart."""
+    previous = folder.newest_owner(job.job_dir)
+    if previous is not None and previous.runtime != folder.ON_RAY and job.checkpoint.resume == "latest":
+        deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + folder.BEAT_S)
+        while folder.in_use(job.job_dir) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         job = replace(job, run=previous.run)
     else:
         forget_memory(job.name)
-    with held(claim(job, IN_PROCESS if alone else LAUNCHED, bound=True)) as claimed:
+    with folder.held(folder.claim(job, folder.IN_PROCESS if alone else folder.LAUNCHED, bound=True)) as claimed:
         yield job, claimed
 
 
 @dataclass
 class Leader:
-    """Rank 0 of a job, in which every role has a worker in each process; ``links`` are those with the other ranks,
-    and ``start`` is the claim on its folder."""
+    """Rank 0 of a job with ``links`` to the other ranks, each of which has a worker of every role."""
 
     job: JobSpec
-    start: Claim
+    start: folder.Claim
     launch: LaunchEnv
     links: dict[int, Link]
     report: Reporter
@@ -123,7 +100,7 @@ class Leader:
             holder.give_back()
         if self.error is None:
             roots_of(self.job, self.job.run, self.start.number, socket.gethostname()).commit_store("").remove()
-            self.start.end(FINISHED)
+            self.start.end(folder.FINISHED)
         return self.error
 
     def _run_trainer(self, port: TorchrunPort) -> None:
@@ -141,14 +118,14 @@ class Leader:
             detail = f"\n{cause.detail.rstrip()}" if cause.detail else ""
             _LOG.error("%s failed: %s: %s%s", self.job.name, cause.who, cause.message, detail)
             redraw(self.job.job_dir)
-            self.start.end(FAILED)  # a launcher ends this process as soon as the other ones have failed
+            self.start.end(folder.FAILED)  # a launcher ends this process as soon as the other ones have failed
             self.note_failure(self.error)
         finally:
             port.end(clean=self.error is None)
             _end_process_after_timeout(port.worker, clean=self.error is None)
 
     def _first_cause(self, port: TorchrunPort, error: BaseException) -> BaseException:
-        """``error``, or the lost process that caused it: ranks that wait for a lost one fail in many ways."""
+        """Return ``error``, or the loss of a process that caused it: ranks that wait for a lost one may fail first."""
         if not isinstance(error, InvocationError) or isinstance(error, WorkloadDied) or not self.links:
             return error
         lost = port.wait_for_loss(_ECHO_S)
@@ -184,7 +161,7 @@ class Leader:
 
 
 def run_follower(launch: LaunchEnv, link: Link) -> bool:
-    """Run the workers of a rank other than 0 until the job ends. Returns True if it ended cleanly."""
+    """Run the workers of another rank until the job ends. Returns True if it ended cleanly."""
     worker = Worker(launch, link.send)
     end_received = threading.Event()
 
@@ -207,7 +184,7 @@ def run_follower(launch: LaunchEnv, link: Link) -> bool:
 
 
 def _end_process_after_timeout(worker: Worker, clean: bool) -> None:
-    """End this process if ``worker`` does not: its call may be a collective that waits for a lost rank."""
+    """End this process if ``worker`` does not end: its call may be a collective that waits for a lost rank."""
 
     def watch() -> None:
         if not worker.ended.wait(CLOSE_S if clean else ABORT_S):

@@ -26,7 +26,7 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResultKey:
-    """Names a result, or its row count, as an argument of a call; as a message it asks for it."""
+    """Names a result, or its row count, as an argument of a call; as a message it requests that."""
 
     number: int
     rows: bool = False
@@ -34,7 +34,7 @@ class ResultKey:
 
 @dataclass(frozen=True)
 class Start:
-    """Construct this process's worker of a role."""
+    """A task: construct this process's worker of a role."""
 
     number: int
     job: JobSpec
@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """Call a worker. ``retain``: its result stays in the process until it is fetched."""
+    """A task: call a worker. ``retain``: its result stays in the process until it is fetched."""
 
     number: int
     role: str
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class End:
-    """Close the workers. ``clean``: the job has finished, and its commits are no longer needed."""
+    """A task: close the workers. ``clean``: the job has finished, and needs its commits no longer."""
 
     clean: bool
 
@@ -63,17 +63,12 @@ class End:
 Task: TypeAlias = Start | Run | End
 
 
-@dataclass(frozen=True)
-class Drop:
-    """These retained results are no longer needed."""
-
-    numbers: tuple[int, ...]
+Unneeded: TypeAlias = tuple[int, ...]  # the numbers of retained results that may go
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a task, or the answer to a request. The end of a call whose result is retained carries the
-    row count only."""
+    """The outcome of a task, or the answer to a request; a call whose result is retained returns only the row count."""
 
     key: ResultKey
     error: BaseException | None = None
@@ -92,18 +87,11 @@ def send_when_done(key: ResultKey, future: Future[Stored], send: Callable[[Resul
 
 
 class Worker:
-    """Runs tasks in the thread that calls :meth:`run`.
-
-    Args:
-        send: sends the results of tasks, and requests for results of other processes, to rank 0.
-        fetch: at rank 0, returns a result, or its row count, of another process.
-    """
+    """Runs tasks in the thread that calls :meth:`run`. ``send`` sends results, and requests for other processes'
+    results, to rank 0, where ``fetch`` returns such a result, or its row count."""
 
     def __init__(
-        self,
-        launch: LaunchEnv,
-        send: Callable[[Any], None],
-        fetch: Callable[[ResultKey], Future[Stored]] | None = None,
+        self, launch: LaunchEnv, send: Callable[[Any], None], fetch: Callable[[ResultKey], Future[Stored]] | None = None
     ) -> None:
         self._launch, self._send, self._fetch = launch, send, fetch or self._request
         self._tasks: SimpleQueue[Task] = SimpleQueue()
@@ -113,10 +101,10 @@ class Worker:
         self._runs: set[tuple[str, str]] = set()
         self.ended = threading.Event()
 
-    def handle(self, message: Task | ResultKey | Drop | Result) -> None:
-        """Take a message of rank 0: tasks are queued, everything else is answered at once. Thread safe."""
-        if isinstance(message, Drop):
-            for number in message.numbers:
+    def handle(self, message: Task | ResultKey | Unneeded | Result) -> None:
+        """Handle a message of rank 0: queue tasks, answer everything else at once. Thread safe."""
+        if isinstance(message, tuple):
+            for number in message:
                 self._retained.pop(number, None)
         elif isinstance(message, ResultKey):
             send_when_done(message, self._retained[message.number], self._send)
@@ -158,7 +146,7 @@ class Worker:
         try:
             with starting(f"{context.role}[{context.rank}]"), process_environment(env):
                 host.load(job, context)
-        except Exception as error:  # noqa: BLE001 -- the boundary of a process: it travels to rank 0
+        except Exception as error:  # noqa: BLE001 -- a process boundary: it travels to rank 0
             return Result(ResultKey(task.number), error)
         self._members[context.role] = host, env
         self._runs.add((job.name, task.run))
@@ -193,6 +181,6 @@ class Worker:
         if isinstance(key, list):
             return [self._get(item) for item in key]
         retained = self._retained.get(key.number)
-        # waits: for an earlier call; a process that is lost in it fails it
+        # waits: for an earlier call, which fails with its process
         stored = (retained or self._fetch(key)).result()
         return stored.rows if retained is not None and key.rows else stored.load()

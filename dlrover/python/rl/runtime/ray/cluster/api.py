@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The use of a Ray cluster: its actors, placement groups and nodes, and functions that run on a node.
 
-The coroutines and :meth:`RayClusterApi.kill_actor` return at once or can be awaited. Every other method waits for Ray's
-head: call it in a thread.
+Except for the coroutines and :meth:`RayClusterApi.kill_actor` every method waits for Ray's head: call it in a thread.
 """
 
 import asyncio
@@ -56,7 +55,6 @@ class ActorPlacement:
     excluded: tuple[str, ...] = ()  # ids of nodes not to use; only without a group
 
     def to_ray(self) -> dict[str, Any]:
-        """Ray's actor options."""
         amounts = dict(self.resources)
         options: dict[str, Any] = {
             "num_cpus": amounts.pop("cpu", 0.0),
@@ -80,12 +78,12 @@ class ActorRequest:
     arguments: tuple[Any, ...]
     env: Mapping[str, str]
     placement: ActorPlacement
-    max_restarts: int = 0  # by Ray, which runs the constructor again; calls wait for it
+    max_restarts: int = 0  # by Ray, which runs the constructor again while calls wait
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A placement group; ``nodes`` are the ids of the nodes that have its bundles."""
+    """A placement group; ``nodes`` are the ids of the nodes with its bundles."""
 
     id: str
     name: str
@@ -98,15 +96,13 @@ class GroupRow:
 
 
 class RayClusterApi:
-    """The cluster that this process is connected to; ``detached`` actors and placement groups outlive this process.
-
-    An actor's handle has Ray's shape: ``handle.method.remote(...)`` returns an awaitable, which raises RayActorError
-    once the actor is dead. Tests have a twin in memory."""
+    """The connected cluster; ``detached`` actors and placement groups outlive this process. The awaitable that an
+    actor's ``handle.method.remote(...)`` returns raises RayActorError once the actor is dead. Tests have a twin."""
 
     def __init__(self, detached: bool = True) -> None:
         self._lifetime = "detached" if detached else None
-        self._classes: dict[type, Any] = {}  # to Ray's, which Ray's head stores once
-        self._watched: dict[asyncio.Future[None], Any] = {}  # to the actor whose end it tells
+        self._classes: dict[type, Any] = {}  # Ray's classes, which its head stores once
+        self._watched: dict[asyncio.Future[None], Any] = {}  # actors by the future of their end
         self._looking: asyncio.Task[None] | None = None
 
     def list_actors(self, prefix: str) -> list[str]:
@@ -137,7 +133,7 @@ class RayClusterApi:
         ray.kill(handle)
 
     async def until_ended(self, handle: Any) -> RayActorError:
-        """The error of calls to the actor, once its process has ended, busy or not."""
+        """Return the error of calls to the actor once its process has ended, busy or not."""
         loop = asyncio.get_running_loop()
         handle.dlrover_ping.remote()  # Ray follows the actors that this process has called
         ended = loop.create_future()
@@ -158,12 +154,12 @@ class RayClusterApi:
             await asyncio.sleep(_LOOK_S)
 
     async def _look_for_ends(self) -> None:
-        """Look at all actors that are waited for, as long as there are any."""
+        """Look at all watched actors, as long as there are any."""
         while self._watched:
             for ended, handle in [item for item in self._watched.items() if not item[0].done()]:
                 try:
                     is_dead = handle._get_local_state() == ActorTableData.ActorState.DEAD
-                except Exception as error:  # noqa: BLE001 -- the waiting code must learn that it would miss this end
+                except Exception as error:  # noqa: BLE001 -- the waiting code would miss this end
                     ended.set_exception(error)
                     continue
                 if is_dead:
@@ -179,7 +175,7 @@ class RayClusterApi:
     def create_group(
         self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = (), node: str = ""
     ) -> str:
-        """Request bundles on one node: on ``node``, or on any that is not ``excluded``. Returns the group's id."""
+        """Request bundles on ``node``, or on any node that is not ``excluded``. Returns the group's id."""
         nodes = {"ray.io/node-id": node} if node else _all_but(excluded)
         selectors = [nodes] * len(bundles) if node or excluded else None
         group = placement_group(
@@ -201,7 +197,7 @@ class RayClusterApi:
         return node_table()
 
     async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S) -> Any:
-        """The result of a function on a node; None if there is no answer within the limit."""
+        """Return the result of a function on a node; None if there is no answer within the limit."""
         if node == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(function, *arguments)
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -213,11 +209,8 @@ class RayClusterApi:
 
 
 def fenced(cluster: RayClusterApi, check: Callable[[], None]) -> RayClusterApi:
-    """Return ``cluster`` with a ``check`` before each change, which does not return in a process that was replaced.
-
-    A master that was frozen, for example in the middle of a release, would otherwise continue it when it is thawed, and
-    end the processes of the one that has taken over.
-    """
+    """Return ``cluster`` with a ``check`` before each change, which does not return in a replaced process: a master
+    that was frozen in a release would otherwise continue it later, and end its successor's processes."""
     methods = {name: getattr(cluster, name) for name in vars(RayClusterApi) if not name.startswith("_")}
     for name in _CHANGES:
         methods[name] = partial(_check_first, check, methods[name])
@@ -230,7 +223,7 @@ def _check_first(check: Callable[[], None], method: Callable[..., Any], *argumen
 
 
 def remove_groups(cluster: RayClusterApi, prefix: str) -> list[str]:
-    """Remove all placement groups whose names begin with ``prefix``; returns the names of those that were there."""
+    """Remove all placement groups whose names begin with ``prefix``; returns their names."""
     rows = [row for row in cluster.list_groups() if row.name.startswith(prefix) and row.state != REMOVED]
     for row in rows:
         cluster.remove_group(row.id)
@@ -238,7 +231,7 @@ def remove_groups(cluster: RayClusterApi, prefix: str) -> list[str]:
 
 
 async def awaited(ref: Any) -> Any:
-    """A coroutine, as which a ref can be cancelled."""
+    """Await a ref in a coroutine, which can be cancelled."""
     return await ref  # waits: the caller's deadline
 
 
@@ -251,7 +244,7 @@ def _all_but(nodes: Sequence[str]) -> dict[str, str]:
 
 
 async def kill_process(cluster: RayClusterApi, process: Process) -> None:
-    """SIGKILL a process. Ray's own kill asks the process to end itself, which a stopped one does not."""
+    """SIGKILL a process: Ray's own kill asks the process to end itself, which a stopped one does not."""
     if process.pid:
         await cluster.run_on(process.node, kill_and_wait, (process.pid,))
 
@@ -261,7 +254,7 @@ async def read_stacks(cluster: RayClusterApi, process: Process) -> str:
 
 
 def kill_and_wait(pids: Iterable[int]) -> None:
-    """SIGKILL Ray workers of this machine and wait for their end; a pid that was reused is left alone."""
+    """SIGKILL Ray workers of this machine and wait for their end; a reused pid is ignored."""
     pids = [pid for pid in pids if _is_ray_worker(pid)]
     for pid in pids:
         with suppress(OSError):
@@ -280,14 +273,13 @@ def _is_ray_worker(pid: int) -> bool:
 
 
 async def forget_on_nodes(cluster: RayClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
-    """End the processes ``pids`` of each node and remove the run's commits from its memory. The newest that is whole
-    and goes beyond the copies in the run's folder is saved before. Returns False if that failed: an error is logged,
-    and everything stays."""
+    """End the processes ``pids`` of each node and remove the run's commits from its memory, after saving the newest
+    whole one beyond the copies in the run's folder. If that fails, logs it, removes nothing, and returns False."""
     ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
-    known = dict(zip(pids, await asyncio.gather(*ended), strict=True))
-    answering = [node for node, found in known.items() if found is not None]
-    found = {decode(each).age: each for node in answering for each in known[node]}  # two nodes know the same ones
-    for _, each in sorted(found.items(), reverse=True):
+    answers = dict(zip(pids, await asyncio.gather(*ended), strict=True))
+    answering = [node for node, manifests in answers.items() if manifests is not None]
+    by_age = {decode(each).age: each for node in answering for each in answers[node]}  # several nodes know a manifest
+    for _, each in sorted(by_age.items(), reverse=True):
         saving = (cluster.run_on(node, save_from_memory, job, run, each, limit_s=_SAVED_S) for node in answering)
         saved = await asyncio.gather(*saving)
         if any(saved):

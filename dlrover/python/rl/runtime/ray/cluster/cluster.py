@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: the start of a cluster, the life of its head, and the end of both.
-"""Connecting to a running Ray cluster, or starting one; its orderly end, including everything that it has started.
+"""Connecting to a running Ray cluster, or starting and ending one with everything that it has started.
 
 ::
 
     SIGTERM --> SystemExit in the main thread --> actors end --> ray.shutdown() --> remaining children of the raylet die
     GCS dies --keeper notices within 0.1 s--> restarted: same port, same store --> actors, groups and KV are back
 
-Ray's own handler would kill the cluster first, while others still wait for its answers. By default Ray's GCS (the
-process that knows all actors, groups and nodes) keeps its tables in memory, and the cluster ends with it. Newer wheels
-can store them on disk. Until it is back, calls between actors continue; name lookups and starts wait.
+Ray's own handler would kill the cluster while others still wait for its answers. By default Ray's GCS (the process that
+knows all actors, groups and nodes) keeps its tables in memory, and the cluster ends with it; newer wheels can store
+them on disk. While it is away, calls between actors continue; name lookups and starts wait.
 """
 
 import contextlib
@@ -48,11 +48,10 @@ _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
 _KILLED_S = 5.0
 _LOOK_S = 0.1
-RAYS_ERRORS = (ray.exceptions.RayError, ConnectionError, TimeoutError)
-"""What calls raise when the connection to Ray is lost."""
+RAYS_ERRORS = (ray.exceptions.RayError, ConnectionError, TimeoutError)  # calls raise them without a connection to Ray
 _START_ERRORS = (*RAYS_ERRORS, RuntimeError, ValueError)
 
-# What Ray sets in the environment of a process that connects, for itself and for what it starts.
+# Variables that Ray sets in the environment of a process that connects.
 _TOUCHED = ("PYTHONBREAKPOINT", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")
 
 HEALTH = {
@@ -70,15 +69,12 @@ _PATIENCE = {
     "gcs_rpc_server_connect_timeout_s": 30,
 }
 
-_SPARE = ("start_monitor", "start_api_server")  # of Ray's node; one that a Ray does not have is not needed either
-
+_SPARE = ("start_monitor", "start_api_server")  # methods of Ray's node, which some versions lack
 _GCS = "gcs_server"  # its name among the processes of a node
 _FOLDER_PREFIX = "dlrover-ray-"
-_LONGEST_BASE = 14  # Ray puts unix sockets, whose paths have 107 characters at most, deep below
+_LONGEST_BASE = 14  # Ray creates unix sockets, whose paths have at most 107 characters, deep below
 _STALE_AFTER_S = 60.0
-
-# Made for other systems, where Ray stays on loopback by default.
-_ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # for systems where Ray stays on loopback by default
 
 
 @contextlib.contextmanager
@@ -90,35 +86,28 @@ def ray_cluster(
     folder: Path | None = None,
     cpus: int | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray inside the block. A process that is connected already keeps its connection.
+    """Connect to Ray inside the block. A connected process keeps its connection. Raises ClusterUnavailable.
 
     Args:
-        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback, on this machine only,
-            with enough logical resources for ``needed``, and ends it with the block. It survives the death of its GCS,
-            finds a lost node within seconds, and leaves no files.
-        needed: the job's resources (``cpu``, ``gpu``, custom ones).
-        folder: an empty one for the files of a cluster that is started; by default one is made, and removed.
-        cpus: the logical CPUs of a cluster that is started; by default two more than needed, and no fewer than cores.
-
-    Raises:
-        ClusterUnavailable: after several attempts, with Ray's error as the cause.
+        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on this machine's loopback, and
+            ends it with the block. It survives the death of its GCS, finds a lost node within seconds, and leaves no
+            files.
+        needed: the job's resources (``cpu``, ``gpu``, custom ones), which a new cluster has.
+        folder: an empty folder for the files of a new cluster; by default a temporary one.
+        cpus: the logical CPUs of a new cluster; by default two more than needed, at least the number of cores.
     """
     if ray.is_initialized():
-        yield  # the caller's connection stays as it is
+        yield  # the caller's connection stays
         return
-    common: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": log_to_driver,
-        "logging_level": logging.ERROR,
-        "configure_logging": True,
-    }
+    common: dict[str, Any] = dict(namespace=namespace, log_to_driver=log_to_driver, configure_logging=True)
+    common["logging_level"] = logging.ERROR
     before = {name: os.environ.get(name) for name in _TOUCHED}
     try:
         with (
             _inert_output(),
             _joined(address, common) if address is not None else _started(needed, common, folder, cpus),
         ):
-            # Ray sets it to its own debugger, in this process too.
+            # Ray sets it to its own debugger, also in this process.
             restore_environment({"PYTHONBREAKPOINT": before["PYTHONBREAKPOINT"]})
             yield
     finally:
@@ -127,8 +116,7 @@ def ray_cluster(
 
 @contextlib.contextmanager
 def _inert_output() -> Iterator[None]:
-    """Inside the block, what the cluster's processes print reaches this terminal as inert text: Ray gives each record
-    to all handlers, and its own, which prints, is added when it connects."""
+    """Make the cluster's output inert before Ray's own handler, which is added when it connects, prints it."""
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
     dispatcher.add_handler("dlrover", lambda record: record.update(lines=[inert(line) for line in record["lines"]]))
     try:
@@ -156,15 +144,15 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started(
-    needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None, cpus: int | None
+    needed: Mapping[str, float], common: Mapping[str, Any], place: Path | None, cpus: int | None
 ) -> Iterator[None]:
     gpus = get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()
     if needed.get("gpu", 0.0) > gpus:
-        what = f"the job needs {needed['gpu']:g} GPU{'s' * (needed['gpu'] > 1)}, this machine has {gpus}"
+        lack = f"the job needs {needed['gpu']:g} GPU{'s' * (needed['gpu'] > 1)}, this machine has {gpus}"
         advice = "write trainer.device_type=CPU, or name a cluster that has them (--address)"
-        raise InvalidJob([ConfigError("trainer.device_type", f"{what}: {advice}")])
+        raise InvalidJob([ConfigError("trainer.device_type", f"{lack}: {advice}")])
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    files = private_folder() if given is None else contextlib.nullcontext(given)
+    files = private_folder() if place is None else contextlib.nullcontext(place)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
         keeper = _start(folder, {**common, **_own(needed, cpus)})
         take_sigterm_back()
@@ -181,18 +169,17 @@ def _started(
 
 
 def current_address() -> str:
-    """Of the cluster that this process is connected to, ``host:port``."""
+    """Return the address of the connected cluster, ``host:port``."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def other_addresses() -> list[str]:
-    """Of the other clusters whose head runs on this machine."""
+    """Return the addresses of the other clusters whose head runs on this machine."""
     return sorted(services.find_gcs_addresses() - {current_address()})
 
 
 def lost_process(patience_s: float = 0.0) -> str:
-    """The process of Ray that has died, of the cluster that this process has started; it gets ``patience_s`` seconds
-    to do so. Empty if none has."""
+    """Return the Ray process of this process's cluster that dies within ``patience_s`` seconds; empty if none does."""
     until_s = time.monotonic() + patience_s
     while True:
         node = worker._global_node
@@ -218,9 +205,9 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
             with without_spare_processes():
                 ray.init(**common, _temp_dir=str(files), _system_config=settings(store))
             return GcsKeeper(worker._global_node) if durable else None
-        except Exception as error:  # noqa: BLE001 - Ray raises just that when a busy machine was too slow
+        except Exception as error:  # noqa: BLE001 - Ray raises a plain Exception when a busy machine was too slow
             last = error
-            _LOG.warning("Ray did not come up (attempt %d): %s", attempt + 1, error)
+            _LOG.warning("Ray did not start (attempt %d): %s", attempt + 1, error)
             ray.shutdown()
             time.sleep(0.5 * attempt)
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
@@ -228,8 +215,7 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
 
 def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
     return {
-        # Without it Ray joins any cluster that it finds on the machine.
-        "address": "local",
+        "address": "local",  # else Ray joins any cluster that it finds on the machine
         "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
         "include_dashboard": False,
         "_node_ip_address": _LOOPBACK,
@@ -238,9 +224,8 @@ def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
 
 
 def _reach_gcs(address: str) -> tuple[str, int] | None:
-    """The host and port of a cluster's GCS; None for a form of address that only Ray knows. Raises at once if nothing
-    listens there; Ray itself would try for minutes, with ``auto`` at the address that the last cluster of this machine
-    has left, even if that was killed."""
+    """Return the host and port of a cluster's GCS; None for an address that only Ray understands. Raises at once if
+    nothing listens there, where Ray would try for minutes, with ``auto`` even the address of a killed cluster."""
     if address == "auto":
         try:
             address = services.get_ray_address_from_environment(address, None)
@@ -261,8 +246,8 @@ def _reach_gcs(address: str) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def children_end(parent: int, patience_s: float = 2.0) -> Iterator[None]:
-    """After the block, which ends the process ``parent``, its children are dead too; they are killed ``patience_s``
-    seconds after the block. Ray kills a raylet that does not end within a second, but not its agents."""
+    """Kill the children of the process ``parent``, which the block ends, ``patience_s`` seconds after the block. Ray
+    kills a raylet that does not end within a second, but not its agents."""
     with contextlib.ExitStack() as stack:
         children = []
         for pid in _children(parent):
@@ -295,11 +280,8 @@ def _children(parent: int) -> list[int]:
     return children
 
 
-# -- a head node of this process --------------------------------------------------------------------------------------
-
-
 def settings(store: Path | None) -> dict[str, Any]:
-    """Ray's system settings; ``store`` is an empty folder for the tables of the GCS, None keeps them in memory."""
+    """Return Ray's system settings; ``store`` is an empty folder for the tables of the GCS, None for memory."""
     durable = {"gcs_storage": "rocksdb", "gcs_storage_path": str(store)} if store is not None else {}
     return HEALTH | _PATIENCE | durable
 
@@ -319,8 +301,7 @@ def has_durable_gcs() -> bool:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Inside, Ray uses 127.0.0.1 as it is, in this process and its children. On Linux Ray would otherwise replace it by
-    the machine's address and listen on every interface."""
+    """Let Ray listen on 127.0.0.1 only, where on Linux it would replace the address and listen on every interface."""
     attribute = ray_constants.ENABLE_RAY_CLUSTER
     variable = os.environ.get(_ENABLE_CLUSTER)
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -334,8 +315,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_spare_processes() -> Iterator[None]:
-    """Inside, Ray starts a head node without the processes of its autoscaler and dashboard: seconds of processor time
-    for each start, for a cluster that has one node and shows no dashboard."""
+    """Let Ray start a head node without its autoscaler and dashboard, which take seconds of processor time."""
     with contextlib.ExitStack() as stack:
         for name in _SPARE:
             if (start := getattr(Node, name, None)) is not None:
@@ -345,17 +325,17 @@ def without_spare_processes() -> Iterator[None]:
 
 
 def use_token() -> None:
-    """Authenticate with this user's token, which Ray itself does only for clusters that it has searched."""
-    with contextlib.suppress(ImportError):  # a Ray that has no tokens
+    """Authenticate with this user's token, which Ray itself does only for ``auto``."""
+    with contextlib.suppress(ImportError):  # a Ray without tokens
         from ray._private.authentication import authentication_token_setup
 
-        # At each command it would say that there is a token.
+        # Each command would log that there is a token.
         logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
         authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def listens_on_loopback_only(host: str, port: int) -> bool:
-    """Return True if a GCS was started :func:`on_loopback` on this machine."""
+    """Return True if a GCS listens :func:`on_loopback` of this machine."""
     if host not in ("127.0.0.1", "localhost"):
         return False
     try:
@@ -367,8 +347,8 @@ def listens_on_loopback_only(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for this user only, with a path short enough for Ray; removed at the end, as are the folders that killed
-    processes have left: the owner of each holds a lock on it."""
+    """Create a folder for this user only, with a path short enough for Ray. Removes it at the end, and at the start the
+    folders of killed processes, which hold no locks on them."""
     base = Path(tempfile.gettempdir())
     if len(str(base)) > _LONGEST_BASE and Path("/tmp").is_dir():
         base = Path("/tmp")
@@ -385,14 +365,14 @@ def private_folder() -> Iterator[Path]:
 def _remove_stale(base: Path) -> None:
     for folder in base.glob(f"{_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError), (folder / "owner").open("r+") as owner:
-            # A new one may not be locked yet.
+            # A new folder may not be locked yet.
             if time.time() - folder.stat().st_mtime > _STALE_AFTER_S:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    # Processes that end late may still be writing a last log line.
+    # Processes that end late may still write a last log line.
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -404,9 +384,9 @@ def _remove(folder: Path) -> None:
 class GcsKeeper:
     """Restarts the GCS of a head node in a thread.
 
-    The thread must outlive the GCS that it started, since Linux ends a child with the thread that started it: call
-    :meth:`rest`, end the cluster, then call :meth:`close`. It stops after ``most_in_a_row`` restarts within ``quiet_s``
-    seconds of each other. ``node`` is Ray's object of the head node, which this process has started.
+    Linux ends a child with the thread that started it, so the thread must outlive the GCS: call :meth:`rest`, end the
+    cluster, then call :meth:`close`. It stops after ``most_in_a_row`` restarts within ``quiet_s`` seconds of each
+    other. ``node`` is Ray's object of the head node of this process.
     """
 
     def __init__(self, node: Any, most_in_a_row: int = 5, quiet_s: float = 5.0) -> None:
@@ -442,16 +422,16 @@ class GcsKeeper:
                     self.restarts += 1
                 except (OSError, RuntimeError, AssertionError) as error:
                     _LOG.error("the GCS of Ray could not be started again: %s", error)
-            with self._node.removal_lock:  # what is lost for good, or is to be started again, is seen in the table
+            with self._node.removal_lock:  # the table shows a GCS that is lost, or that will be restarted
                 self._node.all_processes.setdefault(_GCS, dead)
 
     def _remove_dead(self) -> Any:
-        """The GCS if it has died by itself, else None; it is then removed from the node's table."""
+        """Return the GCS, removed from the node's table, if it has died by itself; else None."""
         with self._node.removal_lock:  # Ray holds it while it ends the GCS on purpose
             processes = self._node.all_processes.get(_GCS)
             if not processes or processes[0].process.poll() is None:
                 return None
-            _LOG.warning("the GCS of Ray has died (exit code %s): starting it again", processes[0].process.returncode)
+            _LOG.warning("the GCS of Ray has died (exit code %s): restarting it", processes[0].process.returncode)
             del self._node.all_processes[_GCS]
             self._node._gcs_address = None
             self._node._gcs_client = None

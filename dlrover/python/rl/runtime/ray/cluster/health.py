@@ -20,17 +20,8 @@ from ray.experimental.internal_kv import _internal_kv_get
 from dlrover.python.rl.common.sockets import is_loopback, machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
-from dlrover.python.rl.runtime.run.machine import (
-    Check,
-    MachineReport,
-    accept_one,
-    examine,
-    find_marks,
-    leave_mark,
-    reach,
-    read_clock,
-    remove_mark,
-)
+from dlrover.python.rl.runtime.run import machine
+from dlrover.python.rl.runtime.run.machine import Check, MachineReport
 
 MOST_APART_S = 2.0
 
@@ -44,8 +35,7 @@ _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def examine_cluster(folder: str, ports: Iterable[int] = ()) -> tuple[list[MachineReport], list[Check]]:
-    """A report of each node that answers, and checks of all together; on the cluster that this process is connected
-    to."""
+    """Return the reports of the connected cluster's nodes that answer, and checks of all nodes together."""
     cluster = RayClusterApi()
     nodes = [row for row in cluster.list_nodes() if row.alive]
     return asyncio.run(_examine(cluster, nodes, folder, tuple(ports)))
@@ -71,32 +61,29 @@ async def _examine(
 
 
 async def _ask(cluster: RayClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
-    """With how far its clock is ahead of this one, from a call that returns at once: the time there is that at half of
-    the way."""
-    report: MachineReport | None = await cluster.run_on(node, examine, folder, ports)
+    """Return a node's report. A call that returns at once reads its clock in the middle of the way there and back."""
+    report: MachineReport | None = await cluster.run_on(node, machine.examine, folder, ports)
     began_s = time.time()
-    wall_s: float | None = await cluster.run_on(node, read_clock)
+    wall_s: float | None = await cluster.run_on(node, machine.read_clock)
     if report is None or wall_s is None:
         return None
     return replace(report, ahead_s=wall_s - (began_s + time.time()) / 2)
 
 
 async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
-    """A file that each node writes can be read on every other one."""
+    """Check that every node can read the files of all others."""
     names = [f".doctor-{uuid4().hex}" for _ in nodes]
 
     async def on_each(function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
-        calls = [
-            cluster.run_on(node.node_id, function, folder, each) for node, each in zip(nodes, arguments, strict=True)
-        ]
-        return await asyncio.gather(*calls)
+        pairs = zip(nodes, arguments, strict=True)
+        return await asyncio.gather(*(cluster.run_on(node.node_id, function, folder, each) for node, each in pairs))
 
     try:
-        await on_each(leave_mark, names)
-        found = await on_each(find_marks, [names] * len(nodes))
+        await on_each(machine.leave_mark, names)
+        visible = await on_each(machine.find_marks, [names] * len(nodes))
     finally:
-        await on_each(remove_mark, names)
-    lacking = [node.host for node, marks in zip(nodes, found, strict=True) if set(marks or ()) != set(names)]
+        await on_each(machine.remove_mark, names)
+    lacking = [node.host for node, marks in zip(nodes, visible, strict=True) if set(marks or ()) != set(names)]
     if not lacking:
         return Check(f"shared {folder}", True, "each node reads what the others write")
     advice = "mount one file system there on all nodes, or name a folder of one: --folder"
@@ -104,20 +91,20 @@ async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder:
 
 
 async def check_connections(cluster: RayClusterApi, nodes: Sequence[NodeRow]) -> Check:
-    """Each node reaches any port of the next one, as ranks and weights need it."""
+    """Check that each node reaches any port of the next one, as ranks and weights must."""
 
     async def is_open(source: NodeRow, target: NodeRow) -> bool:
         for _ in range(2):  # at another port: the first may be taken
             port = random.randrange(*_EPHEMERAL)
-            listening = cluster.run_on(target.node_id, accept_one, target.host, port, _CONNECT_S)
-            reaching = cluster.run_on(source.node_id, reach, target.host, port, _CONNECT_S)
+            listening = cluster.run_on(target.node_id, machine.accept_one, target.host, port, _CONNECT_S)
+            reaching = cluster.run_on(source.node_id, machine.reach, target.host, port, _CONNECT_S)
             if all(await asyncio.gather(listening, reaching)):
                 return True
         return False
 
     pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    found = await asyncio.gather(*(is_open(source, target) for source, target in pairs))
-    closed = [f"{pair[0].host} to {pair[1].host}" for pair, reached in zip(pairs, found, strict=True) if not reached]
+    reached = await asyncio.gather(*(is_open(source, target) for source, target in pairs))
+    closed = [f"{pair[0].host} to {pair[1].host}" for pair, is_ok in zip(pairs, reached, strict=True) if not is_ok]
     if not closed:
         return Check("connections", True, "a node reaches the next at a port that neither has used")
     return Check("connections", False, f"none from {', '.join(closed)}", "open all ports between the nodes")
@@ -145,22 +132,21 @@ def compare(reports: list[MachineReport]) -> list[Check]:
 
 
 def risk_of_open_ray() -> str:
-    """Why the cluster that this process is connected to is dangerous; empty if neither its GCS nor its dashboard
-    answers a request without a token from beyond loopback. A firewall that keeps out this machine hides the risk."""
+    """Return the danger of the connected cluster; empty if neither its GCS nor its dashboard answers a request without
+    a token from beyond loopback. A firewall against this machine hides the risk."""
     dashboard = _internal_kv_get(ray_constants.DASHBOARD_ADDRESS, namespace=ray_constants.KV_NAMESPACE_DASHBOARD)
     return find_risk(str(ray.get_runtime_context().gcs_address), (dashboard or b"").decode())
 
 
 def find_risk(gcs: str, dashboard: str) -> str:
-    """:func:`risk_of_open_ray` of a GCS and a dashboard, ``host:port``; "" for none. What is named by a loopback
-    address may listen on the others, too."""
+    """Return the risk of a GCS and a dashboard, ``host:port`` or ""; a loopback server may listen elsewhere, too."""
     for name, address, answers in (("GCS", gcs, gcs_answers), ("dashboard", dashboard, dashboard_answers)):
         host, _, port = address.rpartition(":")
         for reached in machine_addresses() if is_loopback(host) else [host] if host else []:
             if answers(f"{reached}:{port}"):
                 return (
-                    f"Ray's {name} at {reached}:{port} answers without a token: whoever reaches it runs code on the"
-                    " cluster. Set RAY_AUTH_MODE=token on all nodes, or keep its ports in a private network"
+                    f"Ray's {name} at {reached}:{port} answers without a token: anyone who reaches it can run code on"
+                    " the cluster. Set RAY_AUTH_MODE=token on all nodes, or keep its ports in a private network"
                 )
     return ""
 

@@ -6,10 +6,9 @@
     Ray's node table, every interval ------------ dead or draining there ------------.
     one open connection to each raylet -- closed --> again: refused twice in a row --+--> lost(NodeLost), once
 
-A raylet (Ray's process on a node) that is killed closes its connections at once; Ray itself needs seconds to notice. A
-stopped or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``).
-A node that is drained, or of which a process was told that it will go, as spot nodes are, is left at once if there is
-another one.
+A killed raylet (Ray's process on a node) closes its connections at once; Ray itself needs seconds to notice. A stopped
+or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``). A node
+that is drained, or whose processes were notified of its end as on spot nodes, is left at once if there is another one.
 """
 
 import asyncio
@@ -34,8 +33,7 @@ _REFUSALS = 2
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A row of Ray's node table: ``host`` and ``port`` (0 for unknown) are the raylet's, ``why`` is the reason for the
-    death of the node; a ``draining`` one is alive."""
+    """A row of Ray's node table: the raylet's address (port 0: unknown), and ``why`` a dead node has died."""
 
     node_id: str
     alive: bool
@@ -46,7 +44,7 @@ class NodeRow:
 
 
 def node_table() -> list[NodeRow]:
-    """Every node that Ray knows, including dead ones. Waits while the GCS is away."""
+    """List every node that Ray knows, also dead ones. Waits while the GCS is away."""
     draining = ray._private.worker.global_worker.gcs_client.get_draining_nodes(timeout=_CONNECT_S)
     return [
         NodeRow(
@@ -62,8 +60,7 @@ def node_table() -> list[NodeRow]:
 
 
 async def closed(host: str, port: int) -> None:
-    """Connect and return when the other side has closed the connection. Raises OSError if there is none, of these
-    ConnectionRefusedError if nothing listens there, and TimeoutError."""
+    """Connect and wait until the other side closes. Raises OSError (ConnectionRefusedError), TimeoutError."""
     async with asyncio.timeout(_CONNECT_S):
         reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -76,8 +73,7 @@ async def closed(host: str, port: int) -> None:
 
 
 class NodeWatch:
-    """Reports each lost node once. ``table`` is called in a thread, since it waits while the GCS is away; each round
-    waits for it up to ``table_s`` seconds."""
+    """Reports each lost node once. A thread reads ``table``, and waits up to ``table_s`` while the GCS is away."""
 
     def __init__(
         self,
@@ -93,14 +89,14 @@ class NodeWatch:
         self.oom_kills = OomKills()
 
     def take_notice(self, node_id: str, why: str) -> None:
-        """A process on the node was told that it will go."""
+        """Record the notice of a process that its node will be removed."""
         if node_id not in self._notices:
-            _LOG.warning("the node %s will go: %s", node_id[:8], why)
+            _LOG.warning("the node %s will be removed: %s", node_id[:8], why)
         self._notices.setdefault(node_id, why)
 
     async def watch(self, lost: Callable[[NodeLost], None], interval_s: float = 0.25) -> None:
-        """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop, once
-        for each node, also for nodes that were dead before or were shut down cleanly, and for those that will go."""
+        """Watch until cancelled, and read the table every ``interval_s``. Calls ``lost`` in this event loop once for
+        each node, also for nodes that were dead before, were shut down cleanly, or will be removed."""
 
         def report(node_id: str, why: str, kind: CauseKind = CauseKind.NODE_LOST) -> None:
             if node_id not in self._lost:
@@ -118,7 +114,6 @@ class NodeWatch:
             self._watches.clear()
 
     async def _read_rows(self) -> list[NodeRow] | None:
-        """The table, or None while it cannot be read."""
         self._request = self._request or in_daemon_thread(self._table)
         done, _ = await asyncio.wait([self._request], timeout=self._table_s)
         if not done:
@@ -139,7 +134,7 @@ class NodeWatch:
             if not row.alive:
                 report(row.node_id, ": ".join(filter(None, ("Ray declared it dead", " ".join(row.why.split())))))
             elif row.node_id in leaving and is_refuge:
-                report(row.node_id, f"it will go: {leaving[row.node_id]}", CauseKind.PREEMPTED)
+                report(row.node_id, f"it will be removed: {leaving[row.node_id]}", CauseKind.PREEMPTED)
             elif row.port and row.node_id not in self._watches and row.node_id not in self._lost:
                 self._watches[row.node_id] = asyncio.create_task(self._watch_raylet(row, report))
         for node_id in self._watches.keys() - alive:
@@ -166,7 +161,7 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(call: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
-    """The result of a call in a separate thread, which continues when the future is cancelled."""
+    """Return the result of a call in a separate thread, which continues when the future is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

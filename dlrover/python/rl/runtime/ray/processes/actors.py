@@ -10,22 +10,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray import exceptions
 
-from dlrover.python.rl.common.errors import (
-    DLRoverRLError,
-    JobConflict,
-    MasterLost,
-    WorkloadStartError,
-)
+from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost, WorkloadStartError
 from dlrover.python.rl.common.log import HIDDEN, get_logger
 from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.config.secrets import seal
@@ -57,16 +44,15 @@ VISIBLE_DEVICES_OFF = {
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
 }
 
+# Several processes share the cores: threads that spin while they wait would take them from others.
 ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Several processes share the cores: threads that spin while they wait take them from the others."""
-
 _MASTER_RETRY_S = 0.5
 _OURS = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
 _RAYS_OWN = ("node:", "object_store")
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
-    """The environment of a job's processes, without secrets: Ray shows it in their arguments, and stores it."""
+    """Return the environment of a job's processes, without secrets: Ray shows it in their arguments, and stores it."""
     job = seal(job)[0]
     defaults = ON_CPU if job.trainer.device_type == "CPU" else {}
     return {name: value for name, value in {**defaults, **job.env}.items() if value != HIDDEN}
@@ -79,75 +65,61 @@ def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
 
 
 def current_actor() -> Any:
-    """The handle of the actor this code runs in."""
     return ray.get_runtime_context().current_actor
 
 
 def session_folder() -> str:
-    """Where Ray keeps the logs of this node's processes."""
+    """Return the folder of Ray's files on this node, such as the logs of its processes."""
     return str(ray._private.worker.global_worker.node.get_session_dir_path())
 
 
 def was_restarted() -> bool:
     """Return True if this actor's process replaces one that has died."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray asks itself in a way that it calls deprecated, on the user's terminal
+        warnings.simplefilter("ignore")  # Ray would print a deprecation warning about its own call
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float], max_restarts: int = 0) -> Any:
-    """Start a detached actor and return its handle. It runs on the node of Ray's head if it fits there, so that it
-    survives the loss of a worker node.
-
-    Args:
-        resources: ``cpu``, and ``memory`` in MB.
-
-    Raises:
-        JobConflict: an actor of this name is alive.
-    """
+    """Start a detached actor with ``cpu`` and ``memory`` (MB) and return its handle. It runs on the head node if it
+    fits there, to survive the loss of a worker node. Raises JobConflict if an actor of this name is alive."""
     needs = dict(resources)
     memory = needs.get("memory", 0.0) * MEGABYTE
     heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    # The head is often kept free of work, and may never have as much.
+    # The head node often gets no work, and may have too few resources.
     if any(head.get("CPU", 0) >= needs.get("cpu", 0) and head.get("memory", 0) >= memory for head in heads):
         needs[_HEAD] = _HEAD_SHARE
     try:
         return RayClusterApi().start_actor(ActorRequest(name, cls, args, {}, ActorPlacement(needs), max_restarts))
     except ValueError as error:
-        raise JobConflict(
-            f"'{name}' is already running on this cluster: stop it first or choose another name"
-        ) from error
+        message = f"'{name}' is already running on this cluster: stop it first or choose another name"
+        raise JobConflict(message) from error
 
 
 def find(name: str) -> Any:
-    """The handle of a running actor of the system, or None."""
     return RayClusterApi().find_actor(name)
 
 
 def ask(request: Callable[[], Any], timeout_s: float) -> Any:
-    """The answer of a master; ``request`` returns its ref, and is repeated while the master restarts.
-
-    Raises:
-        MasterLost: the master did not answer in time, or is gone.
-        DLRoverRLError: the error that the master answered with.
-    """
+    """Return a master's answer; ``request`` returns its ref, and is repeated while the master restarts. Raises
+    MasterLost without an answer in time, or the DLRoverRLError that the master raised."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             return ray.get(request(), timeout=max(deadline_s - time.monotonic(), 0.0))
-        except (TimeoutError, RayTaskError, RayActorError) as error:
+        except (TimeoutError, exceptions.RayTaskError, exceptions.RayActorError) as error:
             _raise_if_final(error, deadline_s, timeout_s)
         time.sleep(_RETRY_S)
 
 
 def _raise_if_final(error: Exception, deadline_s: float, timeout_s: float) -> None:
-    """Raise the error of a call to a master as one of this package; return if the call is to be repeated."""
-    if isinstance(error, ActorUnavailableError):
+    """Raise the error of a call to a master as one of this package; return if the call can be repeated."""
+    if isinstance(error, exceptions.ActorUnavailableError):
         if time.monotonic() > deadline_s:
             raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
     elif isinstance(error, TimeoutError):
         raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
-    elif isinstance(error, RayTaskError):
+    elif isinstance(error, exceptions.RayTaskError):
         if isinstance(error.cause, DLRoverRLError):
             raise error.cause from None
         raise MasterLost(f"the master failed: {error.cause}") from error
@@ -156,9 +128,8 @@ def _raise_if_final(error: Exception, deadline_s: float, timeout_s: float) -> No
 
 
 def sweep(job: str, run: str | None = None) -> list[str]:
-    """Remove what a job without a master has left: its actors and placement groups, whose names are returned, and its
-    files in the memory of this node, and of every node those of the runs that have left actors. Of one ``run`` only
-    what is its own: the name of a master is that of the next run's, too."""
+    """Remove the remains of a job without a master, or of one ``run``: actors and placement groups, whose names are
+    returned, its files in the memory of this node, and on every node the files of runs that had actors."""
     cluster, names, prefix = RayClusterApi(), [], f"{job}/" if run is None else f"{job}/{run}/"
     for name in cluster.list_actors(prefix):
         handle = cluster.find_actor(name)
@@ -195,7 +166,7 @@ async def end_later(actor: Any, after_s: float) -> None:
 
 
 def end_unless(has_begun: Callable[[], bool], after_s: float, why: str) -> None:
-    """End this process, which is an actor, after a time in which nothing has begun: who launched it is gone."""
+    """End this process, which is an actor, unless something has begun in time: its launcher is gone."""
     actor = current_actor()
 
     def check() -> None:
@@ -208,8 +179,6 @@ def end_unless(has_begun: Callable[[], bool], after_s: float, why: str) -> None:
     timer.start()
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 _TRIES = 3
@@ -217,26 +186,28 @@ _PAUSE_S = 2.0
 
 
 class MemberGone(Exception):
-    """A process of the job is gone; ``who`` it was, and Ray's error."""
+    """A process of the job is gone, with Ray's error."""
 
-    def __init__(self, who: str, error: RayError) -> None:
-        super().__init__(who)
-        self.who, self.error = who, error
+    def __init__(self, process: str, error: exceptions.RayError) -> None:
+        super().__init__(process)
+        self.process, self.error = process, error
 
 
 def classify(error: Exception, process: Process | None = None) -> Cause:
-    """The cause of an exception of one of the executor's tasks; a dead ``process`` has its last log lines in it."""
+    """Return the cause of the error of an executor's task, with the last log lines of a dead ``process``."""
     if isinstance(error, MemberGone):
         died, kind = error.error, CauseKind.PROCESS_DIED
-        # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
-        if isinstance(died, OutOfMemoryError) or "running low on memory" in str(died):
+        # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory, too.
+        if isinstance(died, exceptions.OutOfMemoryError) or "running low on memory" in str(died):
             kind = CauseKind.OUT_OF_MEMORY
-        elif isinstance(died, NodeDiedError) or (isinstance(died, ActorDiedError) and "node has died" in str(died)):
+        elif isinstance(died, exceptions.NodeDiedError) or (
+            isinstance(died, exceptions.ActorDiedError) and "node has died" in str(died)
+        ):
             kind = CauseKind.NODE_LOST
         tail = ray_worker_log_tail(session_folder(), process.pid) if process is not None else ""
         detail = [str(died), f"its last log lines:\n{tail}" if tail else ""]
-        return Cause(kind, error.who, _one_line(died), "\n\n".join(filter(None, detail)))
-    inner = error.cause if isinstance(error, RayTaskError) else error
+        return Cause(kind, error.process, _one_line(died), "\n\n".join(filter(None, detail)))
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
@@ -247,42 +218,35 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
-    """The answer of a process.
-
-    Raises:
-        MemberGone: it died.
-        TimeoutError: it did not answer in time.
-    """
+async def answer_of(process: str, ref: Any, timeout_s: float) -> Any:
+    """Return the answer of a process. Raises MemberGone if it dies, or TimeoutError."""
     try:
         async with asyncio.timeout(timeout_s):
             return await awaited(ref)
-    except RayActorError as error:
-        raise MemberGone(who, error) from error
+    except exceptions.RayActorError as error:
+        raise MemberGone(process, error) from error
 
 
 class Threads:
-    """Blocking calls of one executor, off the event loop. A thread cannot be cancelled: an actor that is being started
-    will exist even if its task was cancelled."""
+    """Blocking calls off the event loop. A thread cannot be cancelled: a starting actor will exist in any case."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a call in a thread, which a cancellation leaves running."""
+        """Return the result of a call in a thread, which continues after a cancellation."""
         work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         return await asyncio.shield(work)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until all calls have ended."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=timeout_s)
 
 
 class Detached:
-    """Coroutines that the end of the job does not cancel; their errors are logged under the job's name."""
+    """Coroutines that outlive the job; their errors are logged under its name."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -299,12 +263,12 @@ class Detached:
         task.add_done_callback(finish)
 
     async def retry(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Retry an action that ends or releases something: Ray's head may be away for a while."""
+        """Retry an action that ends or releases something, since Ray's head may be away for a while."""
         for attempt in range(1, _TRIES + 1):
             try:
                 await action()
                 return
-            except Exception:  # noqa: BLE001 -- the remaining actions run all the same
+            except Exception:  # noqa: BLE001 -- the remaining actions must run
                 _LOG.exception("%s: not everything could be ended or released (attempt %d)", self._job, attempt)
                 await asyncio.sleep(_PAUSE_S)
 
@@ -314,24 +278,19 @@ class MasterCalls:
         self._handle = handle
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """The master's answer; repeated while it restarts.
-
-        Raises:
-            MasterLost: it is gone, or has not answered in time.
-            DLRoverRLError: the error that it answered with.
-        """
+        """Return the master's answer to a call, like :func:`ask`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 ref = getattr(self._handle, method).remote(*arguments)
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     return await awaited(ref)
-            except (TimeoutError, RayTaskError, RayActorError) as error:
+            except (TimeoutError, exceptions.RayTaskError, exceptions.RayActorError) as error:
                 _raise_if_final(error, deadline_s - _MASTER_RETRY_S, timeout_s)
             await asyncio.sleep(_MASTER_RETRY_S)
 
     def end(self) -> None:
-        with suppress(RayActorError, ValueError):
+        with suppress(exceptions.RayActorError, ValueError):
             end(self._handle)
 
 
@@ -341,7 +300,7 @@ async def find_master(job: str) -> MasterCalls | None:
 
 
 async def cluster_capacity() -> dict[str, float]:
-    """What all nodes have: ``cpu``, ``gpu``, ``memory`` in MB, and custom resources."""
+    """Return the resources of all nodes: ``cpu``, ``gpu``, ``memory`` in MB, and custom ones."""
     amounts = await in_daemon_thread(ray.cluster_resources)
     return {
         _OURS.get(name, name): amount / MEGABYTE if name == "memory" else float(amount)

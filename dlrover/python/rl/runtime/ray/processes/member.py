@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor that hosts one workload.
 
-The workload's class is imported only here, in the process that runs it. The actor has a method for each public method
-of the workload, so that raw handles (``trainer.actors[0].update.remote(...)``) work; role groups call
-:meth:`MemberActor.dlrover_invoke`.
+Only the process that runs a workload imports its class. The actor has each public method of the workload, so that raw
+handles (``trainer.actors[0].update.remote(...)``) work; role groups call :meth:`MemberActor.dlrover_invoke`.
 
 ::
 
     locate -> start -> invoke ...            a worker
-    locate -> prepare ... -> locate -> start a standby: its imports are done before it is needed
-    ... lose_peer, in a thread: the collectives on devices are aborted -> leave -> locate -> start
-                                             a worker that keeps its process when a rank of its group is lost
+    locate -> prepare ... -> locate -> start a standby, which imports before it is needed
+    ... lose_peer, in a thread: abort the collectives on devices -> leave -> locate -> start
+                                             a worker that keeps its process when its group loses a rank
 """
 
 import gc
@@ -34,12 +33,7 @@ from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.member.arguments import CallHeader, decode
-from dlrover.python.rl.runtime.member.heartbeat import (
-    BeatAnswer,
-    DepartureNotice,
-    Heartbeat,
-    HeartbeatSender,
-)
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, DepartureNotice, Heartbeat, HeartbeatSender
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_workload, starting, take_secrets
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
@@ -52,8 +46,7 @@ _BEAT_S = 5.0  # for the answer to a heartbeat
 
 
 def reserved_devices() -> tuple[int, ...]:
-    """The accelerators that Ray reserved for this process, as this process numbers them: from 0 if Ray hides the
-    others."""
+    """Return the accelerators that Ray reserved for this process by its own numbers: from 0 if Ray hides the others."""
     names = _accelerators(ray.get_runtime_context())
     if os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1":
         return tuple(range(len(names)))
@@ -62,25 +55,24 @@ def reserved_devices() -> tuple[int, ...]:
 
 
 def _accelerators(context: Any) -> list[str]:
-    """The ids on the node of those that Ray reserved for this process."""
+    """Return the node's ids of the accelerators that Ray reserved for this process."""
     reserved: list[str] = next(filter(None, context.get_accelerator_ids().values()), [])
     return reserved
 
 
+# Lets a process outlive its NCCL communicators: torch's watchdog would end it when one fails.
 WITHOUT_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-"""Lets a process outlive its NCCL communicators: torch's watchdog would end it when one fails."""
 
 
 def _torch_groups() -> Any:
-    """``torch.distributed`` if this process has groups, else None."""
     distributed = sys.modules.get("torch.distributed")
     is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if is_used else None
 
 
 def abort_groups() -> None:
-    """Abort torch's process groups of this process if they have one on devices: a collective there waits for a lost
-    rank for ever, and so does destroying its group. Those on CPUs fail by themselves, and cannot be aborted."""
+    """Abort this process's torch groups if one is on devices: its collectives, and destroying it, wait for a lost rank
+    for ever. Groups on CPUs fail by themselves, and cannot be aborted."""
     distributed = _torch_groups()
     if distributed is not None and "nccl" in distributed.get_backend_config():
         distributed.distributed_c10d._abort_process_group()
@@ -93,7 +85,7 @@ def locate() -> Process:
 
 
 def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None) -> Any:
-    """``lose_peer`` is called with the incarnation of a worker whose group has lost a rank."""
+    """Return a function that sends heartbeats; ``lose_peer`` gets the incarnation of a worker that has lost a peer."""
 
     def send(beat: Heartbeat) -> bool:
         answer: BeatAnswer = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
@@ -107,10 +99,7 @@ def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None)
 
 
 class MemberActor:
-    """Hosts one workload; ``number`` is a worker's incarnation or a standby's number.
-
-    Without a master, ``beats`` is None, and the actor ends with its owner.
-    """
+    """Hosts one workload; ``number`` is a worker's incarnation or a standby's, ``beats`` None without a master."""
 
     def __init__(self, process_id: ProcessId, number: int, master: Any, beats: LivenessSpec | None) -> None:
         configure_logging(str(process_id))
@@ -127,7 +116,7 @@ class MemberActor:
             HeartbeatSender(self._beat, send_to(master, self.lose_peer), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
-        """Return where this process runs, and a TCP port that is kept free for it."""
+        """Return where this process runs, and a TCP port that is reserved for it."""
         here = locate()
         return replace(here, port=self._port.take(preferred_ports, here.address))
 
@@ -149,7 +138,7 @@ class MemberActor:
         configure_logging(str(process_id))
         if self._log is not None:
             self._log.stop()
-        self._log = copy_output(job.job_dir, process_id.log_name, f"{process_id} incarnation {incarnation}")
+        self._log = copy_output(job.job_dir, process_id.log_name, f"{process_id} attempt {incarnation}")
         self._host = host = MemberHost(incarnation, memory_name())
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
@@ -160,9 +149,8 @@ class MemberActor:
             host.start(workload, context, self._master, job.config)
 
     def lose_peer(self, number: int) -> None:
-        """Refuse all results of incarnation ``number`` from now on, which may be anything, and abort its collectives:
-        a call may wait for the lost rank, so this is done in another thread. An abort that hangs, too, delays
-        :meth:`dlrover_leave`, and the process is replaced."""
+        """Refuse all results of incarnation ``number``, which may be wrong, and abort its collectives in a thread: a
+        call may wait for the lost rank. If the abort hangs, so does :meth:`dlrover_leave`: the process is replaced."""
         with self._leaving:
             if self._left < number == self._identity[1]:
                 self._left = number
@@ -170,7 +158,7 @@ class MemberActor:
                 self._abort.start()
 
     def dlrover_leave(self) -> None:
-        """Give up the workload and its process groups. The next start makes another one, of a later incarnation."""
+        """Close the workload and its process groups; the next start constructs a later incarnation."""
         with self._leaving:
             host, self._host, self._left = self._host, None, self._identity[1]
         if self._abort is not None:
@@ -179,36 +167,30 @@ class MemberActor:
         if host is not None:
             host.close()
         if (distributed := _torch_groups()) is not None:
-            distributed.destroy_process_group()  # peers that wait in one of their collectives then fail
+            distributed.destroy_process_group()  # peers that wait in a collective then fail
         del host
-        gc.collect()  # of tensors, which the next workload needs the memory of
+        gc.collect()  # the next workload needs the memory of the tensors
 
     def _beat(self) -> Heartbeat:
         process_id, number = self._identity
-        doing = self._host.current_call() if self._host is not None else None
+        call = self._host.current_call() if self._host is not None else None
         notice = self._notice.read() if self._notice is not None else ""
         work = self._host.work if self._host is not None else Work()
-        if doing is None:
+        if call is None:
             return Heartbeat(process_id, number, notice=notice, work=work)
-        method, call_id, age_s = doing
+        method, call_id, age_s = call
         return Heartbeat(process_id, number, method, age_s, call_id[0], notice, work)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running."""
         return True
 
     def dlrover_close(self) -> None:
-        """Let the workload give back what it holds."""
         if self._host is not None:
             self._host.close()
 
     def dlrover_invoke(self, packed: bytes, *values: Any) -> Any:
-        """Run a method for a role group; ``values`` are the positional arguments, then the keyword ones. The
-        :class:`CallHeader` comes in bytes, which Ray sends as they are.
-
-        Raises:
-            InvocationError: see :meth:`~dlrover.python.rl.runtime.member.host.MemberHost.invoke`.
-        """
+        """Run a method for a role group; ``values`` are the positional arguments, then the keyword ones. Ray sends the
+        bytes of the :class:`CallHeader` unchanged. Raises InvocationError as ``MemberHost.invoke``."""
         header, host = CallHeader.unpack(packed), self._host
         self._refuse_gone(header.incarnation, header.method)
         if host is None or host.workload is None:
@@ -231,7 +213,7 @@ class MemberActor:
         return (result, row_count(result)) if header.sized else result
 
     def _refuse_gone(self, incarnation: int, method: str) -> None:
-        """Raise WorkloadDied for a call to an incarnation that has left its peers, also while the call ran."""
+        """Raise WorkloadDied for a call to an incarnation that has left its peers, also during the call."""
         if 0 < incarnation <= self._left:
             raise gone_incarnation(incarnation, self._role, self._identity[0].rank, method)
 

@@ -11,16 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
@@ -30,19 +21,13 @@ from dlrover.python.rl.trainer.port import BUCKETS_S, Call, CallCounts, Outcome,
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-_SETTLE_S = 30.0
-"""How long fetching a result that is already there may take."""
-
-
-_BACK_S = 20.0
-"""How long a worker whose connection broke may take to be reached again before it is given up."""
-
+_SETTLE_S = 30.0  # for fetching a result that has arrived
+_BACK_S = 20.0  # for reaching a worker again whose connection broke
 _PING_S, _PAUSE_S = 1.0, 0.5
 
 
 class RayRef(Ref, ray.ObjectRef):
-    """A ref that Ray's functions take, too: ``ray.get``, ``ray.wait``, remote functions. ``ref`` is the call's own; one
-    that is issued again has another."""
+    """A ref that Ray's functions accept, too, such as ``ray.get``; a repeated call has another ``ref``."""
 
     def __init__(self, ref: Any, *fields: Any) -> None:
         Ref.__init__(self, *fields)
@@ -64,7 +49,7 @@ class RayPort:
                 self.replace(role, rank, handle, incarnation=1)
 
     def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
-        """Call ``handle`` from now on. Running calls of the former worker go on."""
+        """Call ``handle`` from now on. Running calls of the former worker continue."""
         with self._lock:
             self._members[role, rank] = handle, incarnation
             self._owners[str(handle._actor_id.hex())] = (role, rank, incarnation)
@@ -74,7 +59,6 @@ class RayPort:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
 
     def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to the handles of its workers, in rank order."""
         handles: dict[RLRoleType, list[Any]] = {}
         with self._lock:
             for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
@@ -96,10 +80,10 @@ class RayPort:
         return RayRef(result, self, result, size, role, rank, call.method, incarnation)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        # One get for the whole list: it ends at the first error, wherever in the list that is.
+        # One get for the whole list ends at the first error, wherever it is.
         try:
             return [Outcome(value) for value in ray.get([ref.token for ref in refs], timeout=timeout_s)]
-        except (GetTimeoutError, RayError):
+        except (exceptions.GetTimeoutError, exceptions.RayError):
             pass
         tokens = list(dict.fromkeys(ref.token for ref in refs))
         ready, _ = ray.wait(tokens, num_returns=len(tokens), timeout=0, fetch_local=False)
@@ -109,22 +93,22 @@ class RayPort:
     def _settle(self, ref: Ref) -> Outcome:
         try:
             return Outcome(ray.get(ref.token, timeout=_SETTLE_S))
-        except RayError as error:
+        except exceptions.RayError as error:
             return Outcome(error=self._as_invocation_error(error, ref))
 
-    def _as_invocation_error(self, error: RayError, ref: Ref) -> InvocationError:
+    def _as_invocation_error(self, error: exceptions.RayError, ref: Ref) -> InvocationError:
         for link in _chain(error):
             with self._lock:
                 owner = self._owners.get(str(getattr(link, "actor_id", "")))
-            if owner is not None and isinstance(link, ActorUnavailableError) and self._comes_back(owner):
+            if owner is not None and isinstance(link, exceptions.ActorUnavailableError) and self._comes_back(owner):
                 return ResultLost("its connection broke", role=ref.role, rank=ref.rank, method=ref.method)
             if owner is not None:
                 return _death_of(link, ref, owner)
-            if isinstance(link, ObjectLostError):
+            if isinstance(link, exceptions.ObjectLostError):
                 return _with_cause(ResultLost(_summarize(link), role=ref.role, rank=ref.rank, method=ref.method), link)
-        if isinstance(error, RayActorError | NodeDiedError | WorkerCrashedError):
+        if isinstance(error, exceptions.RayActorError | exceptions.NodeDiedError | exceptions.WorkerCrashedError):
             return _death_of(error, ref, (ref.role, ref.rank, ref.incarnation))
-        if not isinstance(error, RayTaskError):
+        if not isinstance(error, exceptions.RayTaskError):
             failure = InvocationError(_summarize(error), role=ref.role, rank=ref.rank, method=ref.method)
             return _with_cause(failure, error)
         cause = error.cause
@@ -137,7 +121,7 @@ class RayPort:
         return _with_cause(failure, cause)
 
     def _comes_back(self, owner: tuple[str, int, int]) -> bool:
-        """Return True if a worker is alive whose connection broke; calls have ids, so asking it again is safe."""
+        """Return True if a worker with a broken connection is alive; calls have ids, so they can be repeated."""
         role, rank, incarnation = owner
         with self._lock:
             handle, current = self._members[role, rank]
@@ -147,11 +131,11 @@ class RayPort:
             ping = handle.dlrover_ping.remote()
             try:
                 ray.get(ping, timeout=_PING_S)
-            except GetTimeoutError:
+            except exceptions.GetTimeoutError:
                 return True  # the ping has arrived, and waits for the worker's calls
-            except ActorUnavailableError:
+            except exceptions.ActorUnavailableError:
                 time.sleep(_PAUSE_S)
-            except RayError:
+            except exceptions.RayError:
                 return False
             else:
                 return True
@@ -159,14 +143,19 @@ class RayPort:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return True if an error of ``ray.get`` says that a process or a result is lost."""
-    lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError | WorkloadDied
+    """Return True if an error of ``ray.get`` reports a lost process or result."""
+    lost = (
+        exceptions.RayActorError
+        | exceptions.NodeDiedError
+        | exceptions.WorkerCrashedError
+        | exceptions.ObjectLostError
+        | WorkloadDied
+    )
     return any(isinstance(link, lost) for link in _chain(error))
 
 
 def _needs_new_process(error: InvocationError) -> bool:
-    """Return True if the worker's process is of no use any more: its code has raised an error that asks for another
-    one, or a device, driver or link has failed under it."""
+    """Return True if the worker's process must be replaced, after its own demand or a device's or link's failure."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
     if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):
@@ -177,10 +166,10 @@ def _needs_new_process(error: InvocationError) -> bool:
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
-    """The death of ``owner``, the worker called or one whose result was an argument of the call of ``ref``."""
+    """Return the death of ``owner``, the called worker or one whose result was an argument of the call of ``ref``."""
     role, rank, incarnation = owner
     summary = _summarize(error)
-    is_ours = isinstance(error, RayError | DLRoverRLError)
+    is_ours = isinstance(error, exceptions.RayError | DLRoverRLError)
     text, method = summary if is_ours else f"{type(error).__name__}: {summary}", ref.method
     if (role, rank) != (ref.role, ref.rank):
         text, method = f"its result, which {ref.role}[{ref.rank}].{ref.method} needs, is lost: {text}", ""
@@ -190,13 +179,13 @@ def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> Wo
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes: Ray wraps the errors of a call's arguments, and so does the worker."""
+    """Yield ``error`` and its causes: Ray and the worker wrap the errors of a call's arguments."""
     link: BaseException | None = error
     visited: set[int] = set()
     while link is not None and id(link) not in visited:
         visited.add(id(link))
         yield link
-        link = link.cause if isinstance(link, RayTaskError) else getattr(link, "original", None)
+        link = link.cause if isinstance(link, exceptions.RayTaskError) else getattr(link, "original", None)
 
 
 def _with_cause(failure: InvocationError, cause: BaseException | None) -> InvocationError:
@@ -205,25 +194,23 @@ def _with_cause(failure: InvocationError, cause: BaseException | None) -> Invoca
 
 
 def _summarize(error: BaseException) -> str:
-    """One line without colours; of a traceback the last one."""
+    """Return one line without colours, the last one of a traceback."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__
+    return lines[-1 if isinstance(error, exceptions.RayTaskError) else 0] if lines else type(error).__name__
 
 
+_MOST_PENDING = 10_000
 _TASK_BYTES = ray.TaskID.size()
 
 
 def _task_of(ref: Ref) -> bytes:
-    """Equal for a call's result and for its row count."""
+    """Return the id of a call, the same for its result and its row count."""
     identity: bytes = ref.token.binary()
     return identity[:_TASK_BYTES]
 
 
-_MOST_PENDING = 10_000
-
-
 class CallWatch:
-    """Records when the trainer calls its workers, when it waits for them, and how long calls take. Thread safe."""
+    """Records the trainer's calls of its workers, their durations, and its waits. Thread safe."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -240,7 +227,7 @@ class CallWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the trainer waits for others."""
+        """Record that the trainer waits for other processes inside the block."""
         with self._lock:
             self._waits += 1
         try:
@@ -251,7 +238,7 @@ class CallWatch:
                 self._since_s = self._now_s()
 
     def own_s(self) -> float | None:
-        """Seconds that its own code has run since the last call; None while it waits."""
+        """Return the seconds that the trainer's own code has run since the last call; None while it waits."""
         with self._lock:
             return None if self._waits else self._now_s() - self._since_s
 
@@ -272,19 +259,17 @@ class CallWatch:
                 counts[-1] += now_s - began_s
 
     def pending(self) -> dict[str, int]:
-        """Role to its calls whose results were not received yet."""
         with self._lock:
             return dict(Counter(role for role, _, _ in self._pending.values()))
 
     def drain(self) -> CallCounts:
-        """Return the counts since the last time."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return {key: tuple(values) for key, values in counts.items()}
 
 
 class WatchedPort(RayPort):
-    """The port below that of durable steps; ``watch`` records every use."""
+    """The port below the port of durable steps; ``watch`` records every use."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__({})

@@ -40,10 +40,10 @@ _ASK_AGAIN_S = 0.5
 class ProcessEntry:
     process_id: ProcessId
     number: int = 0  # its incarnation or epoch, 0 for a standby
-    slot: int = -1  # index of its slot among those of its role
+    slot: int = -1  # index of its slot in its role
     standby: int = -1  # number of the standby it is or was, -1 for none
     born: int = 0  # the incarnation with which its process began, 0: this one
-    former: "ProcessEntry | None" = None  # whose process goes on as this one
+    former: "ProcessEntry | None" = None  # whose process continues as this one
     handle: Any = None
     process: Process | None = None  # where it runs, None until that is known
     up: bool = False
@@ -58,16 +58,11 @@ class ProcessEntry:
         return self.process_id.kind is ProcessKind.STANDBY
 
     @property
-    def is_member(self) -> bool:
-        return self.process_id.kind is ProcessKind.MEMBER
-
-    @property
     def located(self) -> Process | None:
-        """Where it runs, or has run as the former incarnation."""
+        """The place of the process, or of the former incarnation."""
         return self.process or (self.former.process if self.former is not None else None)
 
     def follow(self, number: int) -> "ProcessEntry":
-        """The entry of a later incarnation in the same process."""
         former, born = replace(self, former=None), self.born or self.number
         return ProcessEntry(self.process_id, number, self.slot, self.standby, born, former, self.handle)
 
@@ -90,7 +85,7 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._entries: dict[ProcessId, ProcessEntry] = {}
-        self._slots: dict[tuple[str, int], ProcessEntry] = {}  # who had a slot last
+        self._slots: dict[tuple[str, int], ProcessEntry] = {}  # the last owner of each
         self.starting: list[StartingTogether] = []
 
     def put(self, entry: ProcessEntry) -> None:
@@ -108,7 +103,7 @@ class ProcessTable:
         return self._entries.get(process_id)
 
     def clear(self) -> list[Process]:
-        """Remove all entries; returns where the processes run."""
+        """Remove all entries; returns their processes."""
         self.starting.clear()
         entries = list(self._entries.values())
         for entry in entries:
@@ -116,8 +111,7 @@ class ProcessTable:
         return [process for entry in entries if (process := entry.located) is not None]
 
     def take_slot(self, entry: ProcessEntry, preferred: int, slots: int, lacking: Collection[int] = ()) -> None:
-        """Give ``entry`` one of its role's ``slots`` that no other process has, if possible none of the ``lacking``
-        ones."""
+        """Give ``entry`` a free one of its role's ``slots``, if possible none of the ``lacking`` ones."""
         role = entry.process_id.role
         free = [preferred] if preferred < slots and self._is_free(role, preferred) else []
         if not free or preferred in lacking:
@@ -134,7 +128,7 @@ class ProcessTable:
         return Neighbours({peer.process_id.rank: peer.process or Process() for peer in peers})
 
     async def note_located(self, process_id: ProcessId) -> None:
-        """Where it runs is known, of whichever incarnation, or it is no longer wanted."""
+        """Record that a process is located, in any incarnation, or no longer wanted."""
         for together in list(self.starting):
             together.missing.discard(process_id)
             if not together.missing and together in self.starting:
@@ -142,11 +136,11 @@ class ProcessTable:
                 await together.open()
 
 
-_PER_TURN = 256  # workers that continue in one turn of the event loop: requests are answered in between
+_PER_TURN = 256  # workers that continue in one turn of the event loop, before it answers requests
 
 
 class Neighbours:
-    """The workers of a role by rank, and where they run."""
+    """The workers of a role by rank, and their places."""
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._first = processes.get(0, Process())
@@ -158,7 +152,6 @@ class Neighbours:
             self._sizes[self._nodes[rank]] += 1
 
     def context(self, job: JobSpec, member: ProcessId, name: str, restart: RestartInfo | None = None) -> MemberContext:
-        """The context of a worker, the actor ``name``."""
         role = RLRoleType(member.role)
         return MemberContext(
             name=name,
@@ -175,7 +168,7 @@ class Neighbours:
 
 
 class StartingTogether:
-    """Workers of a role that start together: none begins before all are located, or those that replace them."""
+    """Workers of a role that start together: none begins before all, or their replacements, are located."""
 
     def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
         self._table, self._entries = table, entries
@@ -186,7 +179,7 @@ class StartingTogether:
         table.starting.append(self)
 
     async def in_turns(self) -> AsyncIterator[ProcessEntry]:
-        """The entries that have not been replaced meanwhile."""
+        """Yield the entries that are still current."""
         for number, entry in enumerate(self._entries, 1):
             if self._table.find(entry.process_id) is entry:
                 yield entry
@@ -194,7 +187,7 @@ class StartingTogether:
                 await asyncio.sleep(0)
 
     async def wait(self, entry: ProcessEntry, timeout_s: float) -> Neighbours:
-        """``entry`` is located. Raises TimeoutError if another one, which may have no place yet, is not in time."""
+        """Wait for the others after ``entry`` is located. Raises TimeoutError: one may have no place yet."""
         await self._table.note_located(entry.process_id)
         async with asyncio.timeout(timeout_s):
             await self._gate_of[entry.process_id].wait()
@@ -236,7 +229,7 @@ _LEAVE_DEVICES_S = 10.0  # one of nccl is aborted after the next heartbeat
 
 @dataclass
 class ActorPool:
-    """Starts, finds and ends the actors of one run; ``methods`` are the public ones of each role's workload."""
+    """Starts, finds and ends a run's actors; ``methods`` are the public methods of each role's workload."""
 
     job: JobSpec
     run: str
@@ -251,7 +244,7 @@ class ActorPool:
         self.job, self._made = job, {}
 
     def member_name(self, role: str, rank: int, incarnation: int, standby: int = -1) -> str:
-        """The actor name of a worker; one that was a standby has kept the standby's."""
+        """Return the actor name of a worker; a former standby keeps its name."""
         if standby >= 0:
             return standby_name(self.job.name, self.run, role, standby)
         return member_name(self.job.name, self.run, role, rank, incarnation)
@@ -266,14 +259,13 @@ class ActorPool:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
 
     async def start(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        """Start the actor of ``entry``; returns its handle."""
         cls: type
         env: Mapping[str, str]
         arguments: tuple[Any, ...]
         if entry.process_id == TRAINER_ID:
             cls, env, arguments = TrainerActor, process_env(self.job), (entry.number,)
         else:
-            if entry.role not in self._made:  # once: Ray's head stores each class, and secrets are searched for
+            if entry.role not in self._made:  # once: Ray's head stores each class, and finding secrets takes time
                 member = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
                 self._made[entry.role] = member, member_env(self.job, entry.role)
             cls, env = self._made[entry.role]
@@ -287,8 +279,7 @@ class ActorPool:
         return await asyncio.to_thread(self.cluster.find_actor, name)
 
     async def outcome_of(self, trainer: Any) -> Cause | None:
-        """What a trainer's ``run`` returns: the cause of its failure. Asked for again after a broken connection, which
-        is not yet a death. Raises RayActorError."""
+        """Return a trainer's failure or None; repeats a call whose connection broke. Raises RayActorError."""
         while True:
             try:
                 outcome: Cause | None = await trainer.run.remote()  # waits: the training itself; its death ends it
@@ -298,7 +289,7 @@ class ActorPool:
                 return outcome
 
     async def let_leave(self, entry: ProcessEntry) -> bool:
-        """Let a process leave its peers, so that it can go on as ``entry``; False if it does not soon."""
+        """Let a process leave its peers and continue as ``entry``. Returns False if it does not leave soon."""
         limit_s = _LEAVE_S
         if self.job.trainer.device_type != "CPU":
             limit_s = _LEAVE_DEVICES_S + self.beats.beat_s
@@ -320,7 +311,7 @@ class ActorPool:
             await kill_process(self.cluster, process)
 
     async def end_named(self, names: Sequence[str]) -> None:
-        """Kill the actors of these names and wait until all names are free."""
+        """Kill the actors with these names and wait until all names are free."""
         for name in names:
             handle = await self.find(name)
             if handle is not None:
@@ -339,7 +330,7 @@ class ActorPool:
         await self.end_named([name])
 
     async def end_all(self) -> None:
-        """End every process of the run: the trainer first, then the workers, which may close what they hold."""
+        """End every process of the run: the trainer, then the workers, which may close their workloads."""
         await self._threads.settle(_GONE_S)
         names = await asyncio.to_thread(self.list_names)
         trainers = [name for name in names if "/trainer/" in name]
@@ -349,7 +340,7 @@ class ActorPool:
         await self.end_named(members)
 
     async def _close(self, name: str) -> None:
-        """Let an idle workload close; a busy or dead one gets a moment only."""
+        """Let an idle workload close; a busy or dead one gets only a moment."""
         handle = await self.find(name)
         if handle is None:
             return
@@ -358,5 +349,5 @@ class ActorPool:
                 await awaited(handle.dlrover_close.remote())
         except (TimeoutError, RayActorError):
             pass
-        except Exception as error:  # noqa: BLE001 -- the user's code: it is ended all the same
+        except Exception as error:  # noqa: BLE001 -- the user's code may fail; its process ends
             _LOG.warning("%s did not close: %s", name, error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor that runs the user's trainer, and how lost workers come back to it.
 
-The trainer asks the master for the replacement of a lost worker, and calls that from then on. While the master is away
-the request is repeated.
+The trainer requests the replacement of a lost worker from the master, and calls it from then on. It repeats the request
+while the master is away.
 """
 
 import sys
@@ -21,16 +21,8 @@ from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.checkpoint.runs import results_of, synced_files
+from dlrover.python.rl.runtime.member import loading
 from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender
-from dlrover.python.rl.runtime.member.loading import (
-    cause_of,
-    death_kind,
-    enter_folder,
-    load_class,
-    load_workload,
-    starting,
-    take_secrets,
-)
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
@@ -41,26 +33,21 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLi
 
 _LOG = get_logger(__name__)
 
-OWN_CODE = "its own code"
-"""The method that a trainer's heartbeat names while it waits for no worker."""
-
+OWN_CODE = "its own code"  # the method in a trainer's heartbeat while it waits for no worker
 _RAY_WORKER = "ray._private.worker"
-_RENEWAL_S = 600.0  # for a lost worker's replacement, besides the time that placing it may take
+_RENEWAL_S = 600.0  # for a lost worker's replacement, in addition to the time for placing it
 _WAIT_S = 5.0
 _ASK_S = 30.0
 _ASK_AGAIN_S = 0.5  # a master that is dead refuses at once
-_REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as the master may have missed a report
+_REPORT_EVERY = 20  # steps: without a loss, too, since the master may have missed a report
 
-
-Replaced: TypeAlias = Mapping[int, tuple[int, str]]
-"""The workers of a role after a replacement: rank to incarnation and actor name."""
+Replaced: TypeAlias = Mapping[int, tuple[int, str]]  # by rank: incarnation and actor name
 
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """The arguments of a trainer's process: the incarnation and handle of each of the ``members`` in rank order, 0 and
-    None for one that is being replaced; ``resources`` of one worker of each role; ``full_sizes`` of roles that lack
-    workers."""
+    """The arguments of a trainer's process: incarnation and handle of each worker in rank order, 0 and None while it is
+    being replaced; ``resources`` of one worker of each role; ``full_sizes`` of roles that lack workers."""
 
     job: JobSpec
     run: str
@@ -71,8 +58,7 @@ class TrainerStart:
 
 
 class RayRecovery(Recovery):
-    """Replaces lost workers by asking the master. The first ``members`` without a handle are waited for, and each
-    replacement up to ``timeout_s``."""
+    """Replaces lost workers, at first those without a handle, through the master, each within ``timeout_s``."""
 
     def __init__(
         self,
@@ -108,13 +94,13 @@ class RayRecovery(Recovery):
                 members = self._wait_for_replacement(process_id, dead, why)
                 handles.update(self._adopt(role, members))
                 if self.incarnations().get(process_id, 0) <= dead and rank in members:
-                    dead = max(dead, members[rank][0])  # the replacement is gone again already
+                    dead = max(dead, members[rank][0])  # the replacement is already gone
             numbers = {peer.rank: number for peer, number in self.incarnations().items() if peer.role == role}
             return Renewed(role, numbers, handles)
 
     def _wait_for_replacement(self, process_id: ProcessId, incarnation: int, why: str) -> Replaced:
         """Wait until the master has replaced a dead incarnation. Raises JobFailed or MasterLost."""
-        cause = Cause(death_kind(why), str(process_id), why)
+        cause = Cause(loading.death_kind(why), str(process_id), why)
         deadline_s = time.monotonic() + self._timeout_s
         request = (self.epoch, process_id.role, process_id.rank, incarnation, cause, _WAIT_S)
         while True:
@@ -132,7 +118,7 @@ class RayRecovery(Recovery):
                 raise JobFailed(f"{process_id} was not replaced within {self._timeout_s:g} s")
 
     def _adopt(self, role: str, members: Replaced) -> dict[int, Any]:
-        """Call these workers from now on; returns the handles of those that are new and alive."""
+        """Call these workers from now on; returns the handles of new living ones."""
         handles = {}
         for rank, (incarnation, name) in members.items():
             is_new = incarnation != self.incarnations().get(ProcessId(role, rank), 0)
@@ -169,14 +155,14 @@ class TrainerActor:
         HeartbeatSender(self._beat, send_to(master), beats).start()
 
     def start(self, start: TrainerStart) -> Process:
-        """Import the job's classes; returns where this process runs. Raises WorkloadStartError."""
+        """Import the job's classes and return where this process runs. Raises WorkloadStartError."""
         job = start.job
-        enter_folder(job.work_dir)
-        take_secrets(job)
-        self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
-        with starting(str(TRAINER_ID)):
-            self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-            self._classes = {role: load_workload(job, role) for role in job.workloads}
+        loading.enter_folder(job.work_dir)
+        loading.take_secrets(job)
+        self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer attempt {self._epoch}")
+        with loading.starting(str(TRAINER_ID)):
+            self._trainer_class = loading.load_class(job.trainer.module, job.trainer.class_, job.search_path)
+            self._classes = {role: loading.load_workload(job, role) for role in job.workloads}
         self._start = start
         return locate()
 
@@ -190,11 +176,10 @@ class TrainerActor:
         return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running."""
         return True
 
     def run(self) -> Cause | None:
-        """Run ``init`` and ``fit``; returns the cause of a failure. A second call returns the same outcome."""
+        """Run ``init`` and ``fit`` and return the cause of a failure. A second call returns the same outcome."""
         if self._ended:
             return self._outcome
         assert self._start is not None, "start() comes first"
@@ -203,22 +188,21 @@ class TrainerActor:
         try:
             link, make = self._bind(self._start)
             run_trainer(make, link)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            self._outcome = cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: every error travels on
+            self._outcome = loading.cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
         self._ended, self._running = True, False
         if self._log is not None:
             self._log.copy()
         return self._outcome
 
     def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
-        """The link of trainers to this process, and their factory."""
+        """Return the link of trainers to this process, and their factory."""
         job, master = start.job, self._master
         port = WatchedPort(self._calls)
         timeout_s = _RENEWAL_S + job.placement_timeout_s
         self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
         job.job_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoints_of(job, start.run, start.command.epoch, memory_name())
-
         reported = 0
 
         def report(step: StepReport) -> None:
@@ -233,12 +217,12 @@ class TrainerActor:
             master.announce.remote(activity)
 
         def make() -> BaseTrainer:
-            with starting(str(TRAINER_ID)):
+            with loading.starting(str(TRAINER_ID)):
                 trainer: BaseTrainer = self._trainer_class(port.handles(), self._classes, job.config)
                 return trainer
 
-        given = start.resources, recovery, checkpoints, is_loss, announce, synced_files(job), results_of(job)
-        link = TrainerLink(port, report, job.name, job.job_dir, *given, full_sizes=start.full_sizes)
+        services = start.resources, recovery, checkpoints, is_loss, announce, synced_files(job), results_of(job)
+        link = TrainerLink(port, report, job.name, job.job_dir, *services, full_sizes=start.full_sizes)
         return link, make
 
 
