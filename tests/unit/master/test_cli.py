@@ -376,7 +376,7 @@ def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recip
 def test_what_has_no_effect_is_refused(shell):
     write()
     for line, said in (
-        ("run --local --address auto job.yaml", "--address: is a cluster's, and --local runs without Ray"),
+        ("run --local --address auto job.yaml", "--address: names a cluster, but --local runs without Ray"),
         ("run --local job.yaml", ""),
         ("resume --local job name=other", "name: cannot be changed"),
         ("resume --local job job_dir=elsewhere", "job_dir: cannot be changed"),

@@ -106,7 +106,7 @@ def test_a_name_has_one_role_and_a_file_is_not_overwritten(folder):
         add_token(folder, "ann", AccessRole.ADMIN, folder / "ann2")
     with pytest.raises(CallError, match="exists already"):
         add_token(folder, "ann", AccessRole.READ, folder / "ann")
-    with pytest.raises(CallError, match="is no name"):
+    with pytest.raises(CallError, match="is not a valid name"):
         add_token(folder, "../ann", AccessRole.READ, folder / "ann3")
     assert len(json.loads((folder / "tokens.json").read_text())["tokens"]) == 2
 

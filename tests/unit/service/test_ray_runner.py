@@ -96,7 +96,7 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
     runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
     monkeypatch.setattr(ray_runner, "find_master", no_master)
-    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
     asyncio.run(scenario())
     assert swept == [("job", "r1")] * 3
 
@@ -306,5 +306,5 @@ def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster,
         await runner.close()
 
     monkeypatch.setattr(ray_runner, "lost_process", lost_process)
-    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
     asyncio.run(scenario())

@@ -79,7 +79,7 @@ def test_overrides_are_limited_together(tmp_path):
     request = wire.SubmitRequest(
         client_token="t", job_file=JOB, overrides=[f"config.k{at}={'1' * 9000}" for at in range(8)]
     )
-    with pytest.raises(InvalidJob, match="overrides: have .* letters together"):
+    with pytest.raises(InvalidJob, match="overrides: have more than .* characters together"):
         check_submission(request, "ann", tmp_path)
 
 

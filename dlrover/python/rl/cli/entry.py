@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``dlrover-rl``: Ctrl-C is answered in one line also while its modules are imported."""
+"""The command ``dlrover-rl``, which answers Ctrl-C with one line even while its modules are imported."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ _STDERR, _INTERRUPTED = 2, 130
 
 
 def _end(_: int, __: FrameType | None) -> None:
-    """A ``KeyboardInterrupt`` would be lost in a library that is being loaded, which ignores exceptions there."""
+    """Exit at once: a library that is being imported may swallow a ``KeyboardInterrupt``."""
     os.write(_STDERR, _ANSWER)
     os._exit(_INTERRUPTED)
 
