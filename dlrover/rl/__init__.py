@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLRover RL's short front door. Importing it loads nothing heavy: each name is fetched when it is first used."""
+"""The public names of DLRover RL. Importing it is fast: each name is loaded when it is first used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -77,7 +77,7 @@ BUGS = {
         _LEDGER, "phase=record.phase if stays_stopping else seen.phase", "phase=seen.phase"
     ),
     "an owner queues one job more than it may": Bug(_LEDGER, "if own >= limits", "if own > limits"),
-    "a token stands for two requests": Bug(_LEDGER, "if before.fingerprint != wanted.fingerprint:", "if False:"),
+    "a token stands for two requests": Bug(_LEDGER, "if before.fingerprint != job.fingerprint:", "if False:"),
     "the newest run of a name is forgotten with an old one": Bug(
         _LEDGER,
         "            if self.newest.get(record.name) == run:\n                del self.newest[record.name]\n",

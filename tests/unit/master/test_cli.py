@@ -189,9 +189,9 @@ def test_options_of_the_original_without_effect_say_so(shell):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--workload_max_restart", "3"), "is not a dict of roles and numbers"),
-        (("--workload_max_restart", "{'rollout': 'x'}"), "is not a dict of roles and numbers"),
-        (("--workload_max_restart", "{'rollout': -1}"), "is not a dict of roles and numbers"),
+        (("--workload_max_restart", "3"), "is not a dict of roles and limits"),
+        (("--workload_max_restart", "{'rollout': 'x'}"), "is not a dict of roles and limits"),
+        (("--workload_max_restart", "{'rollout': -1}"), "is not a dict of roles and limits"),
         (("--workload_max_restart", "{"), "is not a Python literal"),
         (("--workload_max_restart", "{'rolout': 1}"), "the job has no role 'ROLOUT'; did you mean 'ROLLOUT'?"),
         (("--job_max_restart", "-1"), "-1 is not in the range"),

@@ -274,7 +274,7 @@ def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "folder"),
-    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"job_dir": "/of/the/job"}, "/of/the/job")],
+    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"folder": "/of/the/job"}, "/of/the/job")],
 )
 def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch, place, folder):
     monkeypatch.setenv("TZ", "UTC")

@@ -242,7 +242,7 @@ def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in
 def test_the_master_of_a_run_is_known_by_its_id(driven, cluster, monkeypatch, run, folder, is_found):
     job = replace(load_job_text(JOB, "job"), run="r1", job_dir=Path("here"))
     cluster.master = Master(run, folder)
-    assert asyncio.run(RayJobRunner()._begun(driven, job)) is (cluster.master if is_found else None)
+    assert asyncio.run(RayJobRunner()._find_master(driven, job)) is (cluster.master if is_found else None)
     assert ("start" in cluster.master.calls) is is_found
     assert driven.job is None or driven.job.job_dir == Path(folder)
 
@@ -258,7 +258,7 @@ def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_pa
 def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluster):
     driven.record = replace(driven.record, folder="/of/the/record")
     cluster.master = Master("r1", "/etc")
-    asyncio.run(RayJobRunner()._begun(driven, replace(load_job_text(JOB, "job"), run="r1")))
+    asyncio.run(RayJobRunner()._find_master(driven, replace(load_job_text(JOB, "job"), run="r1")))
     assert driven.job.job_dir == Path("/of/the/record")
 
 

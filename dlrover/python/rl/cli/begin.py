@@ -4,14 +4,13 @@
 import ast
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import click
 from rich.console import Console
@@ -25,16 +24,8 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client import resume as resumption
 from dlrover.python.rl.master.client.jobs import check_name
-from dlrover.python.rl.master.client.resume import (
-    archived_job,
-    describe_start,
-    evaluation_job,
-    find_saved_run,
-    how_to_go_on,
-    saved_job,
-    wait_for_lost_owner,
-)
 from dlrover.python.rl.master.client.run import (
     CheckedJob,
     check_described,
@@ -51,8 +42,6 @@ from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 Cluster = Literal["local", "ray", "kuberay", "slurm"]
 CLUSTERS: tuple[Cluster, ...] = get_args(Cluster)
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _PLACEHOLDER = "my-job"
 _PROGRAMS = (".sh", ".sbatch")
@@ -111,7 +100,7 @@ def run(job_file: str, overrides: tuple[str, ...], local: bool, **where: Any) ->
     place = _Place(local, **where)
     # On a terminal the status is erased at the end, so that errors stand alone.
     with nullcontext() if local else Console(stderr=True).status(f"checking {job_file}"):
-        checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
+        checked = check_described(lambda: resumption.wait_for_lost_owner(load_job(job_file, overrides)), local)
     _run(checked, place)
 
 
@@ -126,9 +115,9 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     """Resume a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name for its last run."""
     place = _Place(bool(local), **where)
     if is_url(name_or_dir):
-        _run(check_described(lambda: archived_job(name_or_dir, overrides), place.local), place)
+        _run(check_described(lambda: resumption.archived_job(name_or_dir, overrides), place.local), place)
         return
-    saved = find_saved_run(name_or_dir)
+    saved = resumption.find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
         message = "was run by several processes of a launcher: run the same command again to resume it"
@@ -139,8 +128,8 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
-    checked = check_described(lambda: saved_job(saved, overrides), local)
-    checked = replace(checked, opening=describe_start(saved, checked.job, name_or_dir))
+    checked = check_described(lambda: resumption.saved_job(saved, overrides), local)
+    checked = replace(checked, opening=resumption.describe_start(saved, checked.job, name_or_dir))
     _run(checked, replace(place, local=local))
 
 
@@ -152,12 +141,12 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
 def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
     """Evaluate the saved model of a run on the run's held-out data. NAME_OR_DIR is as for 'resume'. OVERRIDES such as
     config.model=FOLDER or config.data.eval=FILE select another model or other data."""
-    saved = find_saved_run(name_or_dir)
+    saved = resumption.find_saved_run(name_or_dir)
     local = saved.owner.runtime == IN_PROCESS and address is None if local is None else local
     if local and saved.owner.work_dir:
         os.chdir(saved.owner.work_dir)
     try:
-        checked = check_described(lambda: evaluation_job(saved, overrides), local)
+        checked = check_described(lambda: resumption.evaluation_job(saved, overrides), local)
     except InvalidJob as error:
         if any(fault.where == "config.eval_only" for fault in error.errors):
             message = "its trainer cannot evaluate without training; the recipes' trainers can"
@@ -192,14 +181,12 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
     return value
 
 
-def _ignored(*names: str) -> Callable[[F], F]:
-    """Accept an option of upstream DLRover that has no effect here, with a note."""
+def _note_ignored(_: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:
+        echo(f"--{option.name} has no effect: the master keeps its journal in the job's directory", err=True)
 
-    def note(_: click.Context, option: click.Parameter, value: Any) -> None:
-        if value is not None:
-            echo(f"--{option.name} has no effect: the master keeps its journal in the job's directory", err=True)
 
-    return click.option(*names, callback=note, expose_value=False, help="Ignored.")
+_IGNORED: dict[str, Any] = {"callback": _note_ignored, "expose_value": False, "help": "Ignored."}
 
 
 @click.command()
@@ -212,8 +199,8 @@ def _ignored(*names: str) -> Callable[[F], F]:
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Limits by role: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
 @click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: unlimited.")
-@_ignored("--master_state_backend_type", "--state_backend_type")
-@_ignored("--master_state_backend_config", "--state_backend_config")
+@click.option("--master_state_backend_type", "--state_backend_type", **_IGNORED)
+@click.option("--master_state_backend_config", "--state_backend_config", **_IGNORED)
 @_ADDRESS
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 @_DETACH
@@ -265,7 +252,7 @@ def _removals(job: JobSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a job runs: in this process, or on the cluster at ``address``, by default a new one."""
+    """The place of a run: this process, or the cluster at ``address``, by default a new one."""
 
     local: bool = False
     address: str | None = None
@@ -302,7 +289,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
             else:
                 ended = run_on_ray(checked, view, place.address, announce=view.announce, supervise=place.supervise)
     except (SystemExit, OSError):  # SIGTERM, or an error of the disk
-        echo(how_to_go_on(job, job.job_dir), err=True)
+        echo(resumption.how_to_go_on(job, job.job_dir), err=True)
         raise
     is_finished, summary = ended.phase is Phase.FINISHED, Path(ended.folder) / SUMMARY
     if is_finished and summary.is_file():  # it may be on the trainer's node only
@@ -313,7 +300,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     if is_finished:
         return
     if ended.folder:
-        line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
+        line = resumption.how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
         echo(line, err=True, nl=bool(line))
     stopped = EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED
     sys.exit(EXIT_FAILED if ended.phase is Phase.FAILED else stopped)

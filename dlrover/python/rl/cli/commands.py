@@ -2,8 +2,8 @@
 """The command line: the group of all verbs, and the exit codes of their errors.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was invalid and nothing was started; 3 it was stopped by
-another command; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' timed out; 130 Ctrl-C
-interrupted it.
+another command; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' timed out; 130
+Ctrl-C interrupted it.
 """
 
 import sys

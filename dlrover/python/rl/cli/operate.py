@@ -229,8 +229,6 @@ def when(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
-
 _DETAIL_LINES = 30
 _SHOWN_FAILURES = 10
 

@@ -113,9 +113,6 @@ DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-# -- verbs for a service only -----------------------------------------------------------------------------------------
-
-
 @click.command(cls=OverridesCommand)
 @click.argument("job_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)

@@ -15,14 +15,8 @@ import click
 from click.types import FuncParamType
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED
-from dlrover.python.rl.common.errors import (
-    CallError,
-    ClusterUnavailable,
-    ConfigError,
-    DLRoverRLError,
-    InvalidJob,
-    JobConflict,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
@@ -152,7 +146,7 @@ def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
     try:
         return MetricsEndpoint(registry, host, port, token, tls)
     except OSError as error:
-        raise JobConflict(f"cannot serve metrics at {host}:{port}: {error.strerror or error}") from error
+        raise errors.JobConflict(f"cannot serve metrics at {host}:{port}: {error.strerror or error}") from error
 
 
 async def _wait_for_the_end(stopping: asyncio.Event, lost_process: Callable[[], str]) -> None:
@@ -164,7 +158,7 @@ async def _wait_for_the_end(stopping: asyncio.Event, lost_process: Callable[[], 
         if dead and dead == before:
             _LOG.error("the %s of the service's Ray cluster has died: the service ends", dead)
             advice = "start the service again, and its jobs resume from their last commits"
-            raise ClusterUnavailable(f"the {dead} of the service's Ray cluster has died: {advice}")
+            raise errors.ClusterUnavailable(f"the {dead} of the service's Ray cluster has died: {advice}")
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await stopping.wait()
@@ -214,7 +208,7 @@ def remove(name: str, state: Path) -> None:
     from dlrover.python.rl.service.auth import remove_tokens
 
     if not remove_tokens(state, name):
-        raise CallError(f"'{name}' has no token")
+        raise errors.CallError(f"'{name}' has no token")
     echo(f"'{name}' no longer has access")
 
 
@@ -226,9 +220,6 @@ def show(state: Path) -> None:
 
     for name, role in TokenFile(state).entries():
         echo(f"{name}\t{role}")
-
-
-# -- before a run ------------------------------------------------------------------------------------------------------
 
 
 _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
@@ -302,5 +293,5 @@ def _examine_service(server: str) -> Check:
     try:
         with connected(server) as client:
             return Check(server, True, f"answers; {len(client.list_jobs())} of its jobs have not ended")
-    except DLRoverRLError as error:
+    except errors.DLRoverRLError as error:
         return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")

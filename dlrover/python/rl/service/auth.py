@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from dlrover.python.rl.common import disk_space
 from dlrover.python.rl.common.errors import AccessDenied, CallError
 from dlrover.python.rl.common.private_files import check_private, create_private
 
@@ -175,6 +176,4 @@ def default_state() -> Path:
 
 def write_address(state: Path, address: str) -> None:
     """Write the service's address for clients, since its port may be any free one."""
-    temporary = state / f"{ADDRESS}.{os.getpid()}"
-    temporary.write_text(f"{address}\n", encoding="ascii")
-    temporary.replace(state / ADDRESS)
+    disk_space.replace(state / ADDRESS, f"{address}\n".encode())

@@ -116,8 +116,8 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     ) -> wire.Job:
         """Queue a job, given as YAML. ``folder``, relative to the service's root, has its modules and data. A repeated
         ``client_token`` makes no second job."""
-        token, options = client_token or secrets.token_urlsafe(16), {"priority": priority, "folder": folder}
-        request = wire.SubmitRequest(client_token=token, job_file=job_file, name=name, overrides=overrides, **options)
+        request = wire.SubmitRequest(job_file=job_file, name=name, overrides=overrides, priority=priority)
+        request.folder, request.client_token = folder, client_token or secrets.token_urlsafe(16)
         return self._job("Submit", request)
 
     def get(self, name: str) -> wire.Job:

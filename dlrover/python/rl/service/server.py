@@ -23,14 +23,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from dlrover.python.rl.common.errors import (
-    AccessDenied,
-    ConfigError,
-    DLRoverRLError,
-    InvalidJob,
-    JobConflict,
-    ServiceBusy,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.metrics import ServiceMetrics
 from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
@@ -91,7 +85,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
                     busy = "too many calls without a valid token: wait a second"
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
-                except ServiceBusy as error:
+                except errors.ServiceBusy as error:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
                 await _answer(handler, messages, context)
 
@@ -249,7 +243,7 @@ class JobServer:
             else:
                 port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise JobConflict(f"cannot listen at {address}: is another service running there?") from error
+            raise errors.JobConflict(f"cannot listen at {address}: is another service running there?") from error
         await self._server.start()
         for name in ("", SERVICE.full_name):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -292,7 +286,7 @@ class JobServer:
                 try:
                     request = kind.FromString(body)  # after the sender is authenticated
                 except DecodeError as error:
-                    raise InvalidJob([ConfigError("message", f"is not a valid {kind.DESCRIPTOR.name}")]) from error
+                    raise InvalidJob([errors.ConfigError("message", f"is not a {kind.DESCRIPTOR.name}")]) from error
                 if method.server_streaming:
                     await context.send_initial_metadata(((STREAM_OPEN, "1"),))
                     async for message in implementation(request, caller):

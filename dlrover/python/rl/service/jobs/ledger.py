@@ -11,7 +11,7 @@ Several operations share a draft; each sees the changes of those before it.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from math import isnan, nan
@@ -35,7 +35,6 @@ KEPT_ENDED = 10_000
 """The ended jobs that are remembered, with their client tokens."""
 
 _MOST_COMPARED = 500
-_SUBMITTED = [field.name for field in fields(SubmitJob) if field.name in JobRecord.__dataclass_fields__]
 
 Answer: TypeAlias = JobRecord | DLRoverRLError | None
 """An error has changed nothing."""
@@ -52,7 +51,7 @@ class QueueLimits:
 def schedule(
     unfinished: Sequence[JobRecord], capacity: Mapping[str, float], limits: QueueLimits
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the runs to start now, and why each other queued run waits. ``capacity`` is that of the whole cluster."""
+    """Return the runs to start now, and why each other queued run waits. ``capacity`` is the whole cluster's."""
     active = [record for record in unfinished if record.phase.holds_resources]
     running = Counter(record.owner for record in active)
     free = dict(capacity)
@@ -201,26 +200,25 @@ class Draft:
         return [record for record in records.values() if not record.phase.ended]
 
     def _submit(self, wanted: SubmitJob, at_s: float) -> JobRecord:
-        ledger, key = self._ledger, (wanted.owner, wanted.client_token)
+        ledger, job, key = self._ledger, wanted.job, (wanted.job.owner, wanted.job.client_token)
         drafted = (record for record in self.changed.values() if (record.owner, record.client_token) == key)
         before = next(drafted, None) or ledger.records.get(ledger.tokens.get(key, ""))
         if before is not None:
-            if before.fingerprint != wanted.fingerprint:
-                raise CallError(f"client_token '{wanted.client_token}' was used for another submission")
+            if before.fingerprint != job.fingerprint:
+                raise CallError(f"client_token '{job.client_token}' was used for another submission")
             return before
-        earlier = self._find(wanted.name)
+        earlier = self._find(job.name)
         if earlier is not None and not earlier.phase.ended:
-            raise JobConflict(f"a job named '{wanted.name}' is {earlier.phase}: stop it first or choose another name")
-        self._check_room(wanted.owner)
+            raise JobConflict(f"a job named '{job.name}' is {earlier.phase}: stop it first or choose another name")
+        self._check_room(job.owner)
         while (run := self._new_run()) in self.changed or run in ledger.records:
             pass
         self.descriptions[run] = wanted.description
-        folder = wanted.job_dir
+        folder = job.folder
         if not folder and wanted.run_folders:  # fixed now: a later process may have another time zone or root
             folder = f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
-        values = {name: getattr(wanted, name) for name in _SUBMITTED}
-        record = JobRecord(**values, run=run, sequence=self.last_event + 1, submitted_s=at_s, folder=folder)
-        return self._change(record, at_s, "submitted", f"by {wanted.owner}")
+        record = replace(job, run=run, sequence=self.last_event + 1, submitted_s=at_s, folder=folder)
+        return self._change(record, at_s, "submitted", f"by {job.owner}")
 
     def _check_room(self, owner: str) -> None:
         queued = [record for record in self._unfinished() if record.phase is JobPhase.QUEUED]

@@ -67,7 +67,7 @@ class JobRecord:
     places: Mapping[str, int] = field(default_factory=dict)  # the most workers that a resized role has had
     per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # one worker's resources, by role
     hard: bool = False  # while STOPPING
-    folder: str = ""  # of its files, fixed at submission; empty in records of earlier versions
+    folder: str = ""  # of its files, absolute, fixed at submission; empty in records of earlier versions
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,10 @@ class JobEvent:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# -- operations: each is decided by the ledger ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SubmitJob:
-    name: str
-    owner: str
-    client_token: str
+    job: JobRecord  # without a run; an empty folder stands for a new one in run_folders
     description: JobDescription
-    fingerprint: str
-    resources: Mapping[str, float] = field(default_factory=dict)
-    roles: Mapping[str, int] = field(default_factory=dict)
-    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    priority: int = 0
-    job_dir: str = ""  # absolute, from the job file; empty: a new folder in run_folders
     run_folders: str = ""  # absolute
 
 

@@ -25,7 +25,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.service.jobs.records import JobDescription, SubmitJob
+from dlrover.python.rl.service.jobs.records import JobDescription, JobRecord, SubmitJob
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 MAX_TEXT = 256 * 1024
@@ -54,19 +54,20 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
     resources = dict(placement.total)
     resources["cpu"] = resources.get("cpu", 0.0) + job.master.cpu
-    return SubmitJob(
-        name=job.name,
-        owner=owner,
-        client_token=request.client_token,
-        description=JobDescription(request.job_file, tuple(request.overrides), str(folder)),
+    record = JobRecord(
+        job.name,
+        "",
+        owner,
+        request.client_token,
         fingerprint=hashlib.sha256(json.dumps(fields).encode()).hexdigest(),
         resources=resources,
+        priority=request.priority,
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
-        priority=request.priority,
-        job_dir="" if job.run_folders else str(job.job_dir.resolve()),
-        run_folders=str(job.run_folders.resolve()) if job.run_folders else "",
+        folder="" if job.run_folders else str(job.job_dir.resolve()),
     )
+    description = JobDescription(request.job_file, tuple(request.overrides), str(folder))
+    return SubmitJob(record, description, str(job.run_folders.resolve()) if job.run_folders else "")
 
 
 def _faults(request: wire.SubmitRequest) -> list[ConfigError]:
@@ -144,9 +145,6 @@ def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
         ConfigError(where, "looks like a secret, which the service does not store: set it on the cluster")
         for where in seal(job)[1]
     ]
-
-
-# -- reading job files ------------------------------------------------------------------------------------------------
 
 
 in_a_thread: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "job-files")
