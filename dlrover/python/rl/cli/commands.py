@@ -52,13 +52,8 @@ def main() -> None:
 
 
 _EXIT_CODES: dict[type[DLRoverRLError], int] = {
-    errors.InvalidJob: EXIT_INVALID,
-    errors.JobConflict: EXIT_INVALID,
-    errors.UnknownJob: EXIT_INVALID,
-    errors.AccessDenied: EXIT_INVALID,
-    errors.CallError: EXIT_INVALID,
-    errors.ClusterUnavailable: EXIT_NO_CLUSTER,
-    errors.ServiceBusy: EXIT_NO_CLUSTER,
-    errors.ServiceUnavailable: EXIT_NO_CLUSTER,
+    **dict.fromkeys((errors.InvalidJob, errors.JobConflict, errors.UnknownJob), EXIT_INVALID),
+    **dict.fromkeys((errors.AccessDenied, errors.CallError), EXIT_INVALID),
+    **dict.fromkeys((errors.ClusterUnavailable, errors.ServiceBusy, errors.ServiceUnavailable), EXIT_NO_CLUSTER),
     errors.MasterLost: EXIT_MASTER_LOST,
 }

@@ -8,7 +8,7 @@ same token, and so makes no second job; a watcher continues after the last event
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf, nan
@@ -93,7 +93,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         self._calls: dict[str, Any] = {}
         for method in _SERVICE.methods:
             make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
-            request, answer = (getattr(wire, kind.name) for kind in (method.input_type, method.output_type))
+            request, answer = getattr(wire, method.input_type.name), getattr(wire, method.output_type.name)
             path = f"/{_SERVICE.full_name}/{method.name}"
             self._calls[method.name] = make(path, request.SerializeToString, answer.FromString)
 
@@ -151,13 +151,10 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         self, name: str = "", after: int = 0, follow: bool = True, without_steps: bool = False
     ) -> Iterator[wire.Event]:
         """Yield the events above number ``after``, each once, even if the service restarts; ends with the named job."""
-
-        def request() -> wire.WatchRequest:
-            return wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps)
-
+        request = wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps)
         for message in self._resumed("Watch", request):
             for event in message.events:
-                after = event.number
+                request.after = event.number
                 yield event
 
     def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
@@ -172,14 +169,10 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
 
     def fetch(self, name: str, path: str, file: BinaryIO) -> int:
         """Copy a file of a job to ``file``, resuming where it was cut off; return the number of bytes."""
-        offset = 0
-
-        def request() -> wire.FetchRequest:
-            return wire.FetchRequest(name=name, path=path, offset=offset)
-
+        request = wire.FetchRequest(name=name, path=path)
         for chunk in self._resumed("Fetch", request):
-            offset += file.write(chunk.data)
-        return offset
+            request.offset += file.write(chunk.data)
+        return request.offset
 
     # -- repeating ----------------------------------------------------------------------------------------------------
 
@@ -197,13 +190,13 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
             time.sleep(pause_s * (0.5 + secrets.randbelow(1000) / 1000))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _resumed(self, method: str, request: Callable[[], Any]) -> Iterator[Any]:
-        """Yield the messages of a stream; a new request resumes it where it was cut off."""
+    def _resumed(self, method: str, request: Any) -> Iterator[Any]:
+        """Yield the messages of a stream, which ``request`` resumes after a failure: the caller keeps it up to date."""
         lost_s = inf
         while True:
             opened_s = inf
             try:
-                stream = self._calls[method](request(), metadata=self._metadata)
+                stream = self._calls[method](request, metadata=self._metadata)
                 if dict(stream.initial_metadata() or ()).get(STREAM_OPEN):  # waits: for the service, or the call's end
                     opened_s = time.monotonic()
                 for message in stream:
@@ -253,9 +246,8 @@ class RemoteJobs:
     def history(self, view: JobView) -> JobHistory | None:
         job = self._client.get(view.name)
         since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
-        for event in self._client.watch(view.name, follow=False, without_steps=True):
-            if event.run != job.run:
-                continue
+        events = self._client.watch(view.name, follow=False, without_steps=True)
+        for event in (event for event in events if event.run == job.run):
             if event.phase != phase:
                 since_s, phase = event.at_s, event.phase
             if event.kind in _FAILURES and event.message:
@@ -268,9 +260,7 @@ class RemoteJobs:
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         job = self._client.get(name)
         total = job.total_steps
-        for event in self._client.watch(name):
-            if event.run != job.run:  # an earlier run of this name
-                continue
+        for event in (event for event in self._client.watch(name) if event.run == job.run):
             if event.kind == "step":
                 total = total or self._client.get(name).total_steps
                 report(StepReport(event.step, total, dict(event.metrics)))

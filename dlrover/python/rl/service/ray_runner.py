@@ -121,7 +121,7 @@ class RayJobRunner(JobRunner):
         except DLRoverRLError as error:
             ended = driven.observed(JobPhase.FAILED, reason=_first_line(error), detail=str(error))
         except Exception as error:  # noqa: BLE001 -- the service continues, and the job ends
-            _LOG.exception("%s: following it failed", record.name)
+            _LOG.exception("%s: following the job failed", record.name)
             reason = f"{type(error).__name__}: {error}"
             ended = driven.observed(JobPhase.FAILED, reason=reason, cause=CauseKind.INTERNAL.value)
         while ended.phase is JobPhase.FAILED and lost_process():  # the service ends; its next process resumes the job
@@ -320,6 +320,3 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, InvalidJob):
         return "; ".join(map(str, error.errors))
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-__all__ = ["RayJobRunner"]

@@ -220,13 +220,9 @@ class JobServer:
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, short, failures or FailureLimit())
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection needs a descriptor: as many as possible
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        silent_ms = round(_SILENT_S * 1000)
-        options = (
-            *_OPTIONS,
-            ("grpc.server_handshake_timeout_ms", silent_ms),
-            ("grpc.max_connection_idle_ms", silent_ms),
-            ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
-        )
+        silent = dict.fromkeys(("server_handshake_timeout_ms", "max_connection_idle_ms"), round(_SILENT_S * 1000))
+        limits = {**silent, "max_allowed_incoming_connections": hard - min(_RESERVE, hard // 2)}
+        options = (*_OPTIONS, *((f"grpc.{name}", limit) for name, limit in limits.items()))
         self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         handlers = {method.name: self._handler(method) for method in SERVICE.methods}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
@@ -238,10 +234,10 @@ class JobServer:
     async def start(self, address: str) -> int:
         """Listen at ``address`` (``host:port``, port 0 for any), and return the port. Raises JobConflict."""
         try:
-            if self._tls is not None:
-                port = self._server.add_secure_port(address, self._tls.credentials())
-            else:
+            if self._tls is None:
                 port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._tls.credentials())
         except RuntimeError as error:
             raise errors.JobConflict(f"cannot listen at {address}: is another service running there?") from error
         await self._server.start()
@@ -260,10 +256,10 @@ class JobServer:
         """Return the caller of a request. Raises AccessDenied unless it has exactly one valid token."""
         if self._tokens is None:
             return Caller("admin", AccessRole.ADMIN)
-        values = [value for key, value in metadata or () if key == "authorization"]
-        if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
-            raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
-        return self._tokens.caller(values[0].removeprefix("Bearer "))
+        match [value for key, value in metadata or () if key == "authorization"]:
+            case [str(header)] if header.startswith("Bearer "):
+                return self._tokens.caller(header.removeprefix("Bearer "))
+        raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
 
     def _denied(self) -> None:
         """Count a refused call, and log refusals seldom, so that their senders cannot fill the disk."""

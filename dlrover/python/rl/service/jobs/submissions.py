@@ -129,7 +129,7 @@ def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
         folder = (root / text).resolve()
         if len(text) <= _MAX_PATH and folder.is_relative_to(root) and folder.is_dir():
             return folder
-    errors.append(ConfigError("folder", f"{shown(text)!r} is not a folder inside the service's root folder"))
+    errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder, or not a folder"))
     return root
 
 
