@@ -46,8 +46,7 @@ class TrainResult:
 
     @property
     def metrics(self) -> "DataFrame":
-        """The metrics as a table, indexed by step; step 0 is the evaluation before training, for recipes that sample.
-        Raises MissingExtra without pandas."""
+        """The metrics by step; 0 is the evaluation before training, if the recipe samples. Needs pandas."""
         try:
             import pandas as pd
         except ImportError as error:

@@ -22,7 +22,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord
-from dlrover.python.rl.service.ray_runner import RayJobRunner, _described, _Driven
+from dlrover.python.rl.service.ray_runner import RayJobRunner, _Driven, _load_job
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 WITHIN_S = 20.0
@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
         begun.append(job.checkpoint.resume)
 
     owner = None if run is None else SimpleNamespace(run=run, state="running")
-    monkeypatch.setattr(ray_runner, "_described", lambda record, description: job)
+    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: job)
     monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
     monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
@@ -178,7 +178,7 @@ def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs
     cluster.master, cluster.left = Master(run), {"r1": left}
     driven.job = load_job_text(JOB, "job")
     driven.job = replace(driven.job, run="r1")
-    asyncio.run(RayJobRunner()._end_all(driven))
+    asyncio.run(RayJobRunner()._kill_all(driven))
     assert cluster.master.is_ended is ends and cluster.swept == [("job", "r1")]
 
 
@@ -229,11 +229,11 @@ def in_zone(monkeypatch):
 @pytest.mark.parametrize("fixed", ["folder", "results"])
 def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in_zone, fixed):
     in_zone("UTC")
-    before = _described(replace(driven.record, submitted_s=1e9), driven.description).job_dir
+    before = _load_job(replace(driven.record, submitted_s=1e9), driven.description).job_dir
     assert before.name == "20010909-014640-r1"
     saved = replace(driven.record, submitted_s=1e9, **{fixed: str(before)})
     in_zone("Asia/Tokyo")
-    assert _described(saved, driven.description).job_dir == before
+    assert _load_job(saved, driven.description).job_dir == before
 
 
 @pytest.mark.parametrize(

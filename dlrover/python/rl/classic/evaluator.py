@@ -71,8 +71,7 @@ def names_arguments(kind: type[T]) -> type[T]:
 def sampling_params(
     max_new_tokens: int, temperature: float, generation_args: Mapping[str, Any] | None
 ) -> SamplingParams:
-    """Return sampling parameters; ``generation_args`` may hold ``top_k``, ``top_p`` and ``stop`` (or ``stop_strings``).
-    Raises ValueError for another key."""
+    """Return sampling parameters. Raises ValueError for a key of ``generation_args`` that is not supported."""
     options: dict[str, Any] = {}
     for name, value in (generation_args or {}).items():
         if name not in _GENERATION_KEYS:

@@ -220,10 +220,8 @@ def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> Jo
     search_path = search_folders(Path(rl_config).absolute().parent) if is_file else None
     job = load_job_text(text, job_name, search_path=search_path)
     limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
-    faults = [
-        f"the job has no role '{role}'{hint(role, job.workloads)}" for role in limits if role not in job.workloads
-    ]
-    if faults:
+    if unknown := [role for role in limits if role not in job.workloads]:
+        faults = (f"the job has no role '{role}'{hint(role, job.workloads)}" for role in unknown)
         raise InvalidJob([ConfigError("--workload_max_restart", fault) for fault in faults])
     file_limits = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
     return with_limits(job, **{**options, "workload_max_restart": {**file_limits, **limits}})
@@ -265,11 +263,7 @@ class _Place:
         has_address, other = self.address is not None, "detach" if self.detach else "local"
         checks = [
             (self.local and has_address, "--address", "names a cluster, but --local runs without Ray"),
-            (
-                self.detach and not has_address,
-                "--detach",
-                "needs --address: a cluster started here ends with the command",
-            ),
+            (self.detach and not has_address, "--detach", "needs --address: a new cluster ends with this command"),
             (self.supervise and (self.detach or self.local), "--supervise", f"cannot be used with --{other}"),
         ]
         if errors := [ConfigError(option, fault) for is_wrong, option, fault in checks if is_wrong]:

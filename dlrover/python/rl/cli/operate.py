@@ -149,8 +149,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Print only the last lines of each process.")
 def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
-    """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all
-    processes."""
+    """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
     writer = ""
     for writer, text in jobs.logs(name_or_dir, process, follow, tail):
@@ -248,30 +247,20 @@ _PHASES = {
 }
 
 _REMEDIES = {
-    CauseKind.USER_ERROR: "The job's code raised an exception. Fix what the traceback shows; '--local' runs everything "
-    "in one process, where a debugger works.",
-    CauseKind.UNKNOWN_ERROR: "An exception that the machine may have caused occurred more often than restart.* allows. "
-    "Its traceback is in the evidence.",
-    CauseKind.DEVICE_FAILED: "A GPU or its driver failed more often than allowed. Run 'dlrover-rl doctor' and "
-    "'nvidia-smi -q' on the node, and resume without it.",
-    CauseKind.LINK_FAILED: "The ranks of a role lost each other more often than allowed. Check the network, and the "
-    "log of the first lost rank.",
-    CauseKind.RETRYABLE_ERROR: "The trainer gave up waiting. Check the processes that it waited for, then resume.",
-    CauseKind.START_FAILED: "A constructor raised, or a class cannot be imported. 'dlrover-rl check' imports the "
-    "classes without starting anything.",
-    CauseKind.PROCESS_DIED: "A process ended or was killed more often than restart.* allows. Its log has its last "
-    "lines, and the stack of a native crash.",
-    CauseKind.OUT_OF_MEMORY: "Memory ran out. Use smaller batches or more nodes, or request memory in the workload's "
-    "resources.",
-    CauseKind.NO_SPACE: "A disk stayed full. Free space in the job's folder, or keep fewer commits "
-    "(checkpoint.keep_runs, checkpoint.every); then resume.",
-    CauseKind.NODE_LOST: "Nodes were lost more often than allowed. Resume when they are back, or on other nodes.",
-    CauseKind.HUNG: "A process made no progress within its limit; its stacks are in the evidence. If a step takes that "
-    "long, raise liveness.hang_after_s.",
-    CauseKind.PREEMPTED: "Its node is being drained. Resume on other nodes.",
-    CauseKind.NO_RESOURCES: "The cluster did not have the resources in time. Request less, add nodes, or raise "
-    "placement_timeout_s.",
-    CauseKind.INTERNAL: "This is an error of the system, not of the job. The run can be resumed.",
+    CauseKind.USER_ERROR: "Fix the error in the job's code; '--local' runs it in one process, for a debugger.",
+    CauseKind.UNKNOWN_ERROR: "See the traceback; the machine may be the cause. restart.* sets the limits.",
+    CauseKind.DEVICE_FAILED: "Run 'dlrover-rl doctor' and 'nvidia-smi -q' on the node, and resume without it.",
+    CauseKind.LINK_FAILED: "Check the network, and the log of the rank that was lost first.",
+    CauseKind.RETRYABLE_ERROR: "Check the processes that the trainer waited for, then resume.",
+    CauseKind.START_FAILED: "Run 'dlrover-rl check', which imports the job's classes without starting anything.",
+    CauseKind.PROCESS_DIED: "See its log, which has the stack of a native crash. restart.* sets the limits.",
+    CauseKind.OUT_OF_MEMORY: "Use smaller batches or more nodes, or request memory in the workload's resources.",
+    CauseKind.NO_SPACE: "Free disk space, or keep fewer commits (checkpoint.keep_runs, checkpoint.every); then resume.",
+    CauseKind.NODE_LOST: "Resume when the node is back, or on other nodes.",
+    CauseKind.HUNG: "See the stacks in the evidence. If a step takes that long, raise liveness.hang_after_s.",
+    CauseKind.PREEMPTED: "Resume on other nodes: its node is being drained.",
+    CauseKind.NO_RESOURCES: "Request less, add nodes, or raise placement_timeout_s.",
+    CauseKind.INTERNAL: "Resume the run: this is an error of the system, not of the job.",
 }
 
 

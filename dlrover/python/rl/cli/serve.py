@@ -24,13 +24,14 @@ from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.run.folder import ended_memory
 from dlrover.python.rl.runtime.run.machine import Check, examine
-from dlrover.python.rl.service.auth import default_state, write_address
+from dlrover.python.rl.service import auth
+from dlrover.python.rl.service.auth import AccessRole, TokenFile, default_state
 
 _LOG = get_logger(__name__)
 
 PORT = 8470
 _LOOK_S = 0.5
-_ROLES = ("read", "submit", "admin")
+_PORT = click.IntRange(1, 65535)
 
 
 def path(text: str | Path) -> Path:
@@ -99,7 +100,6 @@ async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
     from dlrover.python.rl.master.process.metrics import tls_context
-    from dlrover.python.rl.service.auth import TokenFile, prepare
     from dlrover.python.rl.service.jobs.ledger import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.jobs.submissions import SubmissionReader, in_a_process
@@ -111,7 +111,7 @@ async def _serve(
     may_be_open = options.pop("allow_open_ray")
     metrics_port, metrics_file = options.pop("metrics_port"), options.pop("metrics_token_file")
     metrics_token = read_token(metrics_file) if metrics_file else ""
-    token = prepare(state)
+    token = auth.prepare(state)
     store = SqliteJobStore(state)
     nothing_lost: tuple[Any, Callable[[], str]] = MemoryRunner(), lambda: ""
     with nullcontext(nothing_lost) if is_dry else _cluster(ray_address, cpus, may_be_open) as (runner, lost_process):
@@ -130,7 +130,7 @@ async def _serve(
                 metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
                 echo(f"metrics at {metrics.url}", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
-            write_address(state, own)
+            auth.write_address(state, own)
             echo(f"serving at {own}; the administrator's token is in {token}", err=True)
             await _wait_for_the_end(stopping, lost_process)
             jobs = "jobs continue on their cluster" if ray_address else "the cluster ends too"
@@ -188,15 +188,13 @@ def token() -> None:
 
 @token.command("add")
 @click.argument("name")
-@click.option("--role", type=click.Choice(_ROLES), default="submit", show_default=True)
+@click.option("--role", type=click.Choice([role.value for role in AccessRole]), default="submit", show_default=True)
 @click.option("--file", type=_FILE, help="The file to write; by default NAME.token in the folder of --state.")
 @_STATE
 def add(name: str, role: str, file: Path | None, state: Path) -> None:
     """Write a new token for NAME to a file that only you can read. Earlier tokens stay valid."""
-    from dlrover.python.rl.service.auth import AccessRole, add_token, prepare
-
-    prepare(state)
-    path = add_token(state, name, AccessRole(role), file or state / f"{Path(name).name}.token")
+    auth.prepare(state)
+    path = auth.add_token(state, name, AccessRole(role), file or state / f"{Path(name).name}.token")
     echo(str(path))
 
 
@@ -205,9 +203,7 @@ def add(name: str, role: str, file: Path | None, state: Path) -> None:
 @_STATE
 def remove(name: str, state: Path) -> None:
     """Remove all tokens of NAME, effective at once."""
-    from dlrover.python.rl.service.auth import remove_tokens
-
-    if not remove_tokens(state, name):
+    if not auth.remove_tokens(state, name):
         raise errors.CallError(f"'{name}' has no token")
     echo(f"'{name}' no longer has access")
 
@@ -216,8 +212,6 @@ def remove(name: str, state: Path) -> None:
 @_STATE
 def show(state: Path) -> None:
     """List names and roles, one line for each token."""
-    from dlrover.python.rl.service.auth import TokenFile
-
     for name, role in TokenFile(state).entries():
         echo(f"{name}\t{role}")
 
@@ -227,15 +221,10 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 
 @click.command()
 @click.option("--address", help="A running Ray cluster whose nodes are checked; by default only this machine.")
-@click.option(
-    "--folder",
-    default="runs",
-    show_default=True,
-    help="The folder of runs, shared by all nodes.",
-)
+@click.option("--folder", default="runs", show_default=True, help="The folder of runs, shared by all nodes.")
 @click.option("--server", help="A job service, host:port, which must answer and accept your token.")
 @click.option(
-    "--port", "ports", multiple=True, type=click.IntRange(1, 65535), help="A TCP port that must be free, besides 8470."
+    "--port", "ports", multiple=True, type=_PORT, help="A port that must be free, besides 8470; may be repeated."
 )
 @click.option("--free-memory", is_flag=True, help="First remove the commits of ended runs from this machine's memory.")
 def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:

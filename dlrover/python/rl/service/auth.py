@@ -90,8 +90,7 @@ class TokenFile:
 
 
 def prepare(folder: Path) -> Path:
-    """Create ``folder`` and an administrator's token unless they exist; return the token's file. Raises CallError if a
-    file is not private or cannot be read."""
+    """Create ``folder`` and an administrator's token unless they exist; return the token's file. Raises CallError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_mode & 0o077:
         raise CallError(f"{folder} can be read by other users: chmod 700 {folder}")

@@ -114,8 +114,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         folder: str = "",
         client_token: str = "",
     ) -> wire.Job:
-        """Queue a job, given as YAML. ``folder``, relative to the service's root, has its modules and data. A repeated
-        ``client_token`` makes no second job."""
+        """Queue a job in YAML. ``folder`` is relative to the service's root. A ``client_token`` makes one job."""
         request = wire.SubmitRequest(job_file=job_file, name=name, overrides=overrides, priority=priority)
         request.folder, request.client_token = folder, client_token or secrets.token_urlsafe(16)
         return self._job("Submit", request)

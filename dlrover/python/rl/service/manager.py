@@ -197,8 +197,7 @@ class JobManager:
         return self._ledger.records.get(run) or self._ledger.get(name)
 
     async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[list[JobEvent]]:
-        """Yield pages of the events above ``after``, each event once, up to the last one, or with ``follow`` until the
-        named job has ended. Raises UnknownJob."""
+        """Yield pages of the events above ``after``, with ``follow`` until the named job ends. Raises UnknownJob."""
         run = self._ledger.get(name).run if name else ""
         with self._feed.listening(name) as news:
             while True:

@@ -117,7 +117,7 @@ class RayJobRunner(JobRunner):
     async def _drive(self, driven: _Driven) -> None:
         record = driven.record
         try:
-            ended = await self._to_its_end(driven)
+            ended = await self._run_to_end(driven)
         except DLRoverRLError as error:
             ended = driven.observed(JobPhase.FAILED, reason=_first_line(error), detail=str(error))
         except Exception as error:  # noqa: BLE001 -- the service continues, and the job ends
@@ -131,7 +131,7 @@ class RayJobRunner(JobRunner):
         if driven.stop is not None:
             driven.stop.cancel()
 
-    async def _to_its_end(self, driven: _Driven) -> Observed:
+    async def _run_to_end(self, driven: _Driven) -> Observed:
         lost: MasterLost | None = None
         for revival in range(_REVIVALS + 1):
             try:
@@ -142,7 +142,7 @@ class RayJobRunner(JobRunner):
             if driven.stopping.is_set() or revival == _REVIVALS:
                 break
             _LOG.warning("%s: %s; resuming from its last commit", driven.record.name, lost)
-        await self._end_all(driven)
+        await self._kill_all(driven)
         if driven.stopping.is_set():
             return driven.observed(JobPhase.STOPPED, reason=driven.record.reason or "stopped")
         return driven.observed(JobPhase.FAILED, reason=str(lost), cause="master_lost")
@@ -150,7 +150,7 @@ class RayJobRunner(JobRunner):
     async def _find_or_start(self, driven: _Driven, revival: int) -> MasterCalls | None:
         """Return the master to follow, None for a run that has ended. Raises MasterLost, InvalidJob."""
         record = driven.record
-        driven.job = job = _described(record, driven.description)
+        driven.job = job = _load_job(record, driven.description)
         if (master := await self._find_master(driven, job)) is not None:
             return master
         await in_daemon_thread(_check_folder, record)
@@ -160,7 +160,7 @@ class RayJobRunner(JobRunner):
             return None
         if driven.stopping.is_set():
             if began:
-                await self._end_all(driven)
+                await self._kill_all(driven)
             return None
         if revival or began:
             if await find_master(record.name) is None:  # otherwise orphans would keep running beside the new master
@@ -177,7 +177,7 @@ class RayJobRunner(JobRunner):
             return None
         with suppress(MasterLost):
             status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
-            if _is_of(status, job):
+            if _belongs_to(status, job):
                 driven.job = replace(job, job_dir=Path(driven.record.folder or status.folder))
                 await master.call("start", {}, timeout_s=_ANSWER_S)  # does nothing if it has begun
                 return master
@@ -253,20 +253,20 @@ class RayJobRunner(JobRunner):
             request.cancel()
         while driven.record.run in self._driven:  # a master that is starting can be killed once Ray knows it
             try:
-                await self._end_all(driven)
+                await self._kill_all(driven)
             except Exception as error:  # noqa: BLE001 -- Ray may be unreachable: tried again
                 _LOG.warning("%s: could not be killed yet: %s", driven.record.name, _first_line(error))
                 await asyncio.sleep(_RETRY_S)
             await asyncio.sleep(_POLL_S)
 
-    async def _end_all(self, driven: _Driven) -> None:
+    async def _kill_all(self, driven: _Driven) -> None:
         """Kill the processes of this run on the cluster, and none of another run of its name."""
         record, unidentified = driven.record, None
         masters = [master for master in (driven.launched, driven.master) if master is not None]
         if not masters and driven.job is not None and (master := await find_master(record.name)) is not None:
             try:
                 status: JobStatus = await master.call("status", timeout_s=_IDENTIFY_S)
-                masters += [master] if _is_of(status, driven.job) else []
+                masters += [master] if _belongs_to(status, driven.job) else []
             except MasterLost:
                 unidentified = master
         for master in masters:
@@ -282,7 +282,7 @@ class RayJobRunner(JobRunner):
             await driven.master.call("stop", reason, timeout_s=_ANSWER_S)
 
 
-def _described(record: JobRecord, description: JobDescription) -> JobSpec:
+def _load_job(record: JobRecord, description: JobDescription) -> JobSpec:
     """Return the job of a run with the run's folder, which does not depend on the time zone or the root."""
     search = (description.folder,) if description.folder else None
     job = load_job_text(description.text, record.name, description.overrides, search)
@@ -295,7 +295,7 @@ def _described(record: JobRecord, description: JobDescription) -> JobSpec:
     return replace(job, job_dir=job.run_folders / f"{began}-{record.run}")
 
 
-def _is_of(status: JobStatus, job: JobSpec) -> bool:
+def _belongs_to(status: JobStatus, job: JobSpec) -> bool:
     return status.run == job.run if status.run else status.folder == str(job.job_dir)
 
 
@@ -306,8 +306,7 @@ def _check_folder(record: JobRecord) -> None:
 
 
 def _journalled_end(driven: _Driven) -> Any:
-    """Return the final state in the journal of a run, None if it has not ended. Raises InvalidJob if the folder is a
-    link."""
+    """Return the final state in a run's journal, None if it has none. Raises InvalidJob if the folder is a link."""
     _check_folder(driven.record)
     history = None if driven.job is None else read_history(driven.job.job_dir)
     if driven.job is None or history is None or not history.state.phase.terminal:

@@ -41,8 +41,7 @@ class JobRunner(ABC):
 
     @abstractmethod
     def run(self, record: JobRecord, description: JobDescription) -> None:
-        """Start this run of a job, unless it was started before, and report on it. Each process of the service calls it
-        once for each job that holds resources."""
+        """Start a run unless it was started before, and report on it; called once for each job that holds resources."""
 
     @abstractmethod
     def stop(self, record: JobRecord) -> None:

@@ -113,8 +113,7 @@ async def _answer(handler: Any, messages: Any, context: Any) -> None:
 
 
 class TlsFiles:
-    """The service's certificate, read again when its files change. With ``client_ca`` clients need a certificate that
-    it has signed."""
+    """The service's certificate, read again when it changes. With ``client_ca`` clients need one that it has signed."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self.certificate, self.key, self.client_ca = certificate, key, client_ca
@@ -145,8 +144,7 @@ class TlsFiles:
 
 
 class FailureLimit:
-    """A limit of the failures of an address: ``burst`` at once, then ``per_s``. The ``most`` addresses that failed last
-    are remembered."""
+    """A limit of an address's failures: ``burst`` at once, then ``per_s``. It remembers the last ``most`` addresses."""
 
     def __init__(
         self, burst: float = 10.0, per_s: float = 1.0, most: int = 10_000, now_s: Callable[[], float] = time.monotonic
