@@ -41,8 +41,7 @@ _MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "Model
 
 _show = partial(echo, err=True)
 
-Model: TypeAlias = str | Path
-"""A folder or a hub name."""
+Model: TypeAlias = str | Path  # a folder or a hub name
 
 Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
 """A file, a folder or a hub name; or the rows: a list of dicts, a ``datasets.Dataset``, a ``pandas.DataFrame``."""

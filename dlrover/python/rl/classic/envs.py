@@ -122,8 +122,8 @@ def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], em
         TypeError: an environment cannot be pickled. A script's classes are pickled too, and need not be importable.
     """
     environments = {
-        name: [sample.environment if sample.has_reward else None for sample in samples]
-        for name, samples in splits.items()
+        split: [sample.environment if sample.has_reward else None for sample in samples]
+        for split, samples in splits.items()
     }
 
     def score(completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:

@@ -49,7 +49,6 @@ _SHARED_SETTINGS = ("tensor_parallel_size", "gpu_memory_utilization")
 _BATCHES_PER_CALL = 8  # the engine starts the next completion as soon as one ends
 _GENERATION_KEYS = {"top_k": "top_k", "top_p": "top_p", "stop": "stop", "stop_strings": "stop"}
 _TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "callbacks", "data_collator"}
-"""Arguments that only TRL's trainers have."""
 
 
 def names_arguments(kind: type[T]) -> type[T]:
@@ -113,8 +112,6 @@ class Evaluator:
 
     seed: NonNegative = 42
     max_new_tokens: Positive = 1024
-    """The largest number of tokens of a completion."""
-
     batch_size: Positive = 1
     """The completions that are generated at a time."""
 
@@ -125,8 +122,6 @@ class Evaluator:
     num_batches: Positive | None = None
     show_progress: bool = True
     reward_timeout_s: PositiveNumber = 30.0
-    """Time limit of ``get_reward`` in seconds."""
-
     _loaded: BaseRolloutEngine | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import click
 from rich.console import Console
@@ -40,9 +40,7 @@ from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
-Cluster = Literal["local", "ray", "kuberay", "slurm"]
-CLUSTERS: tuple[Cluster, ...] = get_args(Cluster)
-
+CLUSTERS = ("local", "ray", "kuberay", "slurm")
 _PLACEHOLDER = "my-job"
 _PROGRAMS = (".sh", ".sbatch")
 _NO_MODULE = ".template"
@@ -51,13 +49,13 @@ _NO_MODULE = ".template"
 @click.command()
 @click.argument("name")
 @click.option("--cluster", type=click.Choice(CLUSTERS), default="local", show_default=True)
-def init(name: str, cluster: Cluster) -> None:
+def init(name: str, cluster: str) -> None:
     """Create a folder NAME with a job that is ready to run, and the files of a cluster."""
     folder = write_skeleton(name, cluster)
     echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
-def write_skeleton(name: str, cluster: Cluster) -> Path:
+def write_skeleton(name: str, cluster: str) -> Path:
     """Write the folder ``name``. Raises InvalidJob if it exists or is not a valid name of a job."""
     folder = Path(check_name(name))
     if folder.exists():

@@ -93,7 +93,7 @@ def prepare(folder: Path) -> Path:
     """Create ``folder`` and an administrator's token unless they exist; return the token's file. Raises CallError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_mode & 0o077:
-        raise CallError(f"{folder} can be read by other users: chmod 700 {folder}")
+        raise CallError(f"{folder} can be read by others: chmod 700 {folder}")
     with _locked(folder):
         if not (folder / TOKENS).exists():
             (folder / TOKEN).unlink(missing_ok=True)  # of a first start that was cut off

@@ -103,8 +103,6 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     def close(self) -> None:
         self._channel.close()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
-
     def submit(  # noqa: PLR0913 -- the fields of a submission
         self,
         job_file: str,
@@ -172,8 +170,6 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         for chunk in self._resumed("Fetch", request):
             request.offset += file.write(chunk.data)
         return request.offset
-
-    # -- repeating ----------------------------------------------------------------------------------------------------
 
     def _job(self, method: str, request: Any, timeout_s: float = _CALL_S) -> wire.Job:
         job: wire.Job = self._ask(method, request, timeout_s)

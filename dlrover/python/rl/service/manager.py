@@ -46,8 +46,7 @@ _RETRY_S = 0.5
 _GATHER_S = 0.02  # a watcher then gets more events in fewer messages
 _MAX_WAITING = 5000
 
-_Request: TypeAlias = tuple[Operation, asyncio.Future[Answer] | None]
-"""An operation, and its answer if one is awaited."""
+_Request: TypeAlias = tuple[Operation, asyncio.Future[Answer] | None]  # None: no answer is awaited
 
 
 class EventFeed:

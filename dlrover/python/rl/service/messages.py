@@ -9,18 +9,12 @@ from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase, JobRecord
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
-RESIZE_S = 150.0
-"""The time limit of a resize, which checks the job's classes and reserves resources."""
-
-STREAM_OPEN = "stream-open"
-"""The metadata key that the service sends at the start of a stream, whose first message may come much later."""
-
-_SAME = (
+RESIZE_S = 150.0  # limit of a resize, which checks the job's classes and reserves resources
+STREAM_OPEN = "stream-open"  # metadata key, sent at the start of a stream: its first message may come much later
+_SHARED_FIELDS = (
     "name", "run", "owner", "priority", "revision", "cause", "submitted_s", "started_s", "ended_s", "step",
     "total_steps", "reward", "restarts", "step_s",
 )  # fmt: skip
-"""The fields that a record and its message share."""
-
 _MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
 _PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
 _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
@@ -36,7 +30,7 @@ _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
 
 def job_message(record: JobRecord) -> wire.Job:
     return wire.Job(
-        **{name: getattr(record, name) for name in _SAME},
+        **{name: getattr(record, name) for name in _SHARED_FIELDS},
         phase=_PHASES[record.phase],
         folder=record.results,
         reason=valid_text(record.reason),

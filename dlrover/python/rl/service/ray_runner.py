@@ -49,9 +49,7 @@ _RETRY_S = 1.0  # after an error of Ray
 _IDENTIFY_S = 2.0  # for a master to report its run
 _CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
-_PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
-_REPORTED = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
-"""The fields that a job's status and a runner's report share."""
+_SHARED_FIELDS = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
 
 
 @dataclass
@@ -73,7 +71,7 @@ class _Driven:
 
     def ended(self, phase: Phase, reason: str, cause: Any, **values: Any) -> Observed:
         kind, detail = (cause.kind.value, cause.detail) if cause else ("", "")
-        return self.observed(_PHASES[phase], reason=reason, cause=kind, detail=detail, **values)
+        return self.observed(JobPhase(phase.value), reason=reason, cause=kind, detail=detail, **values)
 
 
 class RayJobRunner(JobRunner):
@@ -110,9 +108,7 @@ class RayJobRunner(JobRunner):
             status: JobStatus = await driven.master.call("status", timeout_s=_ANSWER_S)
         except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
-        self._sink(driven.observed(JobPhase.RUNNING, **{name: getattr(status, name) for name in _REPORTED}))
-
-    # -- one run ------------------------------------------------------------------------------------------------------
+        self._sink(driven.observed(JobPhase.RUNNING, **{name: getattr(status, name) for name in _SHARED_FIELDS}))
 
     async def _drive(self, driven: _Driven) -> None:
         record = driven.record
@@ -224,7 +220,7 @@ class RayJobRunner(JobRunner):
                     raise
                 return self._outcome(driven)
             position, status = update.position, update.status
-            common = {name: getattr(status, name) for name in _REPORTED}
+            common = {name: getattr(status, name) for name in _SHARED_FIELDS}
             for each in update.reports:
                 metrics = {name: float(value) for name, value in each.metrics.items()}
                 step = {"step": each.step, "total_steps": each.total_steps, "metrics": metrics}

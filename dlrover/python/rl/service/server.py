@@ -164,15 +164,11 @@ class FailureLimit:
         return has_room
 
 
-# -- the service ------------------------------------------------------------------------------------------------------
-
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
-RIGHTS = {
+RIGHTS = {  # the lowest role that may call each method
     **dict.fromkeys(("Get", "List", "Wait", "Watch", "Logs", "Artifacts", "Fetch"), AccessRole.READ),
     **dict.fromkeys(("Submit", "Stop", "Resize"), AccessRole.SUBMIT),
 }
-"""The lowest role that may call each method; a method that is not listed is always refused."""
-
 MAX_MESSAGE = 4 * 1024 * 1024
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -247,8 +243,6 @@ class JobServer:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         self._reader.close()
-
-    # -- who calls ----------------------------------------------------------------------------------------------------
 
     def _identify(self, metadata: Any) -> Caller:
         """Return the caller of a request. Raises AccessDenied unless it has exactly one valid token."""

@@ -35,7 +35,7 @@ _LOG = get_logger(__name__)
 _LINKED = ("metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard")
 _MODELS = ("final", "step_*")
 
-CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
+CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {  # the recipe's keys for arguments that are passed on unchanged
     "num_steps": ("steps",),
     "seed": ("seed",),
     "saving_steps": ("keep.save_every",),
@@ -47,7 +47,6 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "assistant_loss_mode": ("data.assistant",),
     "mask_prompt": ("data.mask_prompt",),
 }
-"""The recipe's keys for the arguments whose values are passed on unchanged."""
 
 
 def _remove(path: Path) -> None:
@@ -74,8 +73,6 @@ class ClassicTrainer:
     _: KW_ONLY
 
     num_steps: Positive = 100
-    """Training steps."""
-
     batch_size: Positive = 1
     """Samples or prompts of a step, for each process."""
 
@@ -87,8 +84,6 @@ class ClassicTrainer:
     """Log a line of metrics every this many steps; ``metrics.jsonl`` has every step."""
 
     eval_steps: Positive | None = None
-    """Evaluate on ``eval_dataset`` every this many steps."""
-
     eval_dataset: SampleDataset | None = None
     do_sample: bool = True
     sampling_temperature: PositiveNumber = 1.0
@@ -99,8 +94,6 @@ class ClassicTrainer:
     """Time limit of ``get_reward`` in seconds; a sample that takes longer has failed, and is not trained on."""
 
     enable_wandb: bool = False
-    """Also log metrics to Weights & Biases."""
-
     wandb_project: str = "dlrover-rl"
     wandb_run_name: str | None = None
     output_dir: str | Path = "./outputs"
@@ -116,8 +109,6 @@ class ClassicTrainer:
     """A class of ``torch.optim.lr_scheduler``, or a scheduler whose settings are copied; None: a constant rate."""
 
     lr_scheduler_args: Mapping[str, Any] | None = None
-    """Arguments of the scheduler's class."""
-
     seed: NonNegative = 42
     max_grad_norm: PositiveNumber | None = None
     """Clip the global gradient norm to this value; None: no clipping."""
@@ -200,8 +191,6 @@ class ClassicTrainer:
         if report.step % self.logging_steps == 0:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
             _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
-
-    # -- the output folder --------------------------------------------------------------------------------------------
 
     def _check_output(self) -> None:
         """Raise JobConflict if another run writes to ``output_dir``, InvalidJob if files would be lost."""
@@ -286,8 +275,6 @@ class ClassicTrainer:
 
     def _reward(self, splits: Mapping[str, Sequence[LoadedSample]], empty: float | None = None) -> dict[str, Any]:
         return {"function": write_rewards(self._data_folder, splits, empty), "timeout_s": self.reward_timeout_s}
-
-    # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def _test_dataset(self, dataset: SampleDataset | None) -> SampleDataset:
         samples = self.eval_dataset if dataset is None else dataset

@@ -36,11 +36,9 @@ class ClassicPolicyTrainer(ClassicTrainer):
     """Clip the ratio to the policy that generated a sample to this distance from 1."""
 
     log_completions: bool = False
-    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
+    """Log the first ``max_log_chars`` characters of completions; ``samples.jsonl`` has all of them."""
 
     max_log_chars: Positive = 320
-    """Logged characters of each completion."""
-
     _offset = 0
 
     def __post_init__(self) -> None:
@@ -136,8 +134,6 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
     _: KW_ONLY
 
     group_size: Annotated[int, Ge(2)] = 4
-    """Completions of each prompt."""
-
     ppo_steps: Positive = 2
     kl_penalty: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL penalty (k3, in the loss) towards the initial model."""

@@ -31,13 +31,10 @@ from dlrover.python.rl.service.jobs.records import (
     SubmitJob,
 )
 
-KEPT_ENDED = 10_000
-"""The ended jobs that are remembered, with their client tokens."""
-
+KEPT_ENDED = 10_000  # ended jobs that are remembered, with their client tokens
 _MOST_COMPARED = 500
 
-Answer: TypeAlias = JobRecord | DLRoverRLError | None
-"""An error has changed nothing."""
+Answer: TypeAlias = JobRecord | DLRoverRLError | None  # an error has changed nothing
 
 
 @dataclass(frozen=True)

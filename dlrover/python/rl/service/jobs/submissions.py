@@ -141,10 +141,8 @@ def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
         errors.append(ConfigError("overwrite", "is not for jobs of the service, where each run has its own folder"))
     if job.checkpoint.resume != "never" and job.run_folders is not None:
         errors.append(ConfigError("checkpoint.resume", "needs a job_dir: without it each run has a new folder"))
-    return errors + [
-        ConfigError(where, "looks like a secret, which the service does not store: set it on the cluster")
-        for where in seal(job)[1]
-    ]
+    advice = "looks like a secret, which the service does not store: set it on the cluster"
+    return errors + [ConfigError(where, advice) for where in seal(job)[1]]
 
 
 in_a_thread: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "job-files")
