@@ -22,8 +22,7 @@ class TrainResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model and its tokenizer, in Hugging Face format. For a run that only evaluated: the
-        folder or the hub name of its model."""
+        """The folder of the trained model and its tokenizer, or the evaluated model of a run that only evaluated."""
         trained = self.folder / "model"
         return Path(self.summary["model"]) if self._has_ended and not trained.exists() else trained
 

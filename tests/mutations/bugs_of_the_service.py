@@ -52,7 +52,7 @@ BUGS = {
     "clients need no certificate": Bug(
         _SERVER, "self.read_changed, self.client_ca is not None", "self.read_changed, False"
     ),
-    "a new certificate is not read": Bug(_SERVER, "self.read() if self._state() != self._seen else None", "None"),
+    "a new certificate is not read": Bug(_SERVER, "self.read() if self._contents() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
         _MANAGER,
         "                await asyncio.sleep(_RETRY_S)\n                return\n",

@@ -130,6 +130,6 @@ def test_a_process_reads_what_a_thread_reads(tmp_path):
         found = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
         for reader in readers:
             reader.close()
-        assert found[0] == found[1] and found[0].owner == "ann"
+        assert repr(found[0]) == repr(found[1]) and found[0].job.owner == "ann"
 
     asyncio.run(body())

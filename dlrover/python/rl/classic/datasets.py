@@ -34,9 +34,7 @@ class _FileDataset(list[EnvBase]):
         path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it selects a split.
         num_samples: use only the first samples; None: all.
 
-    Raises:
-        DataError: there is no such source, or rows are invalid.
-        ValueError: ``num_samples`` is not positive.
+    Raises DataError if there is no such source or rows are invalid.
     """
 
     default_path = ""

@@ -58,9 +58,7 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
         rewards: each sample must have ``get_reward``.
         answers: each sample must have an answer, or an assistant's message.
 
-    Raises:
-        TypeError: the data set cannot be indexed like a list.
-        ValueError: it is empty, or samples are invalid; names up to 20 of them by number.
+    Raises TypeError if the data set cannot be indexed, ValueError if it is empty or has invalid samples.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(f"{name} must have a length and a sample for each number, like a list")
@@ -113,14 +111,8 @@ def _kind(value: Any) -> str:
 
 
 def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], empty_reward: float | None = None) -> str:
-    """Write the environments of samples, and return the name of the reward function that calls them.
-
-    Args:
-        empty_reward: the reward of an empty completion; None: ``get_reward`` is called.
-
-    Raises:
-        TypeError: an environment cannot be pickled. A script's classes are pickled too, and need not be importable.
-    """
+    """Write the environments of samples, and return the name of the reward function that calls them, except for an
+    empty completion if there is an ``empty_reward``. Raises TypeError if an environment cannot be pickled."""
     environments = {
         split: [sample.environment if sample.has_reward else None for sample in samples]
         for split, samples in splits.items()

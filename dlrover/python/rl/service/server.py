@@ -117,7 +117,7 @@ class TlsFiles:
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self.certificate, self.key, self.client_ca = certificate, key, client_ca
-        self._seen: list[tuple[int, int, int]] = []
+        self._seen: list[bytes] = []
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials that follow the files; while these are unreadable or do not match, the old ones stay."""
@@ -125,22 +125,19 @@ class TlsFiles:
 
     def read(self) -> Any:
         """Raises OSError."""
-        self._seen = self._state()
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        ca = self.client_ca.read_bytes() if self.client_ca else None
-        return grpc.ssl_server_certificate_configuration([pair], ca)
+        key, certificate, *client_ca = self._seen = self._contents()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], *client_ca)
 
     def read_changed(self) -> Any:
         """Called by gRPC before each handshake, in its thread; return None if nothing has changed."""
         try:
-            return self.read() if self._state() != self._seen else None
+            return self.read() if self._contents() != self._seen else None
         except OSError as error:
             _LOG.warning("the new certificate cannot be read; the old one stays in use: %s", error)
             return None
 
-    def _state(self) -> list[tuple[int, int, int]]:
-        states = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        return [(state.st_mtime_ns, state.st_ino, state.st_size) for state in states]
+    def _contents(self) -> list[bytes]:
+        return [path.read_bytes() for path in (self.key, self.certificate, self.client_ca) if path is not None]
 
 
 class FailureLimit:

@@ -53,16 +53,13 @@ class ClassicPolicyTrainer(ClassicTrainer):
         step: int | None = None,
         eval_temperature: float | None = None,
     ) -> dict[str, Any]:
-        """Evaluate the trained model, or before ``train`` the initial one, in the main process.
+        """Evaluate the trained model, or before ``train`` the initial one, in the main process; others return {}.
 
         Args:
             dataset: ``eval_dataset`` by default.
             num_batches: batches of ``batch_size`` samples; None: all.
             step: evaluate the saved model of this step.
             eval_temperature: ``sampling_temperature`` by default.
-
-        Returns:
-            The metrics of ``Evaluator.evaluate``. Empty in other processes.
         """
         if self._read_launch().rank:
             return {}

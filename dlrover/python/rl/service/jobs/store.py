@@ -73,7 +73,7 @@ class SqliteJobStore:
         records: Iterable[JobRecord],
         events: Iterable[JobEvent],
         descriptions: Mapping[str, JobDescription],
-        forgotten: Iterable[str],
+        forgotten: Iterable[str] = (),
     ) -> None:
         """Save everything or, with a ServiceUnavailable, nothing. A run with a description is new, and must not exist
         yet. The description of an ended run is deleted, and a forgotten run with all of its events."""
