@@ -41,9 +41,6 @@ from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED,
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 CLUSTERS = ("local", "ray", "kuberay", "slurm")
-_PLACEHOLDER = "my-job"
-_PROGRAMS = (".sh", ".sbatch")
-_NO_MODULE = ".template"
 
 
 @click.command()
@@ -70,11 +67,11 @@ def write_skeleton(name: str, cluster: str) -> Path:
 def _copy(source: Traversable, target: Path, name: str) -> None:
     if source.is_dir():
         for entry in source.iterdir():
-            _copy(entry, target / entry.name.removesuffix(_NO_MODULE), name)
+            _copy(entry, target / entry.name.removesuffix(".template"), name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(source.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
-    if target.suffix in _PROGRAMS:
+    target.write_text(source.read_text(encoding="utf-8").replace("my-job", name), encoding="utf-8")
+    if target.suffix in (".sh", ".sbatch"):
         target.chmod(0o755)
 
 

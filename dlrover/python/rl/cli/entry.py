@@ -5,14 +5,11 @@ import os
 import signal
 from types import FrameType
 
-_ANSWER = b"interrupted before anything was started\n"
-_STDERR, _INTERRUPTED = 2, 130
-
 
 def _end(_: int, __: FrameType | None) -> None:
     """Exit at once: a library that is being imported may swallow a ``KeyboardInterrupt``."""
-    os.write(_STDERR, _ANSWER)
-    os._exit(_INTERRUPTED)
+    os.write(2, b"interrupted before anything was started\n")
+    os._exit(130)
 
 
 def main() -> None:

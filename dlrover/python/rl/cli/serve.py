@@ -46,12 +46,7 @@ _STATE = click.option(
 
 
 @click.command()
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Beyond loopback needs --tls-cert and --tls-key.",
-)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback needs --tls-cert, --tls-key.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0: any free port.")
 @_STATE
 @click.option("--root", type=_FILE, default=Path(), help="The folder that jobs may use; by default this one.")
@@ -223,7 +218,7 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 @click.option("--address", help="A running Ray cluster whose nodes are checked; by default only this machine.")
 @click.option("--folder", default="runs", show_default=True, help="The folder of runs, shared by all nodes.")
 @click.option("--server", help="A job service, host:port, which must answer and accept your token.")
-@click.option("--port", "ports", multiple=True, type=_PORT, help="A port that must be free, as 8470 must; repeatable.")
+@click.option("--port", "ports", multiple=True, type=_PORT, help="A port that must be free, besides 8470; repeatable.")
 @click.option("--free-memory", is_flag=True, help="First remove the commits of ended runs from this machine's memory.")
 def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:
     """Check a machine or a cluster before a run. Exit code 1 if a problem is found."""

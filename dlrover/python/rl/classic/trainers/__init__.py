@@ -269,12 +269,8 @@ class ClassicTrainer:
         """Return the roles besides the recipe's own."""
         return ()
 
-    @property
-    def _data_folder(self) -> Path:
-        return self.folder / "data"
-
     def _reward(self, splits: Mapping[str, Sequence[LoadedSample]], empty: float | None = None) -> dict[str, Any]:
-        return {"function": write_rewards(self._data_folder, splits, empty), "timeout_s": self.reward_timeout_s}
+        return {"function": write_rewards(self.folder / "data", splits, empty), "timeout_s": self.reward_timeout_s}
 
     def _test_dataset(self, dataset: SampleDataset | None) -> SampleDataset:
         samples = self.eval_dataset if dataset is None else dataset

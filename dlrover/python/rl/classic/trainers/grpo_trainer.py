@@ -88,12 +88,12 @@ class ClassicPolicyTrainer(ClassicTrainer):
 
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         train = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
-        file = write_samples(self._data_folder, "train", train, scored=True)
+        file = write_samples(self.folder / "data", "train", train, scored=True)
         # The recipe evaluates before and after training; without an eval_dataset, on a few training samples.
         splits, evaluation = {"train": train}, {"data.eval": file, "data.eval_rows": launch.world_size}
         if self.eval_dataset is not None:
             splits["eval"] = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
-            held_out = write_samples(self._data_folder, "eval", splits["eval"], scored=True)
+            held_out = write_samples(self.folder / "data", "eval", splits["eval"], scored=True)
             evaluation = {"data.eval": held_out, "data.eval_rows": len(splits["eval"])}
         sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
         prompts = self.batch_size * launch.world_size

@@ -115,12 +115,12 @@ class ClassicSFTTrainer(ClassicTrainer):
             "batch_size": self.batch_size * launch.world_size,
             "data.max_length": self._max_length(),
             "data.over_long": "drop",
-            "data.train": write_samples(self._data_folder, "train", train),
+            "data.train": write_samples(self.folder / "data", "train", train),
         }
         if self.eval_dataset is None:
             return config
         held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.eval_sample_completions, answers=True)
-        file = write_samples(self._data_folder, "eval", held_out, scored=self.eval_sample_completions)
+        file = write_samples(self.folder / "data", "eval", held_out, scored=self.eval_sample_completions)
         config["data.eval"] = file
         if self.eval_sample_completions:
             config["answers"] = {
