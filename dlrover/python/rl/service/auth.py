@@ -107,7 +107,7 @@ def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
     with _locked(folder):
         callers = _read(folder / TOKENS)
         if any(caller.name == name and caller.role != role for caller in callers.values()):
-            raise CallError(f"'{name}' already has another role: remove its tokens first")
+            raise CallError(f"'{name}' has another role already: remove its tokens first")
         return _add(folder, callers, Caller(name, role), file)
 
 
