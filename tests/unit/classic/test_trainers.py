@@ -299,7 +299,7 @@ def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
     ("kind", "arguments", "error", "words"),
     [
         (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer: .* argument 'num_step'; did you mean 'num_steps'"),
-        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: use a function such as dlrover.rl.train_grpo"),
+        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: use a function such as"),
         (GRPOTrainer, {"group_size": 1}, ValueError, "group_size: input should be greater than or equal to 2, got 1"),
         (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False generates the same completion"),
         (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "input should be 'all' or 'last', got 'first'"),
