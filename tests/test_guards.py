@@ -141,21 +141,25 @@ def a_job_that_has_taken_a_name_meanwhile_is_not_stopped_for_the_one_that_had_it
     """Who may stop the old job sends the stop while the new one is being saved."""
     old = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED, sequence=1)
     draft = Draft(Ledger(QueueLimits(), [old], last_event=1), lambda: "new")
-    draft.decide(SubmitJob("job", "ann", "t", JobDescription("text"), "fingerprint"), 0.0)
+    draft.decide(SubmitJob(JobRecord("job", "", "ann", "t", "fingerprint"), JobDescription("text")), 0.0)
     assert isinstance(draft.decide(StopJob("job", "old", "a reason"), 0.0), CallError)
     assert draft.changed["new"].phase is JobPhase.QUEUED
 
 
 def a_queue_does_not_grow_without_end(folder):
     draft = Draft(Ledger(QueueLimits(max_queued=2)), map(str, count()).__next__)
-    submissions = [SubmitJob(f"job-{at}", f"user-{at}", "t", JobDescription("text"), "fingerprint") for at in range(3)]
-    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], ServiceBusy)
+    submissions = [JobRecord(f"job-{at}", "", f"user-{at}", "t", "fingerprint") for at in range(3)]
+    assert isinstance(
+        [draft.decide(SubmitJob(job, JobDescription("text")), 0.0) for job in submissions][-1], ServiceBusy
+    )
 
 
 def an_owner_does_not_fill_the_queue(folder):
     draft = Draft(Ledger(QueueLimits(max_queued_per_owner=2)), map(str, count()).__next__)
-    submissions = [SubmitJob(f"job-{at}", "me", f"t{at}", JobDescription("text"), "fingerprint") for at in range(3)]
-    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], ServiceBusy)
+    submissions = [JobRecord(f"job-{at}", "", "me", f"t{at}", "fingerprint") for at in range(3)]
+    assert isinstance(
+        [draft.decide(SubmitJob(job, JobDescription("text")), 0.0) for job in submissions][-1], ServiceBusy
+    )
 
 
 def a_reader_does_not_submit(folder):

@@ -66,6 +66,7 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     shipped = {
         *(rl / "cli/skeleton").rglob("*.*"),
         *(rl / "classic").glob("*.pyi"),
+        ROOT / "dlrover/rl/__init__.pyi",
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
     }

@@ -1,34 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLRover RL's short front door. Importing it loads nothing heavy: each name is fetched when it is first used."""
+"""The public names of DLRover RL. Importing it is fast: each name is loaded when it is first used.
+
+Type checkers read ``__init__.pyi``.
+"""
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
-    from dlrover.python.rl.classic import EnvBase, Evaluator, MathDataset
-    from dlrover.python.rl.classic.trainers.grpo_trainer import GRPOTrainer
-    from dlrover.python.rl.classic.trainers.onpolicy_distillation_trainer import OnPolicyDistillationTrainer
-    from dlrover.python.rl.classic.trainers.sft_trainer import SFTTrainer
-    from dlrover.python.rl.common.errors import (
-        DLRoverRLError,
-        InvalidJob,
-        InvocationError,
-        InvocationTimeout,
-        JobConflict,
-        JobFailed,
-    )
-    from dlrover.python.rl.common.names import RLRoleType
-    from dlrover.python.rl.master.job import RLJob, RLJobBuilder
-    from dlrover.python.rl.session.engine import InferenceEngine, TrainEngine
-    from dlrover.python.rl.session.session import init, shutdown
-    from dlrover.python.rl.session.split import NeedParallel
-    from dlrover.python.rl.trainer.shard import Replicate, Shard
-    from dlrover.python.rl.trainer.trainer import BaseTrainer
-    from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
-    from dlrover.rl import nn
-    from dlrover.rl.result import TrainResult
-    from dlrover.rl.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
+from typing import Any
 
 _HOMES = {
     "dlrover.python.rl.algorithm.losses.policy_gradient": ("PolicyGradient",),
@@ -51,13 +28,7 @@ _HOMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "BaseTrainer", "BaseWorkload", "DLRoverRLError", "EnvBase", "Evaluator", "GRPOTrainer", "InferenceEngine",
-    "InvalidJob", "InvocationError", "InvocationTimeout", "JobConflict", "JobFailed", "MathDataset", "NeedParallel",
-    "OnPolicyDistillationTrainer", "PolicyGradient", "RLJob", "RLJobBuilder", "RLRoleType", "Replicate", "SFTTrainer",
-    "Shard", "TrainEngine", "TrainResult", "init", "nn", "shutdown", "train_distill", "train_dpo", "train_grpo",
-    "train_ppo", "train_rm", "train_sft", "trainer_invocation",
-]  # fmt: skip
+__all__ = sorted([*_HOME, "nn"])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of your own for a train engine: ``class Policy(rl.nn.TrainModule, Qwen2ForCausalLM)``."""
+"""Custom modules for a train engine: ``class Policy(rl.nn.TrainModule, Qwen2ForCausalLM)``."""
 
 from typing import Any
 

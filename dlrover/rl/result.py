@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run has left."""
+"""The results of a training run."""
 
 import json
 from dataclasses import dataclass
@@ -22,32 +22,30 @@ class TrainResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model and its tokenizer, in Hugging Face format; of a run that only evaluated,
-        the model that it was given, a folder or a hub name."""
+        """The folder of the trained model and its tokenizer, or the evaluated model of a run that only evaluated."""
         trained = self.folder / "model"
         return Path(self.summary["model"]) if self._has_ended and not trained.exists() else trained
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The closing metrics by the names of :attr:`metrics`, with ``before/`` those from before training, and numbers
+        """The final metrics by the names of :attr:`metrics`, the metrics before training as ``before/...``, and counts
         of the data. Undefined values are None."""
         summary: dict[str, Any] = json.loads((self.folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each training step, none of a run that only evaluated; null values are None."""
+        """The metrics of each training step; empty for a run that only evaluated."""
         return [row for row in self._rows("metrics.jsonl") if row["step"]]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Prompts, completions and rewards, of recipes that sample."""
+        """Prompts, completions and rewards, for recipes that sample."""
         return self._rows("samples.jsonl")
 
     @property
     def metrics(self) -> "DataFrame":
-        """The metrics as a table, indexed by step. A recipe that samples has step 0, the evaluation before training.
-        Raises MissingExtra without pandas."""
+        """The metrics by step; 0 is the evaluation before training, if the recipe samples. Needs pandas."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -56,7 +54,7 @@ class TrainResult:
 
     @property
     def plots(self) -> list[Path]:
-        """The curves, with the extra ``plot``."""
+        """The plotted curves, if the extra ``plot`` is installed."""
         return sorted(self.folder.glob("*.png"))
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call for each recipe, from a script or a notebook: ``train_grpo(model, rows, reward=function, steps=100)``.
+"""A function for each recipe, for scripts and notebooks: ``train_grpo(model, rows, reward=function, steps=100)``.
 
-The arguments of a call become a job's configuration; rows and code become files.
+Its arguments become a job's configuration; rows and code become files.
 """
 
 import json
@@ -41,8 +41,7 @@ _MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "Model
 
 _show = partial(echo, err=True)
 
-Model: TypeAlias = str | Path
-"""A folder or a hub name."""
+Model: TypeAlias = str | Path  # a folder or a hub name
 
 Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
 """A file, a folder or a hub name; or the rows: a list of dicts, a ``datasets.Dataset``, a ``pandas.DataFrame``."""
@@ -61,24 +60,23 @@ def train_grpo(
     runtime: str = LOCAL,
     **keys: Any,
 ) -> TrainResult:
-    """Train a policy on groups of its own samples: GRPO, or ``algorithm="dapo"``, ``"rloo"``, ``"gspo"``, ....
+    """Train a policy on groups of generated samples: GRPO, or ``algorithm="dapo"``, ``"rloo"``, ``"gspo"``, ....
 
-    Functions and classes of a script or a notebook may be given as they are: they are sent to the processes that use
-    them.
+    Functions and classes of a script or a notebook can be passed directly.
 
     Args:
         dataset: rows of ``prompt`` (text or messages) and any columns for the reward; None: ``env`` makes the prompts.
         env: an environment, its class, or its name, instead of ``reward``.
         eval_dataset: held-out prompts; None: some of ``dataset``.
-        runtime: ``local``, in this process, or in those that ``torchrun`` has started; ``ray``, a cluster started for
-            the run; or the address of a running cluster.
-        keys: of the recipe's configuration, or of a job's layout: ``steps=100``, ``rollout={"max_new_tokens": 64}``,
+        runtime: ``local``, this process or the processes of ``torchrun``; ``ray``, a cluster started for the run; or
+            the address of a running cluster.
+        keys: keys of the recipe's configuration or of a job file: ``steps=100``, ``rollout={"max_new_tokens": 64}``,
             ``learning_rate=1e-6``, ``name="my-run"``, ``workload={"rollout": {"num": 2}}``.
 
     Raises:
         InvalidJob: with all errors; nothing was started.
-        JobFailed: it ended in failure; carries the first cause.
-        KeyboardInterrupt: it was interrupted.
+        JobFailed: the run failed; carries the first cause.
+        KeyboardInterrupt: the run was interrupted.
     """
     return _train("grpo", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward, env=env)
 
@@ -93,7 +91,7 @@ def train_ppo(
     runtime: str = LOCAL,
     **keys: Any,
 ) -> TrainResult:
-    """Train a policy and a critic on the policy's samples; arguments are those of :func:`train_grpo`."""
+    """Train a policy and a critic on the policy's samples, with the arguments of :func:`train_grpo`."""
     return _train("ppo", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward, env=env)
 
 
@@ -107,7 +105,7 @@ def train_distill(
     runtime: str = LOCAL,
     **keys: Any,
 ) -> TrainResult:
-    """Train a student on its own samples to say what ``teacher`` says; arguments are those of :func:`train_grpo`."""
+    """Train a student on its own samples to match ``teacher``. See :func:`train_grpo` for the arguments."""
     keys = {"teachers": {"teacher": {"model": str(teacher)}}, **keys}
     return _train("distill", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward)
 
@@ -129,17 +127,17 @@ def train_dpo(
 def train_rm(
     model: Model, dataset: Rows, *, eval_dataset: Rows | None = None, runtime: str = LOCAL, **keys: Any
 ) -> TrainResult:
-    """Train a reward model on preferences, as :func:`train_dpo`."""
+    """Train a reward model on the rows of :func:`train_dpo`."""
     return _train("rm", runtime, keys, model=model, train=dataset, eval=eval_dataset)
 
 
-def _train(recipe: str, runtime: str, keys: Mapping[str, Any], **given: Any) -> TrainResult:
+def _train(recipe: str, runtime: str, keys: Mapping[str, Any], **arguments: Any) -> TrainResult:
     if runtime not in (LOCAL, RAY, "auto") and ":" not in runtime:
-        what = f"'{runtime}' is neither {LOCAL} nor {RAY} nor a cluster's address{hint(runtime, (LOCAL, RAY))}"
-        raise InvalidJob([ConfigError("runtime", what)])
-    if given.get("env") is not None and given.get("reward") is not None:
-        raise InvalidJob([ConfigError("reward", "is not used beside env, which gives the rewards: give one of them")])
-    describe = partial(_describe, recipe, keys, given, runtime != LOCAL)
+        message = f"'{runtime}' is neither {LOCAL} nor {RAY} nor a cluster's address{hint(runtime, (LOCAL, RAY))}"
+        raise InvalidJob([ConfigError("runtime", message)])
+    if arguments.get("env") is not None and arguments.get("reward") is not None:
+        raise InvalidJob([ConfigError("reward", "cannot be used with env, which gives the rewards: pass one of them")])
+    describe = partial(_describe, recipe, keys, arguments, runtime != LOCAL)
     return _run_here(recipe, describe, keys) if runtime == LOCAL else _run_on_ray(describe, runtime)
 
 
@@ -179,10 +177,10 @@ def _show_how_to_go_on(folder: Path) -> None:
         _show(f"resume after its last committed step: {resume_command(folder)}")
 
 
-def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:
+def _describe(recipe: str, keys: Mapping[str, Any], arguments: Mapping[str, Any], on_ray: bool) -> JobSpec:
     file = launcher.recipe_file(recipe)
-    values = Inputs(_folder(recipe, keys) / "inputs").config(keys, given)
-    if on_ray:  # its roles share one device of this machine
+    values = write_inputs(_folder(recipe, keys) / "inputs", keys, arguments)
+    if on_ray:  # the roles share a device of this machine
         roles, gpus = load_job_with(file, {}, ()).workloads, torch.cuda.device_count()
         devices = {"device_type": "GPU" if gpus else "CPU", "device_per_node": gpus or len(roles)}
         values = {"trainer": devices, "workload_group": [{str(role).lower(): 1 for role in roles}], **values}
@@ -192,99 +190,91 @@ def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on
 
 
 def _folder(recipe: str, keys: Mapping[str, Any], below: str = "") -> Path:
-    """``job_dir``, or ``below`` the folder of the runs of this name."""
+    """Return ``job_dir``, or ``below`` in the folder of this name's runs."""
     return Path(keys["job_dir"]) if "job_dir" in keys else RUNS / str(keys.get("name", recipe)) / below
 
 
-# -- the arguments as a configuration ---------------------------------------------------------------------------------
+def write_inputs(folder: Path, keys: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` with the named arguments. Rows and code are written to ``folder``, under names made of their
+    content, so that a resumed run finds them. Raises InvalidJob."""
+    try:
+        values = {key: _to_plain(value, folder) for key, value in keys.items() if key != "algorithm"}
+        values["model"] = _model(arguments["model"])
+        for split in ("train", "eval"):
+            if arguments[split] is not None:
+                values[f"data.{split}"] = _write_rows(arguments[split], split, folder)
+        if arguments.get("env") is not None:
+            values["rollout.env_path"] = _name(arguments["env"], folder)
+        if arguments.get("reward") is not None:
+            values["reward"] = _reward(arguments["reward"], folder)
+            if values["reward"].get("model"):
+                values["workload.reward"] = _MODEL_REWARD
+    except OSError as error:
+        raise InvalidJob([ConfigError("job_dir", f"{folder} cannot be written: {error.strerror}")]) from error
+    if "algorithm" in keys:
+        values["algorithm"] = _algorithm(keys["algorithm"], folder)
+    return values
 
 
-class Inputs:
-    """Writes into ``folder``, under names made of the content: a run that goes on finds its files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def config(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """``keys`` with the named arguments. Raises InvalidJob with what cannot be written."""
+def _write_rows(dataset: Any, split: str, folder: Path) -> str:
+    if isinstance(dataset, str | Path):
+        return str(dataset)
+    lines, argument = [], "dataset" if split == "train" else "eval_dataset"
+    is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
+    if hasattr(dataset, "iterrows"):  # missing values of a ``DataFrame`` are NaN, NaT or NA
+        dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+    for number, row in enumerate(_iterate(dataset, argument), start=1):
+        if not isinstance(row, Mapping):
+            raise InvalidJob([ConfigError(argument, f"row {number} is {type(row).__name__}, not a dict")])
         try:
-            values = {key: self._plain(value) for key, value in keys.items() if key != "algorithm"}
-            values["model"] = _model(given["model"])
-            for split in ("train", "eval"):
-                if given[split] is not None:
-                    values[f"data.{split}"] = self._rows(given[split], split)
-            if given.get("env") is not None:
-                values["rollout.env_path"] = self._name(given["env"])
-            if given.get("reward") is not None:
-                values["reward"] = self._reward(given["reward"])
-                if values["reward"].get("model"):
-                    values["workload.reward"] = _MODEL_REWARD
-        except OSError as error:
-            raise InvalidJob([ConfigError("job_dir", f"{self._folder} cannot be written: {error.strerror}")]) from error
-        if "algorithm" in keys:
-            values["algorithm"] = self._algorithm(keys["algorithm"])
-        return values
+            lines.append(_line_of_table(row) if is_table else _line(row))
+        except (TypeError, ValueError) as error:
+            raise InvalidJob([ConfigError(argument, f"row {number}: {error}")]) from error
+    content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
+    if not file.exists():
+        replace(file, content)
+    return str(file)
 
-    def _rows(self, dataset: Any, split: str) -> str:
-        if isinstance(dataset, str | Path):
-            return str(dataset)
-        lines, argument = [], "dataset" if split == "train" else "eval_dataset"
-        is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
-        if hasattr(dataset, "iterrows"):  # the values that a ``DataFrame`` has not are NaN, NaT or NA there
-            dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
-        for number, row in enumerate(_iterated(dataset, argument), start=1):
-            if not isinstance(row, Mapping):
-                what = f"row {number} is {type(row).__name__}, not a dict"
-                raise InvalidJob([ConfigError(argument, what)])
-            try:
-                lines.append(_line_of_table(row) if is_table else _line(row))
-            except (TypeError, ValueError) as error:
-                raise InvalidJob([ConfigError(argument, f"row {number}: {error}")]) from error
-        content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
-        if not file.exists():
-            replace(file, content)
-        return str(file)
 
-    def _reward(self, reward: Any) -> dict[str, Any]:
-        if isinstance(reward, list | tuple):
-            reward = dict.fromkeys(reward, 1.0)
-        if not isinstance(reward, Mapping):
-            return {"function": self._name(reward)}
-        if all(key in RewardConfig.__dataclass_fields__ for key in reward):
-            return {**reward, **({"function": self._weighted(reward["function"])} if "function" in reward else {})}
-        return {"function": self._weighted(reward)}
+def _reward(reward: Any, folder: Path) -> dict[str, Any]:
+    if isinstance(reward, list | tuple):
+        reward = dict.fromkeys(reward, 1.0)
+    if not isinstance(reward, Mapping) or any(key not in RewardConfig.__dataclass_fields__ for key in reward):
+        reward = {"function": reward}
+    function = reward.get("function")
+    if isinstance(function, Mapping):
+        return {**reward, "function": {_name(each, folder): weight for each, weight in function.items()}}
+    return {**reward, "function": _name(function, folder)} if "function" in reward else dict(reward)
 
-    def _weighted(self, function: Any) -> Any:
-        if isinstance(function, Mapping):
-            return {self._name(each): weight for each, weight in function.items()}
-        return self._name(function)
 
-    def _algorithm(self, algorithm: Any) -> dict[str, Any]:
-        if isinstance(algorithm, Mapping):
-            return {key: self._plain(value) for key, value in algorithm.items()}
-        if is_dataclass(algorithm) and not isinstance(algorithm, type):
-            return {"name": self._name(type(algorithm)), **asdict(algorithm)}
-        return {"name": self._name(algorithm)}
+def _algorithm(algorithm: Any, folder: Path) -> dict[str, Any]:
+    if isinstance(algorithm, Mapping):
+        return {key: _to_plain(value, folder) for key, value in algorithm.items()}
+    if is_dataclass(algorithm) and not isinstance(algorithm, type):
+        return {"name": _name(type(algorithm), folder), **asdict(algorithm)}
+    return {"name": _name(algorithm, folder)}
 
-    def _name(self, value: Any) -> str:
-        try:
-            return value if isinstance(value, str) else name_for(value, self._folder)
-        except TypeError as error:
-            raise InvalidJob([ConfigError("code", str(error))]) from error
 
-    def _plain(self, value: Any) -> Any:
-        """``value`` with paths as text, dataclasses as their fields, and code as its name."""
-        if isinstance(value, Path):
-            return str(value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return self._plain(asdict(value))
-        if isinstance(value, Mapping):
-            return {str(key): self._plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._plain(item) for item in value]
-        return self._name(value) if callable(value) else value
+def _name(value: Any, folder: Path) -> str:
+    try:
+        return value if isinstance(value, str) else name_for(value, folder)
+    except TypeError as error:
+        raise InvalidJob([ConfigError("code", str(error))]) from error
+
+
+def _to_plain(value: Any, folder: Path) -> Any:
+    """Replace paths by their text, dataclasses by their fields, and code by its name."""
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item, folder) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item, folder) for item in value]
+    return _name(value, folder) if callable(value) else value
 
 
 def _model(model: Any) -> str:
@@ -292,21 +282,20 @@ def _model(model: Any) -> str:
     if isinstance(model, str | Path) and str(model):
         return str(model)
     kind = "None" if model is None else f"a {type(model).__name__}"
-    what = f"is {kind}, and has to be a folder or a hub name"
-    saving = "; model.save_pretrained(folder) makes one" if hasattr(model, "save_pretrained") else ""
-    raise InvalidJob([ConfigError("model", what + saving)])
+    advice = "; model.save_pretrained(folder) makes one" if hasattr(model, "save_pretrained") else ""
+    raise InvalidJob([ConfigError("model", f"is {kind}, but must be a folder or a hub name{advice}")])
 
 
-def _iterated(rows: Any, argument: str) -> Any:
+def _iterate(rows: Any, argument: str) -> Any:
     if isinstance(rows, Mapping):
-        what = f"is a dict of {', '.join(map(str, rows))}: give a list of rows, [{{...}}, ...], one of its splits, or "
-        what += f"datasets.Dataset.from_dict({argument}) of its columns"
-        raise InvalidJob([ConfigError(argument, what)])
+        advice = "give a list of rows, [{...}, ...], one of its splits, or datasets.Dataset.from_dict"
+        message = f"is a dict of {', '.join(map(str, rows))}: {advice}({argument}) of its columns"
+        raise InvalidJob([ConfigError(argument, message)])
     try:
         return iter(rows)
     except TypeError as error:
-        what = f"must be a file, a hub name or rows, not {type(rows).__name__}"
-        raise InvalidJob([ConfigError(argument, what)]) from error
+        message = f"must be a file, a hub name or rows, not {type(rows).__name__}"
+        raise InvalidJob([ConfigError(argument, message)]) from error
 
 
 def _line(row: Mapping[Any, Any]) -> str:
@@ -314,7 +303,7 @@ def _line(row: Mapping[Any, Any]) -> str:
 
 
 def _line_of_table(row: Mapping[Any, Any]) -> str:
-    """As rows of a Parquet file are read, whatever the columns are called: see ``data.source``."""
+    """Convert a row as ``data.source`` does for Parquet files, whatever its columns are called."""
     line = _line({key: None if isinstance(value, float) and isnan(value) else value for key, value in row.items()})
     if '"tool_calls"' not in line:
         return line
@@ -323,7 +312,7 @@ def _line_of_table(row: Mapping[Any, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Numbers and arrays of NumPy and torch; what is text in files, such as dates."""
+    """Convert numbers and arrays of NumPy and torch, and values that are text in files, such as dates."""
     plain = as_plain(value)
     if plain is not value:
         return plain

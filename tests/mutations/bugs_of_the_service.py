@@ -30,7 +30,7 @@ BUGS = {
     "the group may read the tokens": Bug(_AUTH, "& 0o077", "& 0o007"),
     "a first start that was cut off blocks the next one": Bug(
         _AUTH,
-        "            (folder / TOKEN).unlink(missing_ok=True)  # of a first start that did not come to its end\n",
+        "            (folder / TOKEN).unlink(missing_ok=True)  # of a first start that was cut off\n",
         "",
     ),
     "two processes may write the tokens": Bug(_AUTH, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass"),
@@ -52,7 +52,7 @@ BUGS = {
     "clients need no certificate": Bug(
         _SERVER, "self.read_changed, self.client_ca is not None", "self.read_changed, False"
     ),
-    "a new certificate is not read": Bug(_SERVER, "self.read() if self._state() != self._seen else None", "None"),
+    "a new certificate is not read": Bug(_SERVER, "self.read() if self._contents() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
         _MANAGER,
         "                await asyncio.sleep(_RETRY_S)\n                return\n",
@@ -77,20 +77,20 @@ BUGS = {
         _LEDGER, "phase=record.phase if stays_stopping else seen.phase", "phase=seen.phase"
     ),
     "an owner queues one job more than it may": Bug(_LEDGER, "if own >= limits", "if own > limits"),
-    "a token stands for two requests": Bug(_LEDGER, "if before.fingerprint != wanted.fingerprint:", "if False:"),
+    "a token stands for two requests": Bug(_LEDGER, "if before.fingerprint != job.fingerprint:", "if False:"),
     "the newest run of a name is forgotten with an old one": Bug(
         _LEDGER,
         "            if self.newest.get(record.name) == run:\n                del self.newest[record.name]\n",
         "            self.newest.pop(record.name, None)\n",
     ),
-    "a role that shrinks gives its places away": Bug(_LEDGER, "places[role] = max(held, num)", "places[role] = num"),
+    "a role that shrinks gives its places away": Bug(_LEDGER, "places[role] = max(before, num)", "places[role] = num"),
     "a job that never fits holds back others": Bug(
         _LEDGER,
         'waits[record.run] = f"the cluster has too little: {lack}"\n',
         'waits[record.run] = f"the cluster has too little: {lack}"\n            blocker = record.name\n',
     ),
     "a write may be lost with the power": Bug(_STORE, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"),
-    "descriptions of ended jobs stay": Bug(_STORE, "[*done, *gone]", "gone"),
+    "descriptions of ended jobs stay": Bug(_STORE, "[*ended, *gone]", "gone"),
     "a write that fails stays open": Bug(_STORE, 'self._writer.execute("ROLLBACK")', "pass"),
     "two services hold a folder": Bug(_STORE, "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
     "the master of another run is followed": Bug(

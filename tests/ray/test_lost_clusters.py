@@ -133,4 +133,4 @@ def answers(address):
 
 def test_what_watches_a_cluster_cannot_be_detached(desk):
     output = desk.run("run", "job.yaml", "--supervise", "--detach", "--address", "127.0.0.1:1", code=2)
-    assert "--supervise: cannot be with --detach" in output
+    assert "--supervise: cannot be used with --detach" in output

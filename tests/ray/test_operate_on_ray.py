@@ -68,7 +68,7 @@ def test_a_detached_job_is_listed_followed_left_and_stopped(desk):
     desk("wait", "alone", "--timeout", "1", code=124)
     assert time.monotonic() - began_s < 30
     explained = desk("explain", "alone")
-    assert "It runs since" in explained and "starting" not in explained
+    assert "It is running since" in explained and "starting" not in explained
     assert "did you mean 'alone'" in desk("status", "alnoe", code=2)
     desk("stop", "alone")
     assert not actors_of("alone") and desk.status("alone")["phase"] == "stopped"
@@ -115,4 +115,4 @@ def test_the_doctor_looks_at_every_node(desk):
         and "clocks: 0." in output
         and "nothing beyond loopback answers without a token" in output
     )
-    assert "nothing to mend" in output
+    assert "nothing to fix" in output

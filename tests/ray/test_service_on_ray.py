@@ -14,7 +14,7 @@ from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.master.client import on_ray
 from dlrover.python.rl.runtime.ray.processes.actors import end, find
 from dlrover.python.rl.service import ray_runner
-from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, StopJob, SubmitJob
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
@@ -38,8 +38,8 @@ async def serving(folder):
 
 def submission(name, text):
     description = JobDescription(text, folder=str(Path(__file__).parents[2]))
-    roles = {"ACTOR": 1}
-    return SubmitJob(name, "ann", f"token-{name}", description, "", {"cpu": 2.0}, roles)
+    job = JobRecord(name, "", "ann", f"token-{name}", resources={"cpu": 2.0}, roles={"ACTOR": 1})
+    return SubmitJob(job, description)
 
 
 def run(body):

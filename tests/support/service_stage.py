@@ -5,7 +5,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from dlrover.python.rl.common.errors import ServiceUnavailable
-from dlrover.python.rl.service.jobs.records import JobDescription, StopJob, SubmitJob
+from dlrover.python.rl.service.jobs.records import JobDescription, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
@@ -24,7 +24,7 @@ class FullDisk(SqliteJobStore):
         super().write(*change)
 
 
-def submission(name="job", token=None, **values):
+def submission(name="job", token=None, run_folders="", **values):
     values = {
         "owner": "ann",
         "fingerprint": f"of {name}",
@@ -32,7 +32,8 @@ def submission(name="job", token=None, **values):
         "roles": {"ROLLOUT": 2},
         **values,
     }
-    return SubmitJob(name=name, client_token=token or f"token-{name}", description=JobDescription("text"), **values)
+    job = JobRecord(name, "", client_token=token or f"token-{name}", **values)
+    return SubmitJob(job, JobDescription("text"), run_folders)
 
 
 def stopping(manager, name="job", hard=False):

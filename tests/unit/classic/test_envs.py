@@ -66,11 +66,11 @@ def test_what_is_no_sample_is_named_by_its_number(sample, fault):
 def test_samples_that_cannot_serve_their_purpose_are_named():
     with pytest.raises(ValueError, match=r"train_dataset\[0\] has no reward: EnvBase must define get_reward"):
         load_samples([EnvBase(ASKED, 4)], "train_dataset", rewards=True)
-    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to learn"):
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to train on"):
         load_samples([EnvBase(ASKED)], "train_dataset", answers=True)
     answered = [*ASKED, {"role": "assistant", "content": "4"}]
     assert load_samples([EnvBase(answered)], "train_dataset", answers=True)
-    with pytest.raises(ValueError, match=r"train_dataset\[0\] has an answer, and an assistant's message as its last"):
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has both an answer and an assistant's message"):
         load_samples([EnvBase(answered, 4)], "train_dataset", answers=True)
 
 

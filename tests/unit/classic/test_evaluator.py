@@ -174,5 +174,5 @@ def test_unknown_arguments_and_values_give_the_nearest():
         Evaluator("model", MathDataset(1), engine="sglang")
     with pytest.raises(ValueError, match="generation_args has no 'topk'; did you mean 'top_k'"):
         Evaluator("model", MathDataset(1), generation_args={"topk": 3})
-    with pytest.raises(ValueError, match="vllm_args go with engine='vllm'"):
+    with pytest.raises(ValueError, match="vllm_args need engine='vllm'"):
         Evaluator("model", MathDataset(1), vllm_args={"dtype": "auto"})

@@ -299,18 +299,18 @@ def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
     ("kind", "arguments", "error", "words"),
     [
         (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer: .* argument 'num_step'; did you mean 'num_steps'"),
-        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: call dlrover.rl.train_grpo, train_sft"),
+        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: use a function such as"),
         (GRPOTrainer, {"group_size": 1}, ValueError, "group_size: input should be greater than or equal to 2, got 1"),
-        (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False draws the same completion"),
+        (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False generates the same completion"),
         (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "input should be 'all' or 'last', got 'first'"),
         (SFTTrainer, {"eval_steps": 2}, ValueError, "eval_steps needs an eval_dataset"),
         (SFTTrainer, {"eval_sample_completions": True}, ValueError, "eval_sample_completions needs an eval_dataset"),
         (SFTTrainer, {"seed": -1}, ValueError, "seed: input should be greater than or equal to 0, got -1"),
-        (SFTTrainer, {"optimizer": torch.optim.Adagrad}, ValueError, "optimizer Adagrad is not known"),
+        (SFTTrainer, {"optimizer": torch.optim.Adagrad}, ValueError, "optimizer Adagrad is not supported"),
         (SFTTrainer, {"optimizer_args": {"lr": 0}}, ValueError, "optimizer_args.lr"),
         (SFTTrainer, {"optimizer_args": {"lrr": 1}}, ValueError, "AdamW has no 'lrr'; did you mean 'lr'"),
         (SFTTrainer, {"optimizer_args": {"eps": 1e-6}}, ValueError, "eps can only be 1e-08"),
-        (SFTTrainer, {"lr_scheduler_args": {"T_max": 2}}, ValueError, "lr_scheduler_args go with an lr_scheduler"),
+        (SFTTrainer, {"lr_scheduler_args": {"T_max": 2}}, ValueError, "lr_scheduler_args need an lr_scheduler"),
         (GRPOTrainer, {"generation_args": {"topk": 2}}, ValueError, "generation_args has no 'topk'; did you mean"),
     ],
 )
@@ -322,7 +322,7 @@ def test_what_cannot_be_is_refused_by_the_constructor(kind, arguments, error, wo
 def test_data_sets_that_cannot_be_learned_from_are_refused_before_anything_starts(model, tmp_path):
     with pytest.raises(ValueError, match=r"train_dataset\[0\] has no reward: EnvBase must define get_reward"):
         grpo(model, tmp_path / "a", train_dataset=asked("Ada")).train()
-    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to learn"):
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to train on"):
         sft(model, tmp_path / "b", train_dataset=asked("Ada", answers=False)).train()
     with pytest.raises(InvalidJob, match="no such folder"):
         grpo("/no/such/model", tmp_path / "c").train()
@@ -382,8 +382,8 @@ def test_gradient_descent_by_its_class(model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr_scheduler": schedulers.StepLR, "lr_scheduler_args": {"step_size": 2}}, "StepLR with .* is not known"),
-        ({"lr_scheduler": schedulers.LinearLR}, "known: ConstantLR without an end, LinearLR that falls"),
+        ({"lr_scheduler": schedulers.StepLR, "lr_scheduler_args": {"step_size": 2}}, "StepLR with .* is not supported"),
+        ({"lr_scheduler": schedulers.LinearLR}, "supported: ConstantLR without an end, LinearLR that falls"),
         ({"optimizer": torch.optim.SGD, "optimizer_args": {"nesterov": True}}, "nesterov can only be False"),
     ],
 )

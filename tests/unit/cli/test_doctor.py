@@ -26,7 +26,7 @@ def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "check_port", lambda port: health.Check(f"TCP port {port}", True, "free"))
     done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "runs")])
     assert done.exit_code == 0, done.output
-    assert "nothing to mend" in done.output and "bubblewrap" in done.output and "ray " in done.output
+    assert "nothing to fix" in done.output and "bubblewrap" in done.output and "ray " in done.output
     assert list((tmp_path / "runs").iterdir()) == []
 
 

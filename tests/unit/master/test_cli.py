@@ -189,9 +189,9 @@ def test_options_of_the_original_without_effect_say_so(shell):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--workload_max_restart", "3"), "is not a dict of roles and numbers"),
-        (("--workload_max_restart", "{'rollout': 'x'}"), "is not a dict of roles and numbers"),
-        (("--workload_max_restart", "{'rollout': -1}"), "is not a dict of roles and numbers"),
+        (("--workload_max_restart", "3"), "is not a dict of roles and limits"),
+        (("--workload_max_restart", "{'rollout': 'x'}"), "is not a dict of roles and limits"),
+        (("--workload_max_restart", "{'rollout': -1}"), "is not a dict of roles and limits"),
         (("--workload_max_restart", "{"), "is not a Python literal"),
         (("--workload_max_restart", "{'rolout': 1}"), "the job has no role 'ROLOUT'; did you mean 'ROLLOUT'?"),
         (("--job_max_restart", "-1"), "-1 is not in the range"),
@@ -380,7 +380,7 @@ def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recip
 def test_what_has_no_effect_is_refused(shell):
     write()
     for line, said in (
-        ("run --local --address auto job.yaml", "--address: is a cluster's, and --local runs without Ray"),
+        ("run --local --address auto job.yaml", "--address: names a cluster, but --local runs without Ray"),
         ("run --local job.yaml", ""),
         ("resume --local job name=other", "name: cannot be changed"),
         ("resume --local job job_dir=elsewhere", "job_dir: cannot be changed"),

@@ -42,7 +42,7 @@ def test_a_folder_that_is_no_name_of_a_job_is_not_written(tmp_path, name):
 
 def test_nothing_is_overwritten():
     Path("spelling").mkdir()
-    with pytest.raises(InvalidJob, match="spelling exists already"):
+    with pytest.raises(InvalidJob, match="spelling already exists"):
         write_skeleton("spelling", "ray")
     assert list(Path("spelling").iterdir()) == []
 

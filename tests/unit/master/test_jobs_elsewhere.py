@@ -119,7 +119,7 @@ def test_the_folder_of_a_run_answers_by_itself(asked):
     run(look, overrides=["job_dir=out/first"])
     ((running, nothing),) = seen
     assert running.startswith("mine: running, ") and "(one process, process" in running
-    assert nothing == "no process has written a log; a run in one process writes none\n"
+    assert nothing == "there is no log; a run in one process writes none\n"
     assert said("status", "out/first/").startswith("mine: finished, ")
     assert said("explain", "out/first").startswith("mine: It has finished since ")
     logs = Path("out/first/logs")
@@ -135,7 +135,7 @@ def test_what_is_no_folder_of_a_run_is_answered_with_the_nearest(asked):
     run(overrides=["job_dir=out/first"])
     with pytest.raises(InvalidJob, match=r"out/frist: neither the folder of a run nor .*; did you mean 'out/first'\?"):
         said("explain", "out/frist")
-    with pytest.raises(InvalidJob, match="--address: a run's folder answers by itself"):
+    with pytest.raises(InvalidJob, match="--address: is not used for a run's folder"):
         said("status", "out/first", "--address", "10.0.0.1:6379")
     with pytest.raises(InvalidJob, match="'out/first' is not a job name"):
         said("stop", "out/first")

@@ -20,7 +20,7 @@ from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
-from dlrover.rl.train import Inputs
+from dlrover.rl.train import write_inputs
 
 ROWS = [{"prompt": "a", "size": 1}, {"prompt": "ä", "size": np.int64(2)}]
 RECIPE = Path(launch.__file__).with_name("grpo.yaml")
@@ -39,7 +39,7 @@ class Milder(GRPO):
 def config(tmp_path):
     def make(keys=None, **given):
         given = {"model": "m", "train": "d.jsonl", "eval": None, **given}
-        return Inputs(tmp_path / "inputs").config(keys or {}, given)
+        return write_inputs(tmp_path / "inputs", keys or {}, given)
 
     return make
 
@@ -144,8 +144,8 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
         ({"train": {"train": ROWS, "test": "test.jsonl"}}, "a dict of train, test: give a list of rows, .*its splits"),
         ({"eval": {"extra_info": [{}], "a": np.ones(2)}}, r"of extra_info, a: .*Dataset.from_dict\(eval_dataset\)"),
         ({"train": [{"prompt": object()}]}, "dataset: row 1: object is not JSON"),
-        ({"model": None}, "model: is None, and has to be a folder or a hub name"),
-        ({"model": GRPO()}, "model: is a GRPO, and has to be a folder or a hub name"),
+        ({"model": None}, "model: is None, but must be a folder or a hub name"),
+        ({"model": GRPO()}, "model: is a GRPO, but must be a folder or a hub name"),
     ],
 )
 def test_what_is_no_rows_is_said(config, given, said):

@@ -106,7 +106,7 @@ def test_a_name_has_one_role_and_a_file_is_not_overwritten(folder):
         add_token(folder, "ann", AccessRole.ADMIN, folder / "ann2")
     with pytest.raises(CallError, match="exists already"):
         add_token(folder, "ann", AccessRole.READ, folder / "ann")
-    with pytest.raises(CallError, match="is no name"):
+    with pytest.raises(CallError, match="is not a valid name"):
         add_token(folder, "../ann", AccessRole.READ, folder / "ann3")
     assert len(json.loads((folder / "tokens.json").read_text())["tokens"]) == 2
 
@@ -129,7 +129,7 @@ def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
         if isinstance(node, ast.Compare):
             names = {part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node)
                      if isinstance(part, ast.Name | ast.Attribute)}  # fmt: skip
-            assert not names & secret or names <= {"len", "token", "_MAX_TOKEN"}, ast.unparse(node)
+            assert not names & secret, ast.unparse(node)
 
 
 # -- several writers, and a crash -------------------------------------------------------------------------------------

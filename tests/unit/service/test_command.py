@@ -17,9 +17,7 @@ from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobC
 def test_a_metrics_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            JobConflict, match=f"^metrics cannot be served at 127.0.0.1:{port}: Address already in use$"
-        ):
+        with pytest.raises(JobConflict, match=f"^cannot serve metrics at 127.0.0.1:{port}: Address already in use$"):
             serve._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
     served = serve._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
     served.close()
@@ -34,7 +32,7 @@ def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_start
             ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"
         ):
             async with asyncio.timeout(20):
-                await serve._until_the_end(asyncio.Event(), lambda: next(looks))
+                await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
 
     asyncio.run(body())
 
@@ -45,7 +43,7 @@ def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_start
         (["--root", "root", "--state", "state"], ""),
         (["--root", "root", "--state", "root/state"], "root/state is inside "),
         (["--root", "root", "--state", "link/state"], "link/state is inside "),
-        (["--state", "."], "put one of them elsewhere by --state or --root"),
+        (["--state", "."], "choose another --state or --root"),
     ],
 )
 def test_serve_paths_are_from_where_it_was_started(tmp_path, monkeypatch, arguments, refused):
@@ -96,7 +94,7 @@ def refused(tmp_path, *overrides):
 
 def test_a_name_among_the_overrides_is_refused_beside_what_else_is_wrong(tmp_path):
     named, typed = refused(tmp_path, "name=second", "steps=true")
-    assert (named, typed) == ("name: is given by --name", "config.steps: input should be a valid integer, got True")
+    assert (named, typed) == ("name: use the option --name", "config.steps: input should be a valid integer, got True")
 
 
 def test_options_of_algorithms_engines_and_transports_are_checked_before_a_service_is_asked(tmp_path):

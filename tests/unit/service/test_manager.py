@@ -125,10 +125,10 @@ def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
             await manager.ask(submission("one"))
             await manager.ask(submission("two"))
             await manager.ask(submission("three"))
-            assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 there"
+            assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 available"
             assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
             assert (await manager.ask(stopping(manager, "two"))).phase is JobPhase.STOPPED
-            assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 there"
+            assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 available"
 
     run(body())
 
@@ -150,7 +150,7 @@ def test_a_full_queue_refuses_in_one_line(tmp_path):
         async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
             await manager.ask(submission("one"))
             await manager.ask(submission("two"))
-            with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, as many as allowed"):
+            with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, the limit"):
                 await manager.ask(submission("three"))
             await manager.ask(submission("three", owner="bob"))
             with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
@@ -274,7 +274,7 @@ def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "folder"),
-    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"job_dir": "/of/the/job"}, "/of/the/job")],
+    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"folder": "/of/the/job"}, "/of/the/job")],
 )
 def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch, place, folder):
     monkeypatch.setenv("TZ", "UTC")
@@ -555,7 +555,7 @@ def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
 
 def test_a_folder_has_one_service_at_a_time(tmp_path):
     store = SqliteJobStore(tmp_path)
-    with pytest.raises(JobConflict, match="another service holds"):
+    with pytest.raises(JobConflict, match="another service uses"):
         SqliteJobStore(tmp_path)
     store.close()
     SqliteJobStore(tmp_path).close()

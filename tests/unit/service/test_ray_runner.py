@@ -20,7 +20,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord
-from dlrover.python.rl.service.ray_runner import RayJobRunner, _described, _Driven
+from dlrover.python.rl.service.ray_runner import RayJobRunner, _Driven, _load_job
 from tests.support.service_stage import until
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
@@ -95,7 +95,7 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
     runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
     monkeypatch.setattr(ray_runner, "find_master", no_master)
-    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
     asyncio.run(scenario())
     assert swept == [("job", "r1")] * 3
 
@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
         begun.append(job.checkpoint.resume)
 
     owner = None if run is None else SimpleNamespace(run=run, state="running")
-    monkeypatch.setattr(ray_runner, "_described", lambda record, description: job)
+    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: job)
     monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
     monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
@@ -177,7 +177,7 @@ def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs
     cluster.master, cluster.left = Master(run), {"r1": left}
     driven.job = load_job_text(JOB, "job")
     driven.job = replace(driven.job, run="r1")
-    asyncio.run(RayJobRunner()._end_all(driven))
+    asyncio.run(RayJobRunner()._kill_all(driven))
     assert cluster.master.is_ended is ends and cluster.swept == [("job", "r1")]
 
 
@@ -228,11 +228,11 @@ def in_zone(monkeypatch):
 @pytest.mark.parametrize("fixed", ["folder", "results"])
 def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in_zone, fixed):
     in_zone("UTC")
-    before = _described(replace(driven.record, submitted_s=1e9), driven.description).job_dir
+    before = _load_job(replace(driven.record, submitted_s=1e9), driven.description).job_dir
     assert before.name == "20010909-014640-r1"
     saved = replace(driven.record, submitted_s=1e9, **{fixed: str(before)})
     in_zone("Asia/Tokyo")
-    assert _described(saved, driven.description).job_dir == before
+    assert _load_job(saved, driven.description).job_dir == before
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in
 def test_the_master_of_a_run_is_known_by_its_id(driven, cluster, monkeypatch, run, folder, is_found):
     job = replace(load_job_text(JOB, "job"), run="r1", job_dir=Path("here"))
     cluster.master = Master(run, folder)
-    assert asyncio.run(RayJobRunner()._begun(driven, job)) is (cluster.master if is_found else None)
+    assert asyncio.run(RayJobRunner()._find_master(driven, job)) is (cluster.master if is_found else None)
     assert ("start" in cluster.master.calls) is is_found
     assert driven.job is None or driven.job.job_dir == Path(folder)
 
@@ -257,7 +257,7 @@ def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_pa
 def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluster):
     driven.record = replace(driven.record, folder="/of/the/record")
     cluster.master = Master("r1", "/etc")
-    asyncio.run(RayJobRunner()._begun(driven, replace(load_job_text(JOB, "job"), run="r1")))
+    asyncio.run(RayJobRunner()._find_master(driven, replace(load_job_text(JOB, "job"), run="r1")))
     assert driven.job.job_dir == Path("/of/the/record")
 
 
@@ -305,5 +305,5 @@ def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster,
         await runner.close()
 
     monkeypatch.setattr(ray_runner, "lost_process", lost_process)
-    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
     asyncio.run(scenario())

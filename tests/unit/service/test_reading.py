@@ -79,7 +79,7 @@ def test_overrides_are_limited_together(tmp_path):
     request = wire.SubmitRequest(
         client_token="t", job_file=JOB, overrides=[f"config.k{at}={'1' * 9000}" for at in range(8)]
     )
-    with pytest.raises(InvalidJob, match="overrides: have .* letters together"):
+    with pytest.raises(InvalidJob, match="overrides: have more than .* characters together"):
         check_submission(request, "ann", tmp_path)
 
 
@@ -87,10 +87,10 @@ def test_a_submission_has_the_folder_that_its_files_go_to(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     request = wire.SubmitRequest(client_token="t", job_file=JOB, name="job")
     new = check_submission(request, "ann", tmp_path)
-    assert (new.job_dir, new.run_folders) == ("", str(tmp_path / "runs" / "job"))
+    assert (new.job.folder, new.run_folders) == ("", str(tmp_path / "runs" / "job"))
     request.overrides.append("job_dir=out")
     given = check_submission(request, "ann", tmp_path)
-    assert (given.job_dir, given.run_folders) == (str(tmp_path / "out"), "")
+    assert (given.job.folder, given.run_folders) == (str(tmp_path / "out"), "")
 
 
 def test_user_links_above_a_run_folder_are_resolved_once(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_user_links_above_a_run_folder_are_resolved_once(tmp_path, monkeypatch):
     request = wire.SubmitRequest(client_token="t", job_file=JOB, name="job")
     assert check_submission(request, "ann", tmp_path).run_folders == str(tmp_path / "scratch/job")
     request.overrides.append("job_dir=out/a")
-    assert check_submission(request, "ann", tmp_path).job_dir == str(tmp_path / "scratch/a")
+    assert check_submission(request, "ann", tmp_path).job.folder == str(tmp_path / "scratch/a")
 
 
 def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
@@ -130,6 +130,6 @@ def test_a_process_reads_what_a_thread_reads(tmp_path):
         found = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
         for reader in readers:
             reader.close()
-        assert found[0] == found[1] and found[0].owner == "ann"
+        assert repr(found[0]) == repr(found[1]) and found[0].job.owner == "ann"
 
     asyncio.run(body())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes as constructors: ``GRPOTrainer(model=..., train_dataset=..., ...).train()``.
 
-Each name is loaded when it is first used: the process that runs a reward imports ``EnvBase`` without torch.
+Each name is loaded when it is first used, so that a reward's process imports ``EnvBase`` without torch.
 Type checkers read ``__init__.pyi``.
 """
 

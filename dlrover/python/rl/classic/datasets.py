@@ -28,20 +28,17 @@ class BoxedAnswer(EnvBase):
 
 
 class _FileDataset(list[EnvBase]):
-    """Samples from the rows of a file, a folder or the hub: problems with an answer.
+    """Samples from the rows of a file, a folder or the hub.
 
     Args:
-        path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it picks a split.
-        num_samples: the first samples only; None: all.
+        path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it selects a split.
+        num_samples: use only the first samples; None: all.
 
-    Raises:
-        DataError: there is no such source, or rows are invalid.
-        ValueError: ``num_samples`` is not positive.
+    Raises DataError if there is no such source or rows are invalid.
     """
 
     default_path = ""
-    columns: Sequence[str] = ()
-    """Names of the problem's column, the preferred one first."""
+    columns: Sequence[str] = ()  # names of the prompt's column, the preferred one first
 
     def __init__(self, path: str | Path = "", num_samples: int | None = None) -> None:
         if num_samples is not None and num_samples < 1:

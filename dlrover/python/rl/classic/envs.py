@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as environments: a conversation, an answer, and the reward of a completion.
+"""Samples that are environments: a conversation, an answer, and the reward of a completion.
 
 ::
 
@@ -29,7 +29,7 @@ _MAX_ERRORS = 20
 
 
 class SampleDataset(Protocol):
-    """A data set of PyTorch, or a list."""
+    """A list, or a map-style data set of PyTorch."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +38,7 @@ class SampleDataset(Protocol):
 
 @dataclass(frozen=True)
 class LoadedSample:
-    """A checked sample: its messages, its reference answer, and the object that the data set gave."""
+    """A checked sample: its messages, its reference answer, and the data set's object."""
 
     prompt: list[dict[str, str]]
     answer: int | float | str | None
@@ -54,16 +54,14 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
     """Fetch every sample of the data set ``name`` once, and check it.
 
     Args:
-        dataset: of :class:`EnvBase` objects, others with ``prompt`` and ``answer``, or dicts of these.
+        dataset: :class:`EnvBase` objects, other objects with ``prompt`` and ``answer``, or dicts of these.
         rewards: each sample must have ``get_reward``.
         answers: each sample must have an answer, or an assistant's message.
 
-    Raises:
-        TypeError: it has no length, or no samples by number.
-        ValueError: it is empty, or samples are invalid; names each by its number (20 at most).
+    Raises TypeError if the data set cannot be indexed, ValueError if it is empty or has invalid samples.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(f"{name} must have a length and give a sample for each number, as a list does")
+        raise TypeError(f"{name} must have a length and a sample for each number, like a list")
     samples: list[LoadedSample] = []
     errors: list[str] = []
     for number in range(len(dataset)):
@@ -80,9 +78,9 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
             if rewards and not sample.has_reward:
                 faults.append(f"has no reward: {type(item).__name__} must define get_reward(text)")
             if answers and answer is None and all(message["role"] != "assistant" for message in messages):
-                faults.append("has nothing to learn: neither an answer nor an assistant's message")
+                faults.append("has nothing to train on: neither an answer nor an assistant's message")
             if answers and answer is not None and is_answered:
-                faults.append("has an answer, and an assistant's message as its last one: only one can be the answer")
+                faults.append("has both an answer and an assistant's message at the end: only one can be the answer")
         errors += [f"{name}[{number}] {fault}" for fault in faults]
     if errors:
         more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
@@ -113,17 +111,11 @@ def _kind(value: Any) -> str:
 
 
 def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], empty_reward: float | None = None) -> str:
-    """Write the environments of samples, and return the name of the reward function that calls them; an empty
-    completion has ``empty_reward``, if that is not None.
-
-    They are pickled with their classes where these are the script's, so they need not be importable.
-
-    Raises:
-        TypeError: an environment cannot be pickled.
-    """
+    """Write the environments of samples, and return the name of the reward function that calls them, except for an
+    empty completion if there is an ``empty_reward``. Raises TypeError if an environment cannot be pickled."""
     environments = {
-        name: [sample.environment if sample.has_reward else None for sample in samples]
-        for name, samples in splits.items()
+        split: [sample.environment if sample.has_reward else None for sample in samples]
+        for split, samples in splits.items()
     }
 
     def score(completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
@@ -136,26 +128,23 @@ def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], em
 
     try:
         content: bytes = cloudpickle.dumps(score)
-    except Exception as error:  # pickling raises what the objects' code raises
+    except Exception as error:  # pickling calls the objects' code
         names = " and ".join(splits)
         raise TypeError(f"the samples of {names} cannot be pickled: {type(error).__name__}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "get_reward-environments.pickle"  # the part before the hyphen is its name in messages
+    file = folder / "get_reward-environments.pickle"  # messages name the part before the hyphen
     replace(file, content)
     return name_of_file(file)
 
 
 def write_samples(folder: Path, split: str, samples: Sequence[LoadedSample], scored: bool = False) -> str:
-    """Write a data set for a recipe, and return the path of its file; ``scored`` rows lead to their environments."""
+    """Write a data set for a recipe, and return the path of its file; ``scored`` rows refer to their environments."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, sample in enumerate(samples):
-        row: dict[str, Any] = {"messages": sample.prompt}
-        if sample.answer is not None:
-            row["answer"] = str(sample.answer)
-        if scored:
-            row["extra_info"] = {"split": split, "number": number}
-        lines.append(json.dumps(row) + "\n")
+        answer = {} if sample.answer is None else {"answer": str(sample.answer)}
+        reference = {"extra_info": {"split": split, "number": number}} if scored else {}
+        lines.append(json.dumps({"messages": sample.prompt, **answer, **reference}) + "\n")
     file = folder.absolute() / f"{split}.jsonl"
     replace(file, "".join(lines).encode())
     return str(file)

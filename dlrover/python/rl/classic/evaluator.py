@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates completions for the samples of a data set, and scores them; the checks of RLFusion's arguments."""
+"""The evaluation of a model on a data set's samples, and the checks of RLFusion's arguments."""
 
 import copy
 import functools
@@ -46,23 +46,20 @@ RESULTS, METRICS = "results.jsonl", "metrics.json"
 _ENGINES = {"hf": "torch", "vllm": "vllm"}
 _VLLM_ENVIRONMENT = {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 _SHARED_SETTINGS = ("tensor_parallel_size", "gpu_memory_utilization")
-_BATCHES_PER_CALL = 8
-"""Batches in one call: the engine starts the next completion as soon as one has ended."""
-
+_BATCHES_PER_CALL = 8  # the engine starts the next completion as soon as one ends
 _GENERATION_KEYS = {"top_k": "top_k", "top_p": "top_p", "stop": "stop", "stop_strings": "stop"}
 _TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "callbacks", "data_collator"}
-"""Arguments that TRL's trainers have and RLFusion's have not."""
 
 
 def names_arguments(kind: type[T]) -> type[T]:
-    """Class decorator: the constructor's error for an unknown argument names the nearest one."""
+    """Decorate a class so that the error for an unknown argument names the nearest one."""
     original: Callable[..., None] = vars(kind)["__init__"]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if fault := find_argument_fault(original, kwargs, self, *args):
             if foreign := ", ".join(sorted(_TRL_ARGUMENTS & kwargs.keys())):
-                fault = f"RLFusion's class has no {foreign}: call dlrover.rl.train_grpo, train_sft or another of them"
+                fault = f"RLFusion's class has no {foreign}: use a function such as dlrover.rl.train_grpo or train_sft"
             raise TypeError(f"{kind.__name__.removeprefix('Classic')}: {fault}")
         original(self, *args, **kwargs)
 
@@ -73,11 +70,7 @@ def names_arguments(kind: type[T]) -> type[T]:
 def sampling_params(
     max_new_tokens: int, temperature: float, generation_args: Mapping[str, Any] | None
 ) -> SamplingParams:
-    """Sampling parameters; ``generation_args`` may hold ``top_k``, ``top_p`` and ``stop`` (or ``stop_strings``).
-
-    Raises:
-        ValueError: it holds something else; gives the nearest.
-    """
+    """Return sampling parameters. Raises ValueError for a key of ``generation_args`` that is not supported."""
     options: dict[str, Any] = {}
     for name, value in (generation_args or {}).items():
         if name not in _GENERATION_KEYS:
@@ -93,11 +86,11 @@ def sampling_params(
 class Evaluator:
     """Generates a completion of every prompt of a data set, and scores it.
 
-    Completions depend on the weights, the seed and the sample, not on the batch. ``get_reward`` runs in processes that
-    can be killed: one that takes too long, raises or returns no number leaves its sample without a reward.
+    Completions depend on the weights, the seed and the sample, not on the batch. A ``get_reward`` that takes too long,
+    raises, or returns no number leaves its sample without a reward; it runs in processes that can be killed.
 
     Raises:
-        ValueError: an argument has a value that it cannot have; names each.
+        ValueError: arguments have invalid values; names each.
         MissingExtra: ``engine="vllm"``, and vLLM is not installed.
     """
 
@@ -106,39 +99,35 @@ class Evaluator:
 
     dataset: SampleDataset
     output_dir: str | Path = "./outputs/evaluation"
-    """Where ``results.jsonl`` and ``metrics.json`` go."""
+    """The folder of ``results.jsonl`` and ``metrics.json``."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """``hf``: Hugging Face models by the engine in plain PyTorch."""
+    """``hf``: Hugging Face models on the engine in plain PyTorch."""
 
     vllm_args: Mapping[str, Any] | None = None
-    """Arguments of vLLM, in its own words, but those of ``VllmOptions.engine_args`` only."""
+    """vLLM's arguments that ``VllmOptions.engine_args`` allows."""
 
     generation_args: Mapping[str, Any] | None = None
     """``top_k``, ``top_p``, ``stop``."""
 
     seed: NonNegative = 42
     max_new_tokens: Positive = 1024
-    """Tokens of a completion at most."""
-
     batch_size: Positive = 1
-    """Completions generated at a time."""
+    """The completions that are generated at a time."""
 
     do_sample: bool = True
-    """False: the most likely token each time."""
+    """False: greedy decoding."""
 
     sampling_temperature: PositiveNumber = 1.0
     num_batches: Positive | None = None
     show_progress: bool = True
     reward_timeout_s: PositiveNumber = 30.0
-    """Seconds that ``get_reward`` may take."""
-
     _loaded: BaseRolloutEngine | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.vllm_args and self.engine != "vllm":
-            raise ValueError("vllm_args go with engine='vllm'")
+            raise ValueError("vllm_args need engine='vllm'")
         vllm_settings(RolloutSettings(), self.vllm_args or {})
         self._sampling()
 
@@ -154,11 +143,11 @@ class Evaluator:
         self._loaded = None
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate, and write both files.
+        """Evaluate the model, and write both files.
 
         Returns:
-            What is in ``metrics.json``: ``num_samples``, ``reward_mean``, ``reward_std`` (of the population; both None
-            where no completion was scored), ``completion_tokens_mean`` and ``failed``.
+            The content of ``metrics.json``: ``num_samples``, ``reward_mean``, ``reward_std`` (of the population; both
+            None if no completion was scored), ``completion_tokens_mean`` and ``failed``.
 
         Raises:
             EngineError: the model cannot be loaded, or cannot complete a prompt.
@@ -227,7 +216,7 @@ class Evaluator:
 def score(
     samples: Sequence[LoadedSample], completions: Sequence[str], timeout_s: float
 ) -> list[float | VerifierError | None]:
-    """The reward of each completion; the error where ``get_reward`` failed; None where there is no such method."""
+    """Return the reward of each completion, the error of its ``get_reward``, or None for a sample without one."""
     rewards: list[float | VerifierError | None] = [None] * len(samples)
     scored = [number for number, sample in enumerate(samples) if sample.has_reward]
     if not scored:
@@ -246,7 +235,7 @@ def score(
 
 
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:
-    """Add vLLM's arguments to ``settings``; raises ValueError for those that the engine sets itself."""
+    """Add vLLM's arguments to ``settings``; raises ValueError for an argument that the engine itself sets."""
     shared = {name: arguments[name] for name in _SHARED_SETTINGS if name in arguments}
     options = {name: value for name, value in arguments.items() if name not in shared}
     VllmOptions(engine_args=options)

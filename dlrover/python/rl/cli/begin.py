@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs that begin a job, or could: ``init|run|resume|eval|check|submit``."""
+"""The verbs that prepare or start a job: ``init|run|resume|eval|check|submit``."""
 
 import ast
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any
 
 import click
 from rich.console import Console
@@ -25,16 +24,8 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client import resume as resumption
 from dlrover.python.rl.master.client.jobs import check_name
-from dlrover.python.rl.master.client.resume import (
-    archived_job,
-    describe_start,
-    evaluation_job,
-    find_saved_run,
-    how_to_go_on,
-    saved_job,
-    wait_for_lost_owner,
-)
 from dlrover.python.rl.master.client.run import (
     CheckedJob,
     check_described,
@@ -49,30 +40,23 @@ from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
-Cluster = Literal["local", "ray", "kuberay", "slurm"]
-CLUSTERS: tuple[Cluster, ...] = get_args(Cluster)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_PLACEHOLDER = "my-job"
-_PROGRAMS = (".sh", ".sbatch")
-_NO_MODULE = ".template"
+CLUSTERS = ("local", "ray", "kuberay", "slurm")
 
 
 @click.command()
 @click.argument("name")
 @click.option("--cluster", type=click.Choice(CLUSTERS), default="local", show_default=True)
-def init(name: str, cluster: Cluster) -> None:
-    """Write a new folder NAME with a job that runs as it is, and the files of a cluster."""
+def init(name: str, cluster: str) -> None:
+    """Create a folder NAME with a job that is ready to run, and the files of a cluster."""
     folder = write_skeleton(name, cluster)
     echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
-def write_skeleton(name: str, cluster: Cluster) -> Path:
-    """Write the folder ``name``. Raises InvalidJob if that is no name of a job, or exists already."""
+def write_skeleton(name: str, cluster: str) -> Path:
+    """Write the folder ``name``. Raises InvalidJob if it exists or is not a valid name of a job."""
     folder = Path(check_name(name))
     if folder.exists():
-        raise InvalidJob([ConfigError("name", f"{folder} exists already")])
+        raise InvalidJob([ConfigError("name", f"{folder} already exists")])
     skeleton = files(__package__) / "skeleton"
     job = folder / "base" / "files" if cluster == "kuberay" else folder
     _copy(skeleton / "common", job, name)
@@ -83,17 +67,19 @@ def write_skeleton(name: str, cluster: Cluster) -> Path:
 def _copy(source: Traversable, target: Path, name: str) -> None:
     if source.is_dir():
         for entry in source.iterdir():
-            _copy(entry, target / entry.name.removesuffix(_NO_MODULE), name)
+            _copy(entry, target / entry.name.removesuffix(".template"), name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(source.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
-    if target.suffix in _PROGRAMS:
+    target.write_text(source.read_text(encoding="utf-8").replace("my-job", name), encoding="utf-8")
+    if target.suffix in (".sh", ".sbatch"):
         target.chmod(0o755)
 
 
-_DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address or --server.")
+_ADDRESS = click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+_LOCAL_OR_RAY = click.option("--local/--ray", default=None, help="By default as the run was started.")
+_DETACH = click.option("--detach", is_flag=True, help="Return once the job has started; needs --address or --server.")
 _SUPERVISE = click.option(
-    "--supervise", is_flag=True, help="With --address: go on from the last commit when that cluster was lost."
+    "--supervise", is_flag=True, help="With --address: resume from the last commit if that cluster is lost."
 )
 
 
@@ -105,62 +91,61 @@ _SUPERVISE = click.option(
 @_DETACH
 @_SUPERVISE
 def run(job_file: str, overrides: tuple[str, ...], local: bool, **where: Any) -> None:
-    """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
+    """Run JOB_FILE and wait for its end. OVERRIDES are key=value (+key=value adds a key)."""
     place = _Place(local, **where)
-    # On a terminal it shows what happens inside the block, and is erased, so that errors stand alone.
+    # On a terminal the status is erased at the end, so that errors stand alone.
     with nullcontext() if local else Console(stderr=True).status(f"checking {job_file}"):
-        checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
+        checked = check_described(lambda: resumption.wait_for_lost_owner(load_job(job_file, overrides)), local)
     _run(checked, place)
 
 
 @click.command(cls=OverridesCommand)
 @click.argument("name_or_dir")
 @click.argument("overrides", nargs=-1)
-@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
-@click.option("--local/--ray", default=None, help="By default as the run was started.")
+@_ADDRESS
+@_LOCAL_OR_RAY
 @_DETACH
 @_SUPERVISE
 def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **where: Any) -> None:
-    """Go on with a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name: its last run."""
+    """Resume a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name for its last run."""
     place = _Place(bool(local), **where)
     if is_url(name_or_dir):
-        _run(check_described(lambda: archived_job(name_or_dir, overrides), place.local), place)
+        _run(check_described(lambda: resumption.archived_job(name_or_dir, overrides), place.local), place)
         return
-    saved = find_saved_run(name_or_dir)
+    saved = resumption.find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
-        raise InvalidJob(
-            [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command continues it")]
-        )
+        message = "was run by several processes of a launcher: run the same command again to resume it"
+        raise InvalidJob([ConfigError(name_or_dir, message)])
     if owner.state == FINISHED and not overrides:
-        echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
+        echo(f"{folder}: the run has finished; to continue it, override a setting such as its number of steps")
         return
     local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
-    checked = check_described(lambda: saved_job(saved, overrides), local)
-    checked = replace(checked, opening=describe_start(saved, checked.job, name_or_dir))
+    checked = check_described(lambda: resumption.saved_job(saved, overrides), local)
+    checked = replace(checked, opening=resumption.describe_start(saved, checked.job, name_or_dir))
     _run(checked, replace(place, local=local))
 
 
 @click.command("eval", cls=OverridesCommand)
 @click.argument("name_or_dir")
 @click.argument("overrides", nargs=-1)
-@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
-@click.option("--local/--ray", default=None, help="By default as the run was started.")
+@_ADDRESS
+@_LOCAL_OR_RAY
 def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
-    """Evaluate the model that a run has saved on the run's held-out data. NAME_OR_DIR is as for 'resume'; OVERRIDES
-    such as config.model=FOLDER or config.data.eval=FILE name another model or other data."""
-    saved = find_saved_run(name_or_dir)
+    """Evaluate the saved model of a run on the run's held-out data. NAME_OR_DIR is as for 'resume'. OVERRIDES such as
+    config.model=FOLDER or config.data.eval=FILE select another model or other data."""
+    saved = resumption.find_saved_run(name_or_dir)
     local = saved.owner.runtime == IN_PROCESS and address is None if local is None else local
     if local and saved.owner.work_dir:
         os.chdir(saved.owner.work_dir)
     try:
-        checked = check_described(lambda: evaluation_job(saved, overrides), local)
+        checked = check_described(lambda: resumption.evaluation_job(saved, overrides), local)
     except InvalidJob as error:
         if any(fault.where == "config.eval_only" for fault in error.errors):
-            what = "its trainer cannot evaluate without training: those of the recipes can"
-            raise InvalidJob([ConfigError(name_or_dir, what)]) from None
+            message = "its trainer cannot evaluate without training; the recipes' trainers can"
+            raise InvalidJob([ConfigError(name_or_dir, message)]) from None
         raise
     _run(checked, _Place(local, address))
 
@@ -168,11 +153,11 @@ def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, 
 @click.command(cls=OverridesCommand)
 @click.argument("job_file")
 @click.argument("overrides", nargs=-1)
-@click.option("--local", is_flag=True, help="Check for a run in one process.")
-@click.option("--full", is_flag=True, help="Print the defaults of config, too.")
-@click.option("--hub", is_flag=True, help="Look up models and data sets on the Hugging Face hub; reads the data.")
+@click.option("--local", is_flag=True, help="Check the job for a run in one process.")
+@click.option("--full", is_flag=True, help="Print the defaults of config too.")
+@click.option("--hub", is_flag=True, help="Look up models and data sets on the Hugging Face hub, and read the data.")
 def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hub: bool) -> None:
-    """Print the resolved plan of JOB_FILE, or all of its errors."""
+    """Print the resolved plan of JOB_FILE, or all its errors."""
     with looking_up("all" if hub else "none"):
         checked = check_described(lambda: load_job(job_file, overrides), local)
     job = checked.job if full else replace(checked.job, config=checked.user_config)
@@ -187,43 +172,41 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
         raise click.BadParameter(f"{text!r} is not a Python literal such as {{'rollout': 3}}") from error
     limits = list(value.values()) if isinstance(value, dict) else [None]
     if not all(isinstance(limit, int) and limit >= 0 for limit in limits):
-        raise click.BadParameter(f"{text!r} is not a dict of roles and numbers such as {{'rollout': 3}}")
+        raise click.BadParameter(f"{text!r} is not a dict of roles and limits such as {{'rollout': 3}}")
     return value
 
 
-def _ignored(*names: str) -> Callable[[F], F]:
-    """An option of upstream DLRover that means nothing here; a note says so."""
+def _note_ignored(_: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:
+        echo(f"--{option.name} has no effect: the master keeps its journal in the job's directory", err=True)
 
-    def note(_: click.Context, option: click.Parameter, value: Any) -> None:
-        if value is not None:
-            echo(f"--{option.name} has no effect: the master keeps its journal in the job's directory", err=True)
 
-    return click.option(*names, callback=note, expose_value=False, help="Ignored.")
+_IGNORED: dict[str, Any] = {"callback": _note_ignored, "expose_value": False, "help": "Ignored."}
 
 
 @click.command()
-@click.option("--job_name", required=True, help="Unique on the cluster; a DNS label.")
-@click.option("--rl_config", required=True, help="The job in the rl_config layout: YAML or JSON text, or a file.")
+@click.option("--job_name", required=True, help="A DNS label, unique on the cluster.")
+@click.option("--rl_config", required=True, help="The job in the rl_config layout: a file, or YAML or JSON text.")
 @click.option("--master_cpu", type=click.FloatRange(min=0))
 @click.option("--master_mem", "--master_memory", type=click.FloatRange(min=0), help="In MB.")
 @click.option("--job_max_restart", "--max_restart", type=click.IntRange(min=0))
 @click.option("--trainer_max_restart", type=click.IntRange(min=0))
-@click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
+@click.option("--workload_max_restart", default="{}", callback=_literal, help="Limits by role: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
-@click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: any number.")
-@_ignored("--master_state_backend_type", "--state_backend_type")
-@_ignored("--master_state_backend_config", "--state_backend_config")
-@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: unlimited.")
+@click.option("--master_state_backend_type", "--state_backend_type", **_IGNORED)
+@click.option("--master_state_backend_config", "--state_backend_config", **_IGNORED)
+@_ADDRESS
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 @_DETACH
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, detach: bool, **options: Any) -> None:
-    """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
+    """Run a job that upstream DLRover's options describe, and wait for its end. Options override the job's fields."""
     place = _Place(local, address, detach)
     _run(check_described(lambda: job_of_options(job_name, rl_config, options), local), place)
 
 
 def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> JobSpec:
-    """The job that the options of ``submit`` give. Raises InvalidJob."""
+    """Return the job that the options of ``submit`` describe. Raises InvalidJob."""
     is_file = not any(mark in rl_config for mark in "\n{") and Path(rl_config).is_file()
     text = Path(rl_config).read_text(encoding="utf-8") if is_file else rl_config
     if not is_file and not any(mark in text for mark in "\n{:"):
@@ -232,37 +215,28 @@ def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> Jo
     search_path = search_folders(Path(rl_config).absolute().parent) if is_file else None
     job = load_job_text(text, job_name, search_path=search_path)
     limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
-    unknown = [
-        ConfigError("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
-        for role in limits
-        if role not in job.workloads
-    ]
-    if unknown:
-        raise InvalidJob(unknown)
-    earlier = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
-    return with_limits(job, **{**options, "workload_max_restart": {**earlier, **limits}})
+    if unknown := [role for role in limits if role not in job.workloads]:
+        faults = (f"the job has no role '{role}'{hint(role, job.workloads)}" for role in unknown)
+        raise InvalidJob([ConfigError("--workload_max_restart", fault) for fault in faults])
+    file_limits = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
+    return with_limits(job, **{**options, "workload_max_restart": {**file_limits, **limits}})
 
 
 def describe(checked: CheckedJob) -> str:
-    """The plan, one line for each role."""
+    """Return the plan, one line for each role."""
     lines = [f"plan: {len(checked.placement.bundles)} bundles, {checked.placement.total} in all"]
     for role, slots in checked.placement.slots.items():
-        spec = checked.job.workloads[role]
-        where = ", ".join(f"{slot.bundle}" for slot in slots)
-        shared = checked.job.collocation_of(role)
-        with_whom = f", sharing devices: {'+'.join(shared)}" if shared else ""
-        lines.append(
-            f"  {role:<10} x{spec.num}  {spec.module}.{spec.class_}  each {dict(slots[0].resources)}"
-            f"  in bundle {where}{with_whom}"
-        )
-        standbys = checked.placement.standbys.get(role, ())
-        if standbys:
-            lines.append(
-                f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
-            )
+        spec, shared = checked.job.workloads[role], checked.job.collocation_of(role)
+        bundles = ", ".join(str(slot.bundle) for slot in slots)
+        sharing = f", sharing devices: {'+'.join(shared)}" if shared else ""
+        workers = f"x{spec.num}  {spec.module}.{spec.class_}  each {dict(slots[0].resources)}"
+        lines.append(f"  {role:<10} {workers}  in bundle {bundles}{sharing}")
+        if standbys := checked.placement.standbys.get(role, ()):
+            bundles = ", ".join(str(slot.bundle) for slot in standbys)
+            lines.append(f"  {'':<10} and {len(standbys)} standby in bundle {bundles}")
     lines += [*checked.inspection.about, *describe_room(checked.room)]
     if checked.job.run_folders:
-        lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
+        lines.append(f"files: each run in its own folder, {checked.job.run_folders}/<time>-<id>")
     return "\n".join([*lines, *_removals(checked.job)])
 
 
@@ -273,7 +247,7 @@ def _removals(job: JobSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a job: this process, or the cluster of ``address``, by default a new one."""
+    """The place of a run: this process, or the cluster at ``address``, by default a new one."""
 
     local: bool = False
     address: str | None = None
@@ -281,14 +255,14 @@ class _Place:
     supervise: bool = False
 
     def __post_init__(self) -> None:
-        if self.local and self.address is not None:
-            raise InvalidJob([ConfigError("--address", "is a cluster's, and --local runs without Ray")])
-        if self.detach and self.address is None:
-            what = "needs --address: a cluster that is started here would end with this command"
-            raise InvalidJob([ConfigError("--detach", what)])
-        if self.supervise and (self.detach or self.local):
-            what = f"cannot be with --{'detach' if self.detach else 'local'}: this command itself watches the cluster"
-            raise InvalidJob([ConfigError("--supervise", what)])
+        has_address, other = self.address is not None, "detach" if self.detach else "local"
+        checks = [
+            (self.local and has_address, "--address", "names a cluster, but --local runs without Ray"),
+            (self.detach and not has_address, "--detach", "needs --address: a new cluster ends with this command"),
+            (self.supervise and (self.detach or self.local), "--supervise", f"cannot be used with --{other}"),
+        ]
+        if errors := [ConfigError(option, fault) for is_wrong, option, fault in checks if is_wrong]:
+            raise InvalidJob(errors)
 
 
 def _run(checked: CheckedJob, place: _Place) -> None:
@@ -298,22 +272,21 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     checked = replace(checked, job=job)
     if place.detach and place.address is not None:
         leave_on_ray(checked, place.address, partial(echo, err=True))
-        echo(f"{job.name} has begun; files in {job.job_dir}")
+        echo(f"{job.name} has started; files in {job.job_dir}")
         echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
         return
     try:
-        # Drawing a live bar would erase the prompt of a debugger in this very process.
+        # A live bar would erase the prompt of a debugger in this process.
         with ProgressView(job.name, live=not place.local, opening=checked.opening) as view:
-            show = view.announce
             if place.local:
-                ended = run_here(checked, view, show)
+                ended = run_here(checked, view, view.announce)
             else:
-                ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
-    except (SystemExit, OSError):  # SIGTERM, or a disk
-        echo(how_to_go_on(job, job.job_dir), err=True)
+                ended = run_on_ray(checked, view, place.address, announce=view.announce, supervise=place.supervise)
+    except (SystemExit, OSError):  # SIGTERM, or an error of the disk
+        echo(resumption.how_to_go_on(job, job.job_dir), err=True)
         raise
     is_finished, summary = ended.phase is Phase.FINISHED, Path(ended.folder) / SUMMARY
-    if is_finished and summary.is_file():  # the trainer may have written it where it cannot be seen from here
+    if is_finished and summary.is_file():  # it may be on the trainer's node only
         print_summary(ended.name, summary.read_text(encoding="utf-8"))
     echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
@@ -321,7 +294,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     if is_finished:
         return
     if ended.folder:
-        line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
+        line = resumption.how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
         echo(line, err=True, nl=bool(line))
     stopped = EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED
     sys.exit(EXIT_FAILED if ended.phase is Phase.FAILED else stopped)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: a group of all verbs, and what their errors are to the shell.
+"""The command line: the group of all verbs, and the exit codes of their errors.
 
-Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
-elsewhere; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' ended before the job; 130
-it was interrupted here (Ctrl-C).
+Exit codes: 0 the job finished; 1 it failed; 2 the request was invalid and nothing was started; 3 it was stopped by
+another command; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' timed out; 130
+Ctrl-C interrupted it.
 """
 
 import sys
@@ -12,18 +12,8 @@ import click
 
 from dlrover.python.rl.cli import begin, operate, remote, serve
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_MASTER_LOST, EXIT_NO_CLUSTER
-from dlrover.python.rl.common.errors import (
-    AccessDenied,
-    CallError,
-    ClusterUnavailable,
-    DLRoverRLError,
-    InvalidJob,
-    JobConflict,
-    MasterLost,
-    ServiceBusy,
-    ServiceUnavailable,
-    UnknownJob,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.log import configure_logging, echo
 from dlrover.python.rl.common.names import package_version
 
@@ -42,7 +32,7 @@ for name, describe in remote.DESCRIBE.items():
 
 
 def main() -> None:
-    """Run the command of this process."""
+    """Run the command line, and exit with the code of its error."""
     try:
         cli(prog_name="dlrover-rl", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
@@ -62,7 +52,8 @@ def main() -> None:
 
 
 _EXIT_CODES: dict[type[DLRoverRLError], int] = {
-    **dict.fromkeys((InvalidJob, JobConflict, UnknownJob, AccessDenied, CallError), EXIT_INVALID),
-    **dict.fromkeys((ClusterUnavailable, ServiceBusy, ServiceUnavailable), EXIT_NO_CLUSTER),
-    MasterLost: EXIT_MASTER_LOST,
+    **dict.fromkeys((errors.InvalidJob, errors.JobConflict, errors.UnknownJob), EXIT_INVALID),
+    **dict.fromkeys((errors.AccessDenied, errors.CallError), EXIT_INVALID),
+    **dict.fromkeys((errors.ClusterUnavailable, errors.ServiceBusy, errors.ServiceUnavailable), EXIT_NO_CLUSTER),
+    errors.MasterLost: EXIT_MASTER_LOST,
 }

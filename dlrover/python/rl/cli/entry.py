@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``dlrover-rl``: Ctrl-C is answered in one line also while its modules are imported."""
+"""The command ``dlrover-rl``, which answers Ctrl-C with one line even while its modules are imported."""
 
 import os
 import signal
 from types import FrameType
 
-_ANSWER = b"interrupted before anything was started\n"
-_STDERR, _INTERRUPTED = 2, 130
-
 
 def _end(_: int, __: FrameType | None) -> None:
-    """A ``KeyboardInterrupt`` would be lost in a library that is being loaded, which ignores exceptions there."""
-    os.write(_STDERR, _ANSWER)
-    os._exit(_INTERRUPTED)
+    """Exit at once: a library that is being imported may swallow a ``KeyboardInterrupt``."""
+    os.write(2, b"interrupted before anything was started\n")
+    os._exit(130)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs for jobs that run: ``list|status|attach|wait|stop|resize|logs|explain``, on a Ray cluster or a service."""
+"""The verbs for running jobs: ``list|status|attach|wait|stop|resize|logs|explain``, on a Ray cluster or a service."""
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from math import isfinite
 from typing import Any
@@ -34,32 +34,36 @@ _ADDRESS = click.option("--address", default="auto", show_default=True, help="A 
 _SERVER = click.option(
     "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, help="A job service, host:port, instead of a cluster."
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def connect(address: str, server: str | None, name: str | None) -> AbstractContextManager[JobOperations]:
-    """Connect to where a job is, or all are. Raises ClusterUnavailable or ServiceUnavailable when entered."""
+@contextmanager
+def connect(address: str, server: str | None, name: str | None) -> Iterator[JobOperations]:
+    """Connect to the cluster or the service of a job. Raises ClusterUnavailable, ServiceUnavailable."""
     if server:
-        from dlrover.python.rl.service.client import service_jobs  # gRPC takes a moment
+        from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
 
-        return service_jobs(server)
+        with connected(server) as client:
+            yield RemoteJobs(client)
+        return
     from dlrover.python.rl.master.client.on_ray import ray_jobs
 
-    return ray_jobs(address, name)
+    with ray_jobs(address, name) as jobs:
+        yield jobs
 
 
 def _operation(function: Callable[..., None]) -> click.Command:
-    """A verb that is given the jobs of a cluster or of a service."""
+    """Make a verb of a function whose first argument is the jobs of a cluster, a service, or a run's folder."""
 
     def run(address: str, server: str | None, **arguments: Any) -> None:
-        name, place = arguments.get("name"), arguments.get("name_or_dir")
-        if place is not None and server is None and is_run_folder(place):
+        folder = arguments.get("name_or_dir")
+        if folder is not None and server is None and is_run_folder(folder):
             if address != "auto":
-                what = "a run's folder answers by itself: give the job's name to ask a cluster"
-                raise InvalidJob([ConfigError("--address", what)])
+                message = "is not used for a run's folder: give the job's name to ask a cluster"
+                raise InvalidJob([ConfigError("--address", message)])
             function(SavedRuns(), **arguments)
             return
-        name = name if place is None else place
+        name = arguments.get("name", folder)
         if name is not None:
             check_name(name)
         with connect(address, server, name) as jobs:
@@ -76,7 +80,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
     """List the jobs of a cluster or a service."""
     views, left_out = jobs.list_jobs()
     if left_out:
-        echo(f"older ended jobs that are not listed: {left_out}", err=True)
+        echo(f"{left_out} older ended jobs are not listed", err=True)
     if as_json:
         echo(json.dumps([view.to_plain() for view in views]))
         return
@@ -85,10 +89,8 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
         return
     table = Table("job", "phase", "step", "reward", "elapsed", "restarts", "folder", box=None)
     for view in views:
-        table.add_row(
-            inert(view.name), inert(view.phase), _steps(view), _number(view.reward), _span(view.elapsed_s),
-            str(view.restarts), inert(view.folder),
-        )  # fmt: skip
+        numbers = (_steps(view), _number(view.reward), _span(view.elapsed_s), str(view.restarts))
+        table.add_row(inert(view.name), inert(view.phase), *numbers, inert(view.folder))
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 
@@ -96,8 +98,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
 @click.argument("name_or_dir")
 @_JSON
 def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
-    """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
-    itself."""
+    """Show the status of a job, or of a run in a folder. If no cluster answers, show the job's last run in ./runs."""
     view = jobs.get(name_or_dir)
     echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
 
@@ -105,7 +106,7 @@ def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> 
 @_operation
 @click.argument("name")
 def attach(jobs: JobOperations, name: str) -> None:
-    """Follow a job as 'run' does. Ctrl-C leaves it running."""
+    """Follow a job as 'run' does. Ctrl-C ends this command, not the job."""
     jobs.get(name)
     ended = follow(jobs, name)
     if ended is not None:
@@ -116,7 +117,7 @@ def attach(jobs: JobOperations, name: str) -> None:
 @click.argument("name")
 @click.option("--timeout", type=click.FloatRange(min=0), help="In seconds; exit code 124 if the job has not ended.")
 def wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
-    """Wait for the end of a job; the exit code is that of 'run'."""
+    """Wait for the end of a job; exit codes are as for 'run'."""
     view = jobs.wait(name, timeout)
     echo("\n".join(status_lines(view)))
     if not view.ended:
@@ -126,9 +127,9 @@ def wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
 
 @_operation
 @click.argument("name")
-@click.option("--hard", is_flag=True, help="End its processes at once.")
+@click.option("--hard", is_flag=True, help="Kill its processes at once.")
 def stop(jobs: JobOperations, name: str, hard: bool) -> None:
-    """Stop a job in good order, and wait for its end."""
+    """Stop a job cleanly, and wait for its end."""
     echo("\n".join(status_lines(jobs.stop(name, hard))))
 
 
@@ -139,41 +140,40 @@ def stop(jobs: JobOperations, name: str, hard: bool) -> None:
 def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
     """Change the number of workers of a stateless ROLE while the job runs."""
     view = jobs.resize(name, role.upper(), num)
-    echo(f"{name}: {role.upper()} gets {num} workers" + (f", after step {view.step}" if view.step else ""))
+    echo(f"{name}: {role.upper()} gets {num} workers" + (f" after step {view.step}" if view.step else ""))
 
 
 @_operation
 @click.argument("name_or_dir")
 @click.argument("process", default="")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
-@click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), default=0, help="Print only the last lines of each process.")
 def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
-    """Print what the processes of a job have written, or of the run in a folder: of PROCESS, such as rollout-1 or
-    trainer, or of all."""
+    """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
     writer = ""
     for writer, text in jobs.logs(name_or_dir, process, follow, tail):
         prefix = "" if process else f"[{writer}] "
         echo("".join(f"{prefix}{line}\n" for line in text.splitlines()), nl=False)
     if not writer:
-        echo("no process has written a log; a run in one process writes none", err=True)
+        echo("there is no log; a run in one process writes none", err=True)
 
 
 @_operation
 @click.argument("name_or_dir")
 def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
-    """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
+    """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     echo("\n".join(explain_lines(view, jobs.history(view))))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:
-    """Show a job to its end, or until Ctrl-C, which leaves it running: None."""
+    """Show a job until its end; Ctrl-C leaves it running, and returns None."""
     try:
         with ProgressView(name) as view:
             ended = jobs.attach(name, view, view.announce)
     except KeyboardInterrupt:
-        echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
+        echo(f"{name} is still running; to follow it again: dlrover-rl attach {name}", err=True)
         return None
     echo("\n".join(status_lines(ended)))
     return ended
@@ -228,51 +228,39 @@ def when(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
-
 _DETAIL_LINES = 30
 _SHOWN_FAILURES = 10
 
 _PHASES = {
     "queued": "It waits in the service's queue",
     "created": "It waits for the cluster to reserve its resources",
-    "starting": "It is being started",
-    "placed": "Its processes are being started",
-    "running": "It runs",
-    "restarting": "All of its processes are being started again after a failure",
+    "starting": "It is starting",
+    "placed": "Its processes are starting",
+    "running": "It is running",
+    "restarting": "All of its processes are restarting after a failure",
     "ending": "It is ending: its processes and resources are being released",
-    "stopping": "It is being stopped",
+    "stopping": "It is stopping",
     "finished": "It has finished",
     "failed": "It has failed",
     "stopped": "It was stopped",
-    "lost": "Its master is gone without having ended it",
+    "lost": "Its master was lost before the job ended",
 }
 
 _REMEDIES = {
-    CauseKind.USER_ERROR: "The job's own code raised. Mend what the traceback shows; '--local' runs all of it in one "
-    "process, where a debugger works.",
-    CauseKind.UNKNOWN_ERROR: "An exception that may be the machine's, more often than allowed. Its traceback is in the "
-    "evidence; restart.* sets the limits.",
-    CauseKind.DEVICE_FAILED: "A GPU or its driver failed more often than allowed. 'dlrover-rl doctor' and 'nvidia-smi "
-    "-q' on the node tell more; resume without it.",
-    CauseKind.LINK_FAILED: "The ranks of a role lost each other more often than allowed: look at the network, and at "
-    "the log of the rank that was lost first.",
-    CauseKind.RETRYABLE_ERROR: "The trainer gave up waiting. Look at the processes it waited for, then resume the run.",
-    CauseKind.START_FAILED: "A constructor raised or a class cannot be imported. 'dlrover-rl check' imports the "
-    "classes without starting anything.",
-    CauseKind.PROCESS_DIED: "A process ended by itself or was killed more often than allowed. Its log has its last "
-    "lines; a native crash leaves a stack there. restart.* sets the limits.",
-    CauseKind.OUT_OF_MEMORY: "Memory ran out. Use smaller batches or more nodes, or ask for memory in the workload's "
-    "resources.",
-    CauseKind.NO_SPACE: "A disk stayed full. Make room in the job's folder, or keep fewer commits "
-    "(checkpoint.keep_runs, checkpoint.every); then resume.",
-    CauseKind.NODE_LOST: "A node went away more often than allowed. Resume when it is back, or on other nodes.",
-    CauseKind.HUNG: "A process made no progress within its limit; its stacks are in the evidence. If the step is that "
-    "slow, raise liveness.hang_after_s.",
-    CauseKind.PREEMPTED: "Its node is being drained. Resume on other nodes.",
-    CauseKind.NO_RESOURCES: "The cluster did not have the resources in time. Ask for less, add nodes, or raise "
-    "placement_timeout_s.",
-    CauseKind.INTERNAL: "This is a fault of the system itself, not of the job. The run can be resumed.",
+    CauseKind.USER_ERROR: "Fix the error in the job's code; '--local' runs it in one process, for a debugger.",
+    CauseKind.UNKNOWN_ERROR: "See the traceback; the machine may be the cause. restart.* sets the limits.",
+    CauseKind.DEVICE_FAILED: "Run 'dlrover-rl doctor' and 'nvidia-smi -q' on the node, and resume without it.",
+    CauseKind.LINK_FAILED: "Check the network, and the log of the rank that was lost first.",
+    CauseKind.RETRYABLE_ERROR: "Check the processes that the trainer waited for, then resume.",
+    CauseKind.START_FAILED: "Run 'dlrover-rl check', which imports the job's classes without starting anything.",
+    CauseKind.PROCESS_DIED: "See its log, which has the stack of a native crash. restart.* sets the limits.",
+    CauseKind.OUT_OF_MEMORY: "Use smaller batches or more nodes, or request memory in the workload's resources.",
+    CauseKind.NO_SPACE: "Free disk space, or keep fewer commits (checkpoint.keep_runs, checkpoint.every); then resume.",
+    CauseKind.NODE_LOST: "Resume when the node is back, or on other nodes.",
+    CauseKind.HUNG: "See the stacks in the evidence. If a step takes that long, raise liveness.hang_after_s.",
+    CauseKind.PREEMPTED: "Resume on other nodes: its node is being drained.",
+    CauseKind.NO_RESOURCES: "Request less, add nodes, or raise placement_timeout_s.",
+    CauseKind.INTERNAL: "Resume the run: this is an error of the system, not of the job.",
 }
 
 
@@ -284,7 +272,7 @@ def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
     of = f" of {view.total_steps}" if view.total_steps else ""
     lines.append(f"Last step: {view.step}{of}." if view.step else "No step has been reported.")
     if history and history.failures:
-        lines.append("What failed, the first one first:")
+        lines.append("Failures, the first one first:")
         lines += [f"  {when(at_s)} {line}" for at_s, line in history.failures[:_SHOWN_FAILURES]]
         more = len(history.failures) - _SHOWN_FAILURES
         lines += [f"  and {more} more, in {history.source}"] if more > 0 else []
@@ -295,7 +283,6 @@ def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
     with suppress(ValueError):
         lines.append(f"What to try: {_REMEDIES[CauseKind(view.cause)]}")
     if view.phase in ("failed", "stopped", "lost") and view.step:
-        where = ", on the service's machine" if view.owner else ""
-        again = f"It continues after its last committed step with: {resume_command(view.folder)}{where}"
-        lines.append(f"What to try: {again}")
+        where = " (on the service's machine)" if view.owner else ""
+        lines.append(f"What to try: resume after the last committed step: {resume_command(view.folder)}{where}")
     return lines

@@ -29,7 +29,9 @@ _REQUIRED_SERVER = click.option(
     "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
 )
 _SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
-_PRIORITY = click.Option(["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server.")
+_PRIORITY = click.Option(
+    ["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server: higher ones start first."
+)
 _FOLDER = click.Option(
     ["--folder"], default="", help="With --server: where the job's modules and data are, relative to its root."
 )
@@ -38,18 +40,18 @@ _HERE_ONLY = ("address", "local", "supervise")
 
 
 def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) -> None:
-    """Give a command that begins a job the option ``--server``; ``describe(client, **arguments)`` is the submission."""
+    """Add ``--server`` to a command that starts a job; ``describe(client, **arguments)`` returns the submission."""
     here: Callable[..., None] = command.callback  # type: ignore[assignment]  # every command has one
     has_detach = any(parameter.name == "detach" for parameter in command.params)
     options = [_PRIORITY, _FOLDER, *([] if has_detach else [_DETACH])]
-    there_only = [str(option.name) for option in options]
+    server_only = [str(option.name) for option in options]
 
     def begin(server: str | None, **arguments: Any) -> None:
         if server is None:
-            _refuse(there_only, "needs --server")
-            here(**{name: value for name, value in arguments.items() if name not in there_only})
+            _refuse(server_only, "needs --server")
+            here(**{name: value for name, value in arguments.items() if name not in server_only})
             return
-        _refuse(_HERE_ONLY, "is not for --server, which chooses where a job runs")
+        _refuse(_HERE_ONLY, "cannot be used with --server, which chooses where a job runs")
         arguments = {name: value for name, value in arguments.items() if name not in _HERE_ONLY}
         placing = {name: arguments.pop(name) for name in ("priority", "folder")}
         detach = arguments.pop("detach")
@@ -70,27 +72,27 @@ def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) 
     command.params += [_SERVER, *options]
 
 
-def _refuse(names: Iterable[str], what: str) -> None:
-    """Raises InvalidJob for those of the options that were given, which would have no effect."""
+def _refuse(names: Iterable[str], fault: str) -> None:
+    """Raises InvalidJob if an option of ``names``, which would have no effect, is on the command line."""
     context = click.get_current_context()
-    given = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if given:
-        raise InvalidJob([ConfigError(f"--{name}", what) for name in given])
+    used = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if used:
+        raise InvalidJob([ConfigError(f"--{name}", fault) for name in used])
 
 
-def _of_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _describe_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     text, name = read_job_file(Path(job_file))
     name = "" if any(override.startswith("name=") for override in overrides) else name
     check_submitted(text, name, overrides, Path(job_file).absolute().parent)
     return {"text": text, "name": name, "overrides": overrides}
 
 
-def _of_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
+def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
     return {"text": job_to_yaml(job_of_options(job_name, rl_config, options)), "name": job_name}
 
 
-def _of_run(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """An evaluation of the newest run of a name, whose files are on the service's machine."""
+def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Describe an evaluation of the newest run of a name; the run's files are on the service's machine."""
     run = client.get(name_or_dir)
     has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
     text = _read(client, run.name, DESCRIPTION)
@@ -104,31 +106,31 @@ def _read(client: Any, name: str, path: str) -> str:
     return file.getvalue().decode()
 
 
-DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {"run": _of_file, "submit": _of_options, "eval": _of_run}
-
-
-# -- a service's own --------------------------------------------------------------------------------------------------
+DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "run": _describe_file,
+    "submit": _describe_options,
+    "eval": _describe_evaluation,
+}
 
 
 @click.command(cls=OverridesCommand)
 @click.argument("job_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--name", default="", help="By default the file's own, or the name of the file.")
+@click.option("--name", default="", help="By default the name in the file, or of the file.")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--folder", default="", help="Where the job's modules and data are, relative to the service's root.")
-@click.option("--token", "client_token", default="", help="The same one never makes a second job.")
+@click.option("--token", "client_token", default="", help="Submitting again with the same token makes no second job.")
 @_REQUIRED_SERVER
 def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
-    """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
+    """Submit JOB_FILE to a job service and return; the job starts when the cluster has room."""
     from dlrover.python.rl.service.client import connected
 
-    named = [override for override in overrides if override.lstrip("+").startswith("name=")]
-    errors = [ConfigError("name", "is given by --name")] if named else []
+    valid = [override for override in overrides if not override.lstrip("+").startswith("name=")]
+    errors = [ConfigError("name", "use the option --name")] if len(valid) < len(overrides) else []
     text, name = read_job_file(job_file)
     options["name"] = options["name"] or name
-    others = [override for override in overrides if override not in named]
     try:
-        check_submitted(text, options["name"], others, job_file.absolute().parent)
+        check_submitted(text, options["name"], valid, job_file.absolute().parent)
     except InvalidJob as error:
         errors += error.errors
     if errors:
@@ -138,24 +140,25 @@ def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: 
 
 
 def read_job_file(job_file: Path) -> tuple[str, str]:
-    """The text of a job, and its name. Raises InvalidJob."""
+    """Return the text of a job file, and the job's name. Raises InvalidJob."""
     if not job_file.is_file():
         near = hint(job_file.name, [path.name for path in job_file.parent.glob("*.y*ml")])
         raise InvalidJob([ConfigError(str(job_file), f"no such job file{near}")])
     text = job_file.read_text(encoding="utf-8")
+    name = ""
     with suppress(yaml.YAMLError, RecursionError):
-        top = yaml.safe_load(text)
-        return text, (str(top.get("name", "")) if isinstance(top, dict) else "") or name_of_file(job_file)
-    return text, name_of_file(job_file)
+        job = yaml.safe_load(text)
+        name = str(job.get("name", "")) if isinstance(job, dict) else ""
+    return text, name or name_of_file(job_file)
 
 
 def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
-    """Check what can be checked of a job here; its trainer may be in ``folders``. Raises InvalidJob."""
+    """Check the types of a job's fields; its trainer may be in ``folders``. Raises InvalidJob."""
     check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 
 def submit(client: Any, server: str, text: str, **options: Any) -> str:
-    """Submit a job to the service that ``client`` is connected to, and say so; returns its name."""
+    """Submit a job to the service that ``client`` is connected to, and print how to follow it; return its name."""
     job = client.submit(text, **options)
     echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
     return str(job.name)
@@ -167,7 +170,7 @@ def submit(client: Any, server: str, text: str, **options: Any) -> str:
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=Path(), help="A folder; by default this one.")
 @_REQUIRED_SERVER
 def fetch(name: str, path: str, out: Path, server: str) -> None:
-    """Copy a file of a job, or all files below PATH such as model, from the service; without PATH list them."""
+    """Copy a file of a job from the service, or all files below PATH, such as model; without PATH list the files."""
     from dlrover.python.rl.service.client import connected
 
     with connected(server) as client:
@@ -183,18 +186,18 @@ def fetch(name: str, path: str, out: Path, server: str) -> None:
 
 
 def _target(out: Path, relative: str) -> Path:
-    """The file to write; a service must not choose one outside of ``out``."""
+    """Return the file to write; a service must not choose one outside ``out``."""
     try:
         target = (out / relative).resolve()
     except (OSError, ValueError) as error:
-        raise InvalidJob([ConfigError("path", f"{relative[:200]!r} is no path")]) from error
+        raise InvalidJob([ConfigError("path", f"{relative[:200]!r} is not a path")]) from error
     if not target.is_relative_to(out.resolve()) or target == out.resolve():
-        raise InvalidJob([ConfigError("path", f"{relative!r} leads out of {out}")])
+        raise InvalidJob([ConfigError("path", f"{relative!r} is outside {out}")])
     return target
 
 
 def _copy(read: Callable[..., int], target: Path) -> None:
-    made = [folder for folder in target.parents if not folder.exists()]
+    new_folders = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     try:
@@ -203,6 +206,6 @@ def _copy(read: Callable[..., int], target: Path) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
-        with suppress(OSError):  # one that is not empty
-            for folder in made:
+        with suppress(OSError):  # a folder with files stays
+            for folder in new_folders:
                 folder.rmdir()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may do what: tokens in the folder of a service's state, and the rights of each role.
+"""Access to the service: the tokens in the folder of its state, and the rights of each role.
 
-The file of tokens, which only its owner can read, holds names, roles and SHA-256 digests; a token itself is written
-once, into a separate file, and is nowhere else. A name may have several tokens, so that one can be
-replaced without a moment in which neither is valid.
+The file of tokens, which only its owner can read, holds names, roles and SHA-256 digests. A token itself is written
+once, to a separate file. A name may have several tokens, so that a token can be replaced while both are valid.
 """
 
 import fcntl
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from dlrover.python.rl.common import disk_space
 from dlrover.python.rl.common.errors import AccessDenied, CallError
 from dlrover.python.rl.common.private_files import check_private, create_private
 
@@ -27,14 +27,13 @@ TOKENS, TOKEN = "tokens.json", "token"
 ADDRESS = "address"
 _BYTES = 32
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-_MAX_TOKEN = 256
 
 
 class AccessRole(StrEnum):
-    """A role may do all that those above it may."""
+    """Each role includes the rights of the roles above it."""
 
     READ = "read"
-    SUBMIT = "submit"  # submits, and operates its own jobs
+    SUBMIT = "submit"  # submits jobs, and operates them
     ADMIN = "admin"  # operates all jobs
 
 
@@ -50,13 +49,12 @@ class Caller:
             raise AccessDenied(f"'{self.name}' has the role '{self.role}', which may not do this")
 
     def check_owner(self, owner: str) -> None:
-        """Operating the job of another owner needs more than operating a job of the caller."""
+        """Raises AccessDenied unless the caller may operate the jobs of ``owner``."""
         self.check(AccessRole.SUBMIT if owner == self.name else AccessRole.ADMIN)
 
 
 class TokenFile:
-    """The tokens in ``folder``, read again when the file has changed. Without a readable, private file nobody has
-    access."""
+    """The tokens in ``folder``, read again when the file changes; an unreadable or public file has none."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / TOKENS
@@ -66,16 +64,12 @@ class TokenFile:
 
     def caller(self, token: str) -> Caller:
         """Raises AccessDenied."""
-        if not token or len(token) > _MAX_TOKEN:
-            raise AccessDenied("this request needs a valid token")
         digest = _digest(token).encode()
-        match: Caller | None = None
-        for each, caller in self._current().items():  # all of them: the time says nothing about which one it is
-            if hmac.compare_digest(each.encode(), digest):
-                match = caller
-        if match is None:
+        # All are compared, so that the time does not depend on the match.
+        matches = [caller for each, caller in self._current().items() if hmac.compare_digest(each.encode(), digest)]
+        if not matches:
             raise AccessDenied("this request needs a valid token")
-        return match
+        return matches[0]
 
     def entries(self) -> list[tuple[str, AccessRole]]:
         return [(caller.name, caller.role) for caller in self._current().values()]
@@ -93,14 +87,13 @@ class TokenFile:
 
 
 def prepare(folder: Path) -> Path:
-    """On the first start: make ``folder`` and an administrator's token, whose file is returned. Raises CallError if the
-    files are not private, or cannot be read."""
+    """Create ``folder`` and an administrator's token unless they exist; return the token's file. Raises CallError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_mode & 0o077:
         raise CallError(f"{folder} can be read by others: chmod 700 {folder}")
     with _locked(folder):
         if not (folder / TOKENS).exists():
-            (folder / TOKEN).unlink(missing_ok=True)  # of a first start that did not come to its end
+            (folder / TOKEN).unlink(missing_ok=True)  # of a first start that was cut off
             return _add(folder, {}, Caller("admin", AccessRole.ADMIN), folder / TOKEN)
         check_private(folder / TOKENS)
         _read(folder / TOKENS)
@@ -110,11 +103,11 @@ def prepare(folder: Path) -> Path:
 def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
     """Write a new token for ``name`` to ``file``, which must not exist. Raises CallError."""
     if not _NAME.fullmatch(name):
-        raise CallError(f"'{name}' is no name: lower-case letters, digits, '.', '_' and '-', at most 63")
+        raise CallError(f"'{name}' is not a valid name: at most 63 lower-case letters, digits, '.', '_' and '-'")
     with _locked(folder):
         callers = _read(folder / TOKENS)
         if any(caller.name == name and caller.role != role for caller in callers.values()):
-            raise CallError(f"'{name}' has another role already: remove its token first")
+            raise CallError(f"'{name}' has another role already: remove its tokens first")
         return _add(folder, callers, Caller(name, role), file)
 
 
@@ -129,7 +122,7 @@ def _add(folder: Path, callers: Mapping[str, Caller], caller: Caller, file: Path
 
 
 def remove_tokens(folder: Path, name: str) -> int:
-    """Remove all tokens of ``name``, and return how many it had; it loses access at once."""
+    """Remove all tokens of ``name``, which loses access at once; return their number."""
     with _locked(folder):
         callers = _read(folder / TOKENS)
         staying = {digest: caller for digest, caller in callers.items() if caller.name != name}
@@ -139,11 +132,10 @@ def remove_tokens(folder: Path, name: str) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Who reads the table to write it again has it alone, so that no removed token comes back. The lock ends with its
-    process."""
+    """Lock the tokens while they are changed, so that no removed one comes back. The lock ends with its process."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for a process that writes the small table
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for another process that writes the table
         yield
     finally:
         os.close(descriptor)
@@ -173,13 +165,11 @@ def _write(folder: Path, callers: Mapping[str, Caller]) -> None:
 
 
 def default_state() -> Path:
-    """``DLROVER_RL_STATE``, or a folder of the user's home."""
+    """Return the folder ``DLROVER_RL_STATE``, by default one in the user's home."""
     named = os.environ.get("DLROVER_RL_STATE")
     return Path(named) if named else Path.home() / ".dlrover-rl" / "service"
 
 
 def write_address(state: Path, address: str) -> None:
-    """For clients, which find a service on any free port."""
-    temporary = state / f"{ADDRESS}.{os.getpid()}"
-    temporary.write_text(f"{address}\n", encoding="ascii")
-    temporary.replace(state / ADDRESS)
+    """Write the service's address for clients, since its port may be any free one."""
+    disk_space.replace(state / ADDRESS, f"{address}\n".encode())

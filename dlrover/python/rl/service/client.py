@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the job service, for Python and for the command line.
+"""The client of the job service, for Python and for the command line.
 
-Requests are repeated while the service is away or busy, until their deadline: a submission carries a token that makes
-it the same job each time, and a watcher continues after the last event that it has seen.
+Requests are repeated until their deadline while the service is unreachable or busy. A repeated submission carries the
+same token, and so makes no second job; a watcher continues after the last event that it has received.
 """
 
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
@@ -20,7 +20,7 @@ import grpc
 from dlrover.python.rl.common.errors import CallError, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobOperations, JobView, log_of
+from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobView, log_of
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
 from dlrover.python.rl.service.auth import TOKEN, default_state
@@ -34,18 +34,17 @@ _CALL_S = 15.0
 _PATIENCE_S = 60.0
 _WAIT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_STEADY_S = 2.0
-"""A stream that was open for so long has shown that the service is there; it may fail as soon as it begins."""
+_STEADY_S = 2.0  # a stream that was open for this long shows that the service can be reached
 _OPTIONS = (
     ("grpc.max_receive_message_length", 8 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.keepalive_time_ms", 30_000),  # ends a stream over a network that has gone silent
+    ("grpc.keepalive_time_ms", 30_000),  # ends a stream when the network goes silent
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of the pings that keepalive counts as its own
-    ("grpc.http2.max_pings_without_data", 0),  # a quiet stream needs as many as there are
+    ("grpc.http2.ping_timeout_ms", 10_000),  # for keepalive's pings
+    ("grpc.http2.max_pings_without_data", 0),  # unlimited, for quiet streams
 )
 
 
@@ -57,32 +56,32 @@ class ClientTls:
 
     @classmethod
     def from_env(cls) -> "ClientTls | None":
-        """``DLROVER_RL_TLS_CA``, and a client's own ``DLROVER_RL_TLS_CERT`` and ``DLROVER_RL_TLS_KEY``."""
+        """Read ``DLROVER_RL_TLS_CA``, and a client certificate's ``DLROVER_RL_TLS_CERT`` and ``DLROVER_RL_TLS_KEY``."""
         named = [os.environ.get(f"DLROVER_RL_TLS_{name}") for name in ("CA", "CERT", "KEY")]
         ca, certificate, key = [Path(path) if path else None for path in named]
         return cls(ca, certificate, key) if ca else None
 
 
-class ServiceClient:
-    """Args:
-        address: ``host:port``. Beyond loopback it needs ``tls``, so that the token is not sent in the clear.
-        token: by default from the file that ``DLROVER_RL_TOKEN_FILE`` names, else that of a service on this machine.
-        patience_s: for how long a request is repeated while the service does not answer.
+class ServiceClient(AbstractContextManager["ServiceClient"]):
+    """A connection to a job service. Its methods raise the service's errors, and ServiceUnavailable.
 
-    Raises errors of the service as the classes they have in one process, and ServiceUnavailable.
+    Args:
+        address: ``host:port``. Beyond loopback it needs ``tls``, so that the token is not sent in the clear.
+        token: by default read from the file ``DLROVER_RL_TOKEN_FILE``, or from the state of a service on this machine.
+        patience_s: how long a request is repeated while the service does not answer.
     """
 
     def __init__(
         self, address: str, token: str | None = None, tls: ClientTls | None = None, patience_s: float = _PATIENCE_S
     ) -> None:
         if tls is None and not is_loopback(address.rpartition(":")[0]):
-            raise CallError(f"{address} is beyond loopback: name the CA of its certificate, so that the token is safe")
+            raise CallError(f"{address} is beyond loopback, where the token needs TLS: set DLROVER_RL_TLS_CA")
         if not token:
             named = os.environ.get("DLROVER_RL_TOKEN_FILE")
             try:
                 token = read_token(Path(named) if named else default_state() / TOKEN)
             except CallError as error:
-                hint = "" if named else "; DLROVER_RL_TOKEN_FILE names that of another service"
+                hint = "" if named else "; for another service set DLROVER_RL_TOKEN_FILE"
                 raise CallError(f"{error}{hint}") from error
         self._patience_s, self._metadata = patience_s, (("authorization", f"Bearer {token}"),)
         if tls is None:
@@ -94,20 +93,15 @@ class ServiceClient:
         self._calls: dict[str, Any] = {}
         for method in _SERVICE.methods:
             make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
-            request, answer = (getattr(wire, kind.name) for kind in (method.input_type, method.output_type))
+            request, answer = getattr(wire, method.input_type.name), getattr(wire, method.output_type.name)
             path = f"/{_SERVICE.full_name}/{method.name}"
             self._calls[method.name] = make(path, request.SerializeToString, answer.FromString)
-
-    def __enter__(self) -> "ServiceClient":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._channel.close()
-
-    # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(  # noqa: PLR0913 -- the fields of a submission
         self,
@@ -118,27 +112,20 @@ class ServiceClient:
         folder: str = "",
         client_token: str = "",
     ) -> wire.Job:
-        """Queue a job, given as YAML. ``folder``, relative to the service's root, has its modules and data. The same
-        ``client_token`` never makes a second job."""
-        request = wire.SubmitRequest(
-            client_token=client_token or secrets.token_urlsafe(16),
-            job_file=job_file,
-            name=name,
-            overrides=overrides,
-            priority=priority,
-            folder=folder,
-        )
+        """Queue a job in YAML. ``folder`` is relative to the service's root. A ``client_token`` makes one job."""
+        request = wire.SubmitRequest(job_file=job_file, name=name, overrides=overrides, priority=priority)
+        request.folder, request.client_token = folder, client_token or secrets.token_urlsafe(16)
         return self._job("Submit", request)
 
     def get(self, name: str) -> wire.Job:
         return self._job("Get", wire.GetRequest(name=name))
 
     def list_jobs(self, ended: bool = False, limit: int = 0) -> list[wire.Job]:
-        """All jobs that have not ended, then ``limit`` of those that have ``ended`` (0: 100), each the newest first."""
+        """Return all unfinished jobs, and with ``ended`` up to ``limit`` ended ones (0: 100), each the newest first."""
         return list(self.list_with_count(ended, limit).jobs)
 
     def list_with_count(self, ended: bool = False, limit: int = 0) -> wire.ListResponse:
-        """List the same jobs, with the number of older ones that are ``left_out``."""
+        """Return the same jobs, and as ``left_out`` the number of older ones."""
         answer: wire.ListResponse = self._ask("List", wire.ListRequest(all=ended, limit=limit))
         return answer
 
@@ -146,30 +133,25 @@ class ServiceClient:
         return self._job("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))
 
     def resize(self, name: str, role: str, num: int) -> wire.Job:
-        job: wire.Job = self._ask("Resize", wire.ResizeRequest(name=name, role=role, num=num), RESIZE_S)
-        return job
+        return self._job("Resize", wire.ResizeRequest(name=name, role=role, num=num), RESIZE_S)
 
     def wait(self, name: str, timeout_s: float | None = None) -> wire.Job:
-        """The job once it has ended, or as it is after ``timeout_s``."""
+        """Return the job once it has ended, or as it is after ``timeout_s``."""
         deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else inf)
         while True:
             span_s = max(min(_WAIT_S, deadline_s - time.monotonic()), 0.0)
-            job: wire.Job = self._ask("Wait", wire.WaitRequest(name=name, timeout_s=span_s), _CALL_S + span_s)
+            job = self._job("Wait", wire.WaitRequest(name=name, timeout_s=span_s), _CALL_S + span_s)
             if phase_of(job).ended or time.monotonic() >= deadline_s:
                 return job
 
     def watch(
         self, name: str = "", after: int = 0, follow: bool = True, without_steps: bool = False
     ) -> Iterator[wire.Event]:
-        """Events above number ``after``, each once, also when the service goes away and comes back. Ends with the named
-        job."""
-
-        def request() -> wire.WatchRequest:
-            return wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps)
-
+        """Yield the events above number ``after``, each once, even if the service restarts; ends with the named job."""
+        request = wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps)
         for message in self._resumed("Watch", request):
             for event in message.events:
-                after = event.number
+                request.after = event.number
                 yield event
 
     def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
@@ -183,20 +165,14 @@ class ServiceClient:
         return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
 
     def fetch(self, name: str, path: str, file: BinaryIO) -> int:
-        """Copy a file of a job to ``file``; returns its number of bytes. Goes on where it was cut off."""
-        offset = 0
-
-        def request() -> wire.FetchRequest:
-            return wire.FetchRequest(name=name, path=path, offset=offset)
-
+        """Copy a file of a job to ``file``, resuming where it was cut off; return the number of bytes."""
+        request = wire.FetchRequest(name=name, path=path)
         for chunk in self._resumed("Fetch", request):
-            offset += file.write(chunk.data)
-        return offset
+            request.offset += file.write(chunk.data)
+        return request.offset
 
-    # -- repeating ----------------------------------------------------------------------------------------------------
-
-    def _job(self, method: str, request: Any) -> wire.Job:
-        job: wire.Job = self._ask(method, request)
+    def _job(self, method: str, request: Any, timeout_s: float = _CALL_S) -> wire.Job:
+        job: wire.Job = self._ask(method, request, timeout_s)
         return job
 
     def _ask(self, method: str, request: Any, timeout_s: float = _CALL_S) -> Any:
@@ -209,13 +185,13 @@ class ServiceClient:
             time.sleep(pause_s * (0.5 + secrets.randbelow(1000) / 1000))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _resumed(self, method: str, request: Callable[[], Any]) -> Iterator[Any]:
-        """The messages of a stream, which begins again with a new request where it was cut off."""
+    def _resumed(self, method: str, request: Any) -> Iterator[Any]:
+        """Yield the messages of a stream, which ``request`` resumes after a failure: the caller keeps it up to date."""
         lost_s = inf
         while True:
             opened_s = inf
             try:
-                stream = self._calls[method](request(), metadata=self._metadata)
+                stream = self._calls[method](request, metadata=self._metadata)
                 if dict(stream.initial_metadata() or ()).get(STREAM_OPEN):  # waits: for the service, or the call's end
                     opened_s = time.monotonic()
                 for message in stream:
@@ -223,7 +199,7 @@ class ServiceClient:
                     yield message
                 return
             except grpc.RpcError as error:
-                now_s = time.monotonic()  # not the last message's time: a stream may be quiet for long
+                now_s = time.monotonic()  # not the time of the last message: a stream may be quiet
                 lost_s = now_s if now_s - opened_s >= _STEADY_S else min(lost_s, now_s)
                 self._raise_unless_passing(error, lost_s)
             time.sleep(_FIRST_PAUSE_S)
@@ -247,14 +223,8 @@ _COMMAND_PATIENCE_S = 10.0
 
 
 def connected(address: str) -> ServiceClient:
-    """For commands, which give up soon."""
+    """Connect a command, which gives up soon."""
     return ServiceClient(address, tls=ClientTls.from_env(), patience_s=_COMMAND_PATIENCE_S)
-
-
-@contextmanager
-def service_jobs(address: str) -> Iterator[JobOperations]:
-    with connected(address) as client:
-        yield RemoteJobs(client)
 
 
 class RemoteJobs:
@@ -271,9 +241,8 @@ class RemoteJobs:
     def history(self, view: JobView) -> JobHistory | None:
         job = self._client.get(view.name)
         since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
-        for event in self._client.watch(view.name, follow=False, without_steps=True):
-            if event.run != job.run:
-                continue
+        events = self._client.watch(view.name, follow=False, without_steps=True)
+        for event in (event for event in events if event.run == job.run):
             if event.phase != phase:
                 since_s, phase = event.at_s, event.phase
             if event.kind in _FAILURES and event.message:
@@ -286,9 +255,7 @@ class RemoteJobs:
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         job = self._client.get(name)
         total = job.total_steps
-        for event in self._client.watch(name):
-            if event.run != job.run:  # an earlier one of this name
-                continue
+        for event in (event for event in self._client.watch(name) if event.run == job.run):
             if event.kind == "step":
                 total = total or self._client.get(name).total_steps
                 report(StepReport(event.step, total, dict(event.metrics)))
@@ -307,8 +274,7 @@ class RemoteJobs:
         return view_of_message(self._client.resize(name, role, num))
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        for chunk in self._client.logs(name, process, follow, tail):
-            yield chunk.process, chunk.text
+        return ((chunk.process, chunk.text) for chunk in self._client.logs(name, process, follow, tail))
 
 
 def view_of_message(job: wire.Job) -> JobView:
@@ -326,4 +292,4 @@ def view_of_message(job: wire.Job) -> JobView:
     )
 
 
-__all__ = ["ClientTls", "JobPhase", "RemoteJobs", "ServiceClient", "connected", "has_ended", "phase_of", "service_jobs"]
+__all__ = ["ClientTls", "JobPhase", "RemoteJobs", "ServiceClient", "connected", "has_ended", "phase_of"]

@@ -5,10 +5,9 @@
 
     requests, runner --Operation--> queue -> draft of the ledger -> store -> ledger -> answers, watchers, runner
 
-One task takes all operations that have arrived, decides each on top of the one before, and saves them in one
-transaction, so that a disk that syncs slowly delays requests but does not limit their rate. Nobody sees what is not
-saved: after a failed write nothing has happened. What the runner has to do follows from the saved jobs alone, and is
-done again by the next process of the service.
+One task takes all operations that have arrived, decides them one after another, and saves them in one transaction, so
+that a slow disk delays requests but does not limit their rate. No change is visible before it is saved; a failed write
+changes nothing. The runner's work follows from the saved jobs alone, and the next process of the service repeats it.
 """
 
 import asyncio
@@ -44,16 +43,14 @@ _BATCH = 500
 _PAGE = 1000
 _RECENT = 10_000
 _RETRY_S = 0.5
-_GATHER_S = 0.02  # for a watcher, who then gets more events in fewer messages
+_GATHER_S = 0.02  # a watcher then gets more events in fewer messages
 _MAX_WAITING = 5000
 
-
-_Request: TypeAlias = tuple[Operation, asyncio.Future[Answer] | None]
-"""An operation, and its answer; None: nothing waits for one."""
+_Request: TypeAlias = tuple[Operation, asyncio.Future[Answer] | None]  # None: no answer is awaited
 
 
 class EventFeed:
-    """The events of all jobs, and who waits for more. The last ones are in memory, without gaps; the store has all."""
+    """The events of all jobs, and their listeners. The last events are in memory, without gaps; the store has all."""
 
     def __init__(self, store: SqliteJobStore, last_event: int) -> None:
         self._store, self.last = store, last_event
@@ -61,7 +58,7 @@ class EventFeed:
         self._listeners: dict[str, set[asyncio.Event]] = {}
 
     def add(self, events: list[JobEvent]) -> None:
-        """Add saved events, and wake the listeners to their jobs."""
+        """Add saved events, and wake the listeners of their jobs."""
         if events:
             self._recent += events
             self.last = events[-1].number
@@ -70,15 +67,14 @@ class EventFeed:
             del self._recent[:-_RECENT]
 
     def wake(self, names: Iterable[str] | None = None) -> None:
-        """Wake the listeners to these jobs and those to all of them; by default everybody."""
+        """Wake the listeners of these jobs and of all jobs; by default every listener."""
         for name in {"", *(self._listeners if names is None else names)}:
             for news in self._listeners.get(name, ()):
                 news.set()
 
     @contextmanager
     def listening(self, name: str) -> Iterator[asyncio.Event]:
-        """Set at each event of a job, of all jobs for ""; to wake all listeners at each event would take the most
-        time."""
+        """Give an event that is set at each event of a job, or of any job for ""."""
         news = asyncio.Event()
         self._listeners.setdefault(name, set()).add(news)
         try:
@@ -89,13 +85,13 @@ class EventFeed:
                 del self._listeners[name]
 
     async def page(self, after: int, name: str) -> tuple[list[JobEvent], int]:
-        """Some events above ``after``, and the number up to which there is none but those."""
+        """Return some events above ``after``, and the number of the last event that was considered."""
         last = self.last
         if after >= last:
             return [], after
         if self._recent and self._recent[0].number <= after + 1:
-            fresh = self._recent[after + 1 - self._recent[0].number :]
-            return [event for event in fresh if name in ("", event.name)], last
+            newer = self._recent[after + 1 - self._recent[0].number :]
+            return [event for event in newer if name in ("", event.name)], last
         page = await asyncio.to_thread(self._store.events, after, name, _PAGE)
         return [event for event in page if event.number <= last], last if len(page) < _PAGE else page[-1].number
 
@@ -109,20 +105,19 @@ class JobManager:
         wall_s: Callable[[], float] = time.time,
         capacity_every_s: float = 5.0,
     ) -> None:
-        self._store, self._runner, self._wall_s = store, runner, wall_s
-        self._capacity_every_s = capacity_every_s
+        self._store, self._runner, self._wall_s, self._capacity_every_s = store, runner, wall_s, capacity_every_s
         records, last_event = store.load()
         self._ledger = Ledger(limits or QueueLimits(), records, last_event)
         self._feed = EventFeed(store, last_event)
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
-        self._unsaved: deque[_Request] = deque()  # what the runner has seen and could not be saved: before all requests
-        self._known: dict[str, JobRecord] = {}  # what the runner has heard, by run
+        self._unsaved: deque[_Request] = deque()  # reports of the runner that could not be saved; they come first
+        self._passed_on: dict[str, JobRecord] = {}  # what the runner has been given, by run
         self._tasks: list[asyncio.Task[None]] = []
         self._submissions = 0
         self._closed = False
 
     async def start(self) -> None:
-        """Take up the jobs that run, and begin to serve."""
+        """Follow the running jobs, and begin to serve."""
         self._runner.attach(self._note)
         self._ledger.capacity = await self._runner.capacity()
         for record in list(self._ledger.unfinished.values()):
@@ -133,7 +128,7 @@ class JobManager:
         self._note(Schedule())
 
     async def close(self) -> None:
-        """Stop serving, after what is being saved; the jobs stay as they are."""
+        """Stop serving, after the current write; the jobs stay as they are."""
         self._closed = True
         self._requests.put_nowait((Schedule(), None))  # wakes the loop
         for task in self._tasks[1:]:
@@ -148,8 +143,8 @@ class JobManager:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def ask(self, operation: SubmitJob | StopJob) -> JobRecord:
-        """The job once the operation is saved. Raises JobConflict, ServiceBusy, ServiceUnavailable, UnknownJob, and
-        CallError if the client token stands for another request, or the name for another run by now."""
+        """Return the job once the operation is saved. Raises JobConflict, ServiceBusy, ServiceUnavailable, UnknownJob,
+        and CallError if the client token belongs to another request, or the name to a newer run."""
         answer = await self._put(operation)
         if isinstance(answer, DLRoverRLError):
             raise answer
@@ -157,41 +152,41 @@ class JobManager:
         return answer
 
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
-        """Raises UnknownJob, InvalidJob, and CallError if the job does not run or its role cannot be resized."""
+        """Resize a role. Raises UnknownJob, InvalidJob, and CallError if the job or the role cannot be resized."""
         record = self._ledger.get(name)
         check_new_size(name, role, num, record.roles)
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)
-        saved = await self._put(Schedule())  # after what the runner has reported
+        saved = await self._put(Schedule())  # after the runner's report
         if isinstance(saved, DLRoverRLError):
             raise saved
         return self._ledger.get(name)
 
     def get(self, name: str) -> JobRecord:
-        """The newest run of a job. Raises UnknownJob."""
+        """Return the newest run of a job. Raises UnknownJob."""
         return self._with_reason(self._ledger.get(name))
 
     def list_jobs(self, ended: bool = False) -> list[JobRecord]:
-        """All runs that have not ended, then those that have ``ended``, each the newest first."""
+        """Return all unfinished runs, then, if ``ended`` is True, the ended ones; each the newest first."""
         records = (self._ledger.records if ended else self._ledger.unfinished).values()
         ordered = sorted(records, key=lambda record: (record.phase.ended, -record.sequence))
         return [self._with_reason(record) for record in ordered]
 
     def counts(self) -> tuple[dict[str, int], int, int]:
-        """The jobs of each phase that have not ended, all events, and the submissions that made a job."""
+        """Return the number of unfinished jobs by phase, of events, and of jobs submitted to this process."""
         jobs = Counter(record.phase for record in self._ledger.unfinished.values())
         by_phase = {phase.value: jobs[phase] for phase in JobPhase if not phase.ended}
         return by_phase, self._ledger.last_event, self._submissions
 
     def _with_reason(self, record: JobRecord) -> JobRecord:
-        """A queued job says why it waits."""
+        """Add to a queued job the reason why it waits."""
         if record.phase is not JobPhase.QUEUED:
             return record
         return replace(record, reason=self._ledger.waiting_reasons().get(record.run, ""))
 
     async def wait(self, name: str, timeout_s: float) -> JobRecord:
-        """The job once it has ended, or as it is after ``timeout_s``. Raises UnknownJob."""
+        """Return the job once it has ended, or as it is after ``timeout_s``. Raises UnknownJob."""
         run = self._ledger.get(name).run
         with self._feed.listening(name) as news, suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -201,8 +196,7 @@ class JobManager:
         return self._ledger.records.get(run) or self._ledger.get(name)
 
     async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[list[JobEvent]]:
-        """Pages of the events above ``after``, each once. Ends with the last one there is, or, if it is to ``follow``,
-        when the named job has ended. Raises UnknownJob."""
+        """Yield pages of the events above ``after``, with ``follow`` until the named job ends. Raises UnknownJob."""
         run = self._ledger.get(name).run if name else ""
         with self._feed.listening(name) as news:
             while True:
@@ -243,22 +237,21 @@ class JobManager:
                     batch.append(self._requests.get_nowait())
             try:
                 await self._take(batch)
-            except Exception as error:  # noqa: BLE001 -- the service must go on serving
+            except Exception as error:  # noqa: BLE001 -- the service must continue
                 _LOG.exception("a group of requests failed")
                 for request in batch:
                     self._settle(request, ServiceUnavailable(f"internal error: {type(error).__name__}"))
 
     async def _take(self, batch: list[_Request]) -> None:
-        """Decide all of a batch, save it, answer, and let the runner do what follows from it."""
+        """Decide and save a batch, answer its requests, and pass the changes on to the runner."""
         draft, at_s = Draft(self._ledger, lambda: os.urandom(4).hex()), self._wall_s()
         answers = [draft.decide(operation, at_s) for operation, _ in batch]
         draft.decide(Schedule(), at_s)
         if draft.changed:
-            change = draft.changed.values(), draft.events, draft.descriptions, ()
             try:
-                await asyncio.to_thread(self._store.write, *change)
+                await asyncio.to_thread(self._store.write, draft.changed.values(), draft.events, draft.descriptions, ())
             except ServiceUnavailable as error:
-                # Refuse what people have asked by now; what the runner has seen is decided again later, in its order.
+                # Refuse the requests of callers; the runner's reports are decided again later, in their order.
                 _LOG.error("%s", error)
                 waiting = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
                 for request in (*batch, *waiting):
@@ -284,14 +277,11 @@ class JobManager:
             future.set_result(answer)
 
     async def _tell_runner(self, record: JobRecord, descriptions: Mapping[str, JobDescription]) -> None:
-        """Let the runner do what the saved state of a job asks for; ``descriptions`` are of new runs."""
-        before = self._known.get(record.run)
-        if record.phase.ended:
-            self._known.pop(record.run, None)
-            return
+        """Start or stop a run according to its saved state; ``descriptions`` are of new runs."""
+        before = self._passed_on.pop(record.run, None)
         if not record.phase.holds_resources:
             return
-        self._known[record.run] = record
+        self._passed_on[record.run] = record
         if before is None:
             try:
                 description = descriptions.get(record.run)
@@ -307,13 +297,13 @@ class JobManager:
             self._runner.stop(record)
 
     async def _watch_capacity(self) -> None:
-        """Nodes come and go: what did not fit may fit now."""
+        """Schedule again when nodes join or leave the cluster."""
         while True:
             await asyncio.sleep(self._capacity_every_s)
             try:
                 capacity = await self._runner.capacity()
             except Exception as error:  # noqa: BLE001 -- the cluster may be away for a while
-                _LOG.warning("the cluster does not tell its resources: %s", error)
+                _LOG.warning("the cluster does not report its resources: %s", error)
                 continue
             if capacity != self._ledger.capacity:
                 self._ledger.capacity = capacity

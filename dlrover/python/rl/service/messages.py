@@ -3,50 +3,34 @@
 
 import grpc
 
-from dlrover.python.rl.common.errors import (
-    AccessDenied,
-    CallError,
-    ConfigError,
-    DLRoverRLError,
-    InvalidJob,
-    JobConflict,
-    ServiceBusy,
-    ServiceError,
-    ServiceUnavailable,
-    UnknownJob,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, ServiceUnavailable
 from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase, JobRecord
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
-RESIZE_S = 150.0
-"""How long a resize may take: the job's classes are asked, and places are reserved."""
-
-STREAM_OPEN = "stream-open"
-"""Metadata that the service sends when it begins a stream, whose first message may come much later."""
-
-_SAME = (
+RESIZE_S = 150.0  # limit of a resize, which checks the job's classes and reserves resources
+STREAM_OPEN = "stream-open"  # metadata key, sent at the start of a stream: its first message may come much later
+_SHARED_FIELDS = (
     "name", "run", "owner", "priority", "revision", "cause", "submitted_s", "started_s", "ended_s", "step",
     "total_steps", "reward", "restarts", "step_s",
 )  # fmt: skip
-"""Fields that a record and its message have in common."""
-
 _MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
 _PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
 _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
     (InvalidJob, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnknownJob, grpc.StatusCode.NOT_FOUND),
-    (JobConflict, grpc.StatusCode.ALREADY_EXISTS),
-    (CallError, grpc.StatusCode.FAILED_PRECONDITION),
-    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.UnknownJob, grpc.StatusCode.NOT_FOUND),
+    (errors.JobConflict, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.CallError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
 )
 
 
 def job_message(record: JobRecord) -> wire.Job:
     return wire.Job(
-        **{name: getattr(record, name) for name in _SAME},
+        **{name: getattr(record, name) for name in _SHARED_FIELDS},
         phase=_PHASES[record.phase],
         folder=record.results,
         reason=valid_text(record.reason),
@@ -60,14 +44,9 @@ def job_message(record: JobRecord) -> wire.Job:
 
 def event_message(event: JobEvent) -> wire.Event:
     return wire.Event(
-        number=event.number,
-        at_s=event.at_s,
-        name=event.name,
-        run=event.run,
-        kind=event.kind,
+        **{name: getattr(event, name) for name in ("number", "at_s", "name", "run", "kind", "step")},
         message=valid_text(event.message),
         phase=_PHASES[event.phase],
-        step=event.step,
         metrics={valid_text(name): value for name, value in event.metrics.items()},
     )
 
@@ -81,19 +60,18 @@ def code_of(error: DLRoverRLError) -> grpc.StatusCode:
 
 
 def details_of(error: DLRoverRLError) -> str:
-    """One line, or for an invalid job one for each of its errors."""
+    """Return the text of an error: one line, for an invalid job one for each of its errors."""
     text = valid_text("\n".join(map(str, error.errors)) if isinstance(error, InvalidJob) else str(error))
     return text if len(text) <= _MAX_DETAILS else f"{text[:_MAX_DETAILS]}..."
 
 
 def error_of(code: grpc.StatusCode, details: str) -> DLRoverRLError:
-    """The error that the service answered with."""
+    """Return the error that the service answered with."""
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return AccessDenied(details)
+        return errors.AccessDenied(details)
     if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return ServiceUnavailable(details or "the service did not answer in time")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        places = [line.partition(": ") for line in details.splitlines()]
-        return InvalidJob([ConfigError(where, what) for where, _, what in places])
-    kinds = {known: kind for kind, known in _CODES}
-    return kinds.get(code, ServiceError)(details)
+        faults = [line.partition(": ") for line in details.splitlines()]
+        return InvalidJob([errors.ConfigError(where, fault) for where, _, fault in faults])
+    return {code: kind for kind, code in _CODES}.get(code, errors.ServiceError)(details)

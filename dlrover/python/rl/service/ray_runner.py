@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the service's jobs on the Ray cluster that this process is connected to, each under a master of its own.
+"""Runs the service's jobs on the Ray cluster that this process is connected to; each job has its own master.
 
 ::
 
-    run() --> a master of this run? --yes--> follow it
+    run() --> has the run a master? --yes--> follow it
                     | no
                     v
-              its folder: ended --> report how;   never begun --> check, start, follow
+              its folder: ended --> report the end;   not started --> check, start, follow
                     |
-                    v begun, and its master is gone (the cluster was): go on from the last commit, follow
+                    v started, but its master is gone with the cluster: resume from the last commit, follow
 
-Masters and workers do not depend on the service: it can end at any time, and its next process finds them by name.
+Masters and workers do not depend on the service: it may end at any time, and its next process finds them by name.
 """
 
 import asyncio
@@ -41,31 +41,25 @@ from dlrover.python.rl.service.runner import JobRunner
 
 _LOG = get_logger(__name__)
 
-GRACE_S = 3.0
-"""A job has this long to stop; then everything of it is ended. Committed steps stay."""
-
+GRACE_S = 3.0  # then a stopping job is killed; its committed steps stay
 _FOLLOW_S = 2.0
 _ANSWER_S = 120.0
 _POLL_S = 0.05
-_AGAIN_S = 1.0  # after an error of Ray
-_WHOSE_S = 2.0  # for a master to say whose it is
+_RETRY_S = 1.0  # after an error of Ray
+_IDENTIFY_S = 2.0  # for a master to report its run
 _CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
-_PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
-
-
-_REPORTED = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
-"""Fields that a job's status and a report of the runner have in common."""
+_SHARED_FIELDS = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
 
 
 @dataclass
 class _Driven:
-    """A run that this process looks after."""
+    """A run that this process follows."""
 
-    record: JobRecord  # as it was when the run was taken up, or when its stop was asked for
+    record: JobRecord  # at its start, or at the request to stop it
     description: JobDescription
     job: JobSpec | None = None
-    launched: MasterCalls | None = None  # what this process has started for it, which may not answer yet
+    launched: MasterCalls | None = None  # the master that this process has started; it may not answer yet
     master: MasterCalls | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     hard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,12 +69,9 @@ class _Driven:
         folder = str(self.job.job_dir) if self.job is not None else ""
         return Observed(self.record.name, self.record.run, phase, results=folder, **values)
 
-    def stopped(self, reason: str) -> Observed:
-        return self.observed(JobPhase.STOPPED, reason=self.record.reason or reason)
-
     def ended(self, phase: Phase, reason: str, cause: Any, **values: Any) -> Observed:
         kind, detail = (cause.kind.value, cause.detail) if cause else ("", "")
-        return self.observed(_PHASES[phase], reason=reason, cause=kind, detail=detail, **values)
+        return self.observed(JobPhase(phase.value), reason=reason, cause=kind, detail=detail, **values)
 
 
 class RayJobRunner(JobRunner):
@@ -111,34 +102,32 @@ class RayJobRunner(JobRunner):
     async def resize(self, record: JobRecord, role: str, num: int) -> None:
         driven = self._driven.get(record.run)
         if driven is None or driven.master is None:
-            raise CallError(f"'{record.name}' does not run yet")
+            raise CallError(f"'{record.name}' is not running yet")
         try:
             await driven.master.call("resize", role, num, timeout_s=_ANSWER_S)
             status: JobStatus = await driven.master.call("status", timeout_s=_ANSWER_S)
         except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
-        self._sink(driven.observed(JobPhase.RUNNING, **{name: getattr(status, name) for name in _REPORTED}))
-
-    # -- one run ------------------------------------------------------------------------------------------------------
+        self._sink(driven.observed(JobPhase.RUNNING, **{name: getattr(status, name) for name in _SHARED_FIELDS}))
 
     async def _drive(self, driven: _Driven) -> None:
         record = driven.record
         try:
-            ended = await self._to_its_end(driven)
+            ended = await self._run_to_end(driven)
         except DLRoverRLError as error:
             ended = driven.observed(JobPhase.FAILED, reason=_first_line(error), detail=str(error))
-        except Exception as error:  # noqa: BLE001 -- the service stays, and the job has an end
-            _LOG.exception("%s: following it failed", record.name)
+        except Exception as error:  # noqa: BLE001 -- the service continues, and the job ends
+            _LOG.exception("%s: following the job failed", record.name)
             reason = f"{type(error).__name__}: {error}"
             ended = driven.observed(JobPhase.FAILED, reason=reason, cause=CauseKind.INTERNAL.value)
-        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends, and its next process continues it
-            await asyncio.sleep(_AGAIN_S)
+        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends; its next process resumes the job
+            await asyncio.sleep(_RETRY_S)
         self._driven.pop(record.run, None)
         self._sink(ended)
         if driven.stop is not None:
             driven.stop.cancel()
 
-    async def _to_its_end(self, driven: _Driven) -> Observed:
+    async def _run_to_end(self, driven: _Driven) -> Observed:
         lost: MasterLost | None = None
         for revival in range(_REVIVALS + 1):
             try:
@@ -148,18 +137,17 @@ class RayJobRunner(JobRunner):
                 lost = error
             if driven.stopping.is_set() or revival == _REVIVALS:
                 break
-            _LOG.warning("%s: %s; going on from its last commit", driven.record.name, lost)
-        await self._end_all(driven)
+            _LOG.warning("%s: %s; resuming from its last commit", driven.record.name, lost)
+        await self._kill_all(driven)
         if driven.stopping.is_set():
-            return driven.stopped("stopped")
+            return driven.observed(JobPhase.STOPPED, reason=driven.record.reason or "stopped")
         return driven.observed(JobPhase.FAILED, reason=str(lost), cause="master_lost")
 
     async def _find_or_start(self, driven: _Driven, revival: int) -> MasterCalls | None:
-        """The master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
+        """Return the master to follow, None for a run that has ended. Raises MasterLost, InvalidJob."""
         record = driven.record
-        driven.job = job = _described(record, driven.description)
-        master = await self._begun(driven, job)
-        if master is not None:
+        driven.job = job = _load_job(record, driven.description)
+        if (master := await self._find_master(driven, job)) is not None:
             return master
         await in_daemon_thread(_check_folder, record)
         owner = await in_daemon_thread(newest_owner, job.job_dir)
@@ -168,40 +156,39 @@ class RayJobRunner(JobRunner):
             return None
         if driven.stopping.is_set():
             if began:
-                await self._end_all(driven)
+                await self._kill_all(driven)
             return None
         if revival or began:
-            if await find_master(record.name) is None:  # what has lost its master would go on beside the next one
+            if await find_master(record.name) is None:  # otherwise orphans would keep running beside the new master
                 await in_daemon_thread(sweep, record.name, record.run)
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
-            self._sink(driven.observed(JobPhase.STARTING, activity="going on from the last commit"))
+            self._sink(driven.observed(JobPhase.STARTING, activity="resuming from the last commit"))
         driven.job = job
         return await self._start(driven, job)
 
-    async def _begun(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
-        """The master of this very run. An earlier process of the service has started it, and may have been killed
-        before it let it begin."""
-        master = await find_master(job.name)
-        if master is None:
+    async def _find_master(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
+        """Find the master of this run, which an earlier process of the service has started. Let it begin, since that
+        process may have been killed before it did so."""
+        if (master := await find_master(job.name)) is None:
             return None
         with suppress(MasterLost):
             status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
-            if _is_of(status, job):
+            if _belongs_to(status, job):
                 driven.job = replace(job, job_dir=Path(driven.record.folder or status.folder))
                 await master.call("start", {}, timeout_s=_ANSWER_S)  # does nothing if it has begun
                 return master
         return None
 
     async def _start(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
-        """The master, or None if the job is to be stopped. It is checked in a child process, which may take a while."""
+        """Check the job in a child process, which may take a while, and start its master; None if it was stopped."""
         checking = asyncio.get_running_loop().create_task(self._check(job))
         stopped = asyncio.get_running_loop().create_task(driven.stopping.wait())  # waits: beside the check
         try:
-            # waits: for the end of a check, which has a limit, or of the job
+            # waits: for the check, which has a time limit, or for a request to stop
             await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
-            checking.cancel()  # does nothing to one that has ended
+            checking.cancel()  # no effect on one that has ended
         if driven.stopping.is_set():
             checking.add_done_callback(lambda task: task.cancelled() or task.exception())
             return None
@@ -214,8 +201,7 @@ class RayJobRunner(JobRunner):
         try:
             return MasterCalls(await in_daemon_thread(start_master, checked, True, launched))
         except JobConflict:
-            master = await self._begun(driven, job)
-            if master is None:
+            if (master := await self._find_master(driven, job)) is None:
                 raise
             return master
 
@@ -234,11 +220,11 @@ class RayJobRunner(JobRunner):
                     raise
                 return self._outcome(driven)
             status, reports, position = update
-            common = {name: getattr(status, name) for name in _REPORTED}
-            for step in reports:
-                metrics = {name: float(value) for name, value in step.metrics.items()}
-                values = {"step": step.step, "total_steps": step.total_steps, "metrics": metrics, **common}
-                self._sink(driven.observed(JobPhase.RUNNING, **values))
+            common = {name: getattr(status, name) for name in _SHARED_FIELDS}
+            for each in reports:
+                metrics = {name: float(value) for name, value in each.metrics.items()}
+                step = {"step": each.step, "total_steps": each.total_steps, "metrics": metrics}
+                self._sink(driven.observed(JobPhase.RUNNING, **step, **common))
             if status.phase.terminal:
                 master.end()
                 return driven.ended(status.phase, status.reason, status.cause, **common)
@@ -246,42 +232,44 @@ class RayJobRunner(JobRunner):
             self._sink(driven.observed(JobPhase.STARTING if is_starting else JobPhase.RUNNING, **common))
 
     def _outcome(self, driven: _Driven) -> Observed:
-        """How a run without a master has ended: as its journal says, or it was stopped before it began."""
+        """Report the end of a run without a master: the one in its journal, or a stop before it began."""
         state = _journalled_end(driven)
         if state is None:
-            return driven.stopped("stopped before it began")
+            return driven.observed(JobPhase.STOPPED, reason=driven.record.reason or "stopped before it began")
         return driven.ended(state.phase, state.reason, state.failure, restarts=state.restarts)
 
     async def _stop(self, driven: _Driven, reason: str) -> None:
-        """Ask the master, and end everything when it takes too long, or at once if that is wanted."""
-        asked = asyncio.get_running_loop().create_task(self._ask_to_stop(driven, reason))
+        """Ask the master to stop; kill everything after the grace period, or at once for a hard stop."""
+        request = asyncio.get_running_loop().create_task(self._ask_to_stop(driven, reason))
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._grace_s):
                     await driven.hard.wait()
         finally:
-            asked.cancel()
-        while driven.record.run in self._driven:  # a master that is being launched can be ended once Ray knows it
+            request.cancel()
+        while driven.record.run in self._driven:  # a master that is starting can be killed once Ray knows it
             try:
-                await self._end_all(driven)
-            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment: tried again
-                _LOG.warning("%s: it could not be ended yet: %s", driven.record.name, _first_line(error))
-                await asyncio.sleep(_AGAIN_S)
+                await self._kill_all(driven)
+            except Exception as error:  # noqa: BLE001 -- Ray may be unreachable: tried again
+                _LOG.warning("%s: could not be killed yet: %s", driven.record.name, _first_line(error))
+                await asyncio.sleep(_RETRY_S)
             await asyncio.sleep(_POLL_S)
 
-    async def _end_all(self, driven: _Driven) -> None:
-        """End what this run has on the cluster, and nothing of another run of its name."""
-        record, found = driven.record, None
-        whose: bool | None = None  # it does not say
+    async def _kill_all(self, driven: _Driven) -> None:
+        """Kill the processes of this run on the cluster, and none of another run of its name."""
+        record, unidentified = driven.record, None
         masters = [master for master in (driven.launched, driven.master) if master is not None]
-        if not masters and driven.job is not None and (found := await find_master(record.name)) is not None:
-            with suppress(MasterLost):
-                whose = _is_of(await found.call("status", timeout_s=_WHOSE_S), driven.job)
-        for master in [found] if found is not None and whose else masters:
+        if not masters and driven.job is not None and (master := await find_master(record.name)) is not None:
+            try:
+                status: JobStatus = await master.call("status", timeout_s=_IDENTIFY_S)
+                masters += [master] if _belongs_to(status, driven.job) else []
+            except MasterLost:
+                unidentified = master
+        for master in masters:
             master.end()
-        left = await in_daemon_thread(sweep, record.name, record.run)
-        if found is not None and whose is None and left:  # a master of another run has ended them when it began
-            found.end()
+        orphans = await in_daemon_thread(sweep, record.name, record.run)
+        if unidentified is not None and orphans:  # the master of another run would have killed them when it began
+            unidentified.end()
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
         while driven.master is None:
@@ -290,8 +278,8 @@ class RayJobRunner(JobRunner):
             await driven.master.call("stop", reason, timeout_s=_ANSWER_S)
 
 
-def _described(record: JobRecord, description: JobDescription) -> JobSpec:
-    """The job of a run, with the run's own folder: the same each time, also in another time zone or root."""
+def _load_job(record: JobRecord, description: JobDescription) -> JobSpec:
+    """Return the job of a run with the run's folder, which does not depend on the time zone or the root."""
     search = (description.folder,) if description.folder else None
     job = load_job_text(description.text, record.name, description.overrides, search)
     job = replace(job, run=record.run, work_dir=description.folder or str(Path.cwd()))
@@ -299,35 +287,31 @@ def _described(record: JobRecord, description: JobDescription) -> JobSpec:
         return replace(job, job_dir=Path(folder))
     if job.run_folders is None:
         return job
-    begun = datetime.fromtimestamp(record.submitted_s).strftime("%Y%m%d-%H%M%S")
-    return replace(job, job_dir=job.run_folders / f"{begun}-{record.run}")
+    began = datetime.fromtimestamp(record.submitted_s).strftime("%Y%m%d-%H%M%S")
+    return replace(job, job_dir=job.run_folders / f"{began}-{record.run}")
 
 
-def _is_of(status: JobStatus, job: JobSpec) -> bool:
+def _belongs_to(status: JobStatus, job: JobSpec) -> bool:
     return status.run == job.run if status.run else status.folder == str(job.job_dir)
 
 
 def _check_folder(record: JobRecord) -> None:
-    """Raises InvalidJob if the run's folder, which had no link in its path when it was submitted, has one now."""
+    """Raises InvalidJob if the path of the run's folder, which had no link at submission, has one now."""
     if record.folder:
         RunFolder(Path(record.folder)).check()
 
 
 def _journalled_end(driven: _Driven) -> Any:
-    """The final state in the journal of a run, None if it has none. Its master may be alive, and keeps the journal.
-    Raises InvalidJob if the folder is a link."""
+    """Return the final state in a run's journal, None if it has none. Raises InvalidJob if the folder is a link."""
     _check_folder(driven.record)
-    job = driven.job
-    history = None if job is None else read_history(job.job_dir)
-    if job is None or history is None or history.state.settings is None or history.state.settings.run != job.run:
+    history = None if driven.job is None else read_history(driven.job.job_dir)
+    if driven.job is None or history is None or not history.state.phase.terminal:
         return None
-    return history.state if history.state.phase.terminal else None
+    settings = history.state.settings
+    return history.state if settings is not None and settings.run == driven.job.run else None
 
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, InvalidJob):
         return "; ".join(map(str, error.errors))
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-__all__ = ["RayJobRunner"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to the place where jobs run, and its twin in memory."""
+"""The port that runs the service's jobs, and its twin in memory."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 
 
 class JobRunner(ABC):
-    """All methods are called on the service's event loop and return soon; what happens is reported to the sink."""
+    """All methods are called on the service's event loop and return soon; the sink gets the reports."""
 
     def __init__(self) -> None:
         self._sink: Callable[[Observed], None] = lambda observed: None
@@ -21,7 +21,7 @@ class JobRunner(ABC):
         self._sink = sink
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
-        """Begin a task, which ends with the service."""
+        """Start a task, which ends with the service."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -37,16 +37,15 @@ class JobRunner(ABC):
 
     @abstractmethod
     async def capacity(self) -> Mapping[str, float]:
-        """The resources of the whole cluster."""
+        """Return the resources of the whole cluster."""
 
     @abstractmethod
     def run(self, record: JobRecord, description: JobDescription) -> None:
-        """Start this run of a job and report on it, or, when it was started before, only report on it. Called once in
-        each life of the service for each job that holds resources."""
+        """Start a run unless it was started before, and report on it; called once for each job that holds resources."""
 
     @abstractmethod
     def stop(self, record: JobRecord) -> None:
-        """End a run after a grace, or at once if ``record.hard``; repeated when that changes."""
+        """End a run after a grace period, or at once if ``record.hard``; called again when that changes."""
 
     @abstractmethod
     async def resize(self, record: JobRecord, role: str, num: int) -> None:
@@ -60,8 +59,7 @@ class MemoryRunner(JobRunner):
         super().__init__()
         self._steps, self._step_s, self._cpus = steps, step_s, cpus
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.begun: list[str] = []
-        """The runs that were started here, in order: for tests of "once"."""
+        self.begun: list[str] = []  # the runs that were started here, in order
 
     async def capacity(self) -> Mapping[str, float]:
         return {"cpu": self._cpus}
@@ -95,5 +93,5 @@ class MemoryRunner(JobRunner):
 
     async def resize(self, record: JobRecord, role: str, num: int) -> None:
         if record.run not in self._running:
-            raise CallError(f"'{record.name}' does not run")
+            raise CallError(f"'{record.name}' is not running")
         self._sink(Observed(record.name, record.run, record.phase, roles={**record.roles, role: num}))

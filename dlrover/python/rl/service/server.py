@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: the whole way of a call, from its connection to its answer.
-"""The gRPC server: every method of the protocol has a role that it needs, limits, and a handler.
+# Over 400 lines: the whole path of a call, from its connection to its answer.
+"""The gRPC server: every method of the protocol has a required role, limits, and a handler.
 
 ::
 
@@ -23,53 +23,35 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from dlrover.python.rl.common.errors import (
-    AccessDenied,
-    ConfigError,
-    DLRoverRLError,
-    InvalidJob,
-    JobConflict,
-    ServiceBusy,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.metrics import ServiceMetrics
 from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
+from dlrover.python.rl.service.jobs import submissions
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
-from dlrover.python.rl.service.jobs.submissions import (
-    CallLimit,
-    SubmissionReader,
-    check_name,
-    check_path,
-    check_process,
-    shown,
-)
+from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionReader, check_name, shown
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, code_of, details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 _LOG = get_logger(__name__)
 
-_SILENT_S = 10.0
-"""Time for a connection to agree on TLS and HTTP/2, and then between its calls. A stream, such as one that watches,
-keeps its connection."""
-
-_RESERVE = 256
-"""Descriptors for the store, files of runs, Ray and child processes; half of them all where that is less."""
-
+_SILENT_S = 10.0  # for the handshakes of TLS and HTTP/2, and between calls; an open stream keeps its connection
+_RESERVE = 256  # descriptors for the store, files of runs, Ray and child processes; at most half of all
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _CALLS_EACH, _LONG_CALLS_EACH = 500, 400  # of one caller
 _MESSAGE_S = 10.0
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Each handler becomes one that reads its message itself: a call is refused before its message has come, and does
-    not hold its place for long when none comes.
+    """Wraps each handler so that a call is refused before its message is read, and soon ends if no message arrives.
 
     Args:
-        identify: the caller's name from the headers of a call. Raises AccessDenied.
-        denied: called at each refusal for want of a token.
-        short: full names of methods that answer at once, with one message.
+        identify: returns the caller's name from the headers of a call, or raises AccessDenied.
+        denied: called when a call is refused for its token.
+        short: full names of the methods that answer at once, with one message.
     """
 
     def __init__(
@@ -85,7 +67,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None:  # no such method
+        if handler is None:  # there is no such method
             return None
         is_long = handler.response_streaming and details.method not in self._short
 
@@ -103,7 +85,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
                     busy = "too many calls without a valid token: wait a second"
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
-                except ServiceBusy as error:
+                except errors.ServiceBusy as error:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
                 await _answer(handler, messages, context)
 
@@ -117,64 +99,58 @@ async def _answer(handler: Any, messages: Any, context: Any) -> None:
             async with asyncio.timeout(_MESSAGE_S):
                 request = await context.read()
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message has come")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message arrived in time")
         if request is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call has one message")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call needs one message")
     act = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     answer = act(request, context)
     if inspect.isasyncgen(answer):
         async with aclosing(answer):
             async for message in answer:
                 await context.write(message)
-    elif (message := await answer) is not None:  # else it has written itself
+    elif (message := await answer) is not None:  # otherwise the handler has written it
         await context.write(message)
 
 
 class TlsFiles:
-    """The service's certificate, read again when its files change. With ``client_ca`` clients must show a certificate
-    that it has signed."""
+    """The service's certificate, read again when it changes. With ``client_ca`` clients need one that it has signed."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self.certificate, self.key, self.client_ca = certificate, key, client_ca
-        self._seen: list[tuple[int, int, int]] = []
+        self._seen: list[bytes] = []
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For new connections what the files hold then; while they cannot be read or do not fit, what they held
-        before."""
+        """Return credentials that follow the files; while these are unreadable or do not match, the old ones stay."""
         return grpc.dynamic_ssl_server_credentials(self.read(), self.read_changed, self.client_ca is not None)
 
     def read(self) -> Any:
         """Raises OSError."""
-        self._seen = self._state()
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        ca = self.client_ca.read_bytes() if self.client_ca else None
-        return grpc.ssl_server_certificate_configuration([pair], ca)
+        key, certificate, *client_ca = self._seen = self._contents()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], *client_ca)
 
     def read_changed(self) -> Any:
-        """Called before each handshake, in a thread of gRPC; None: nothing new."""
+        """Called by gRPC before each handshake, in its thread; return None if nothing has changed."""
         try:
-            return self.read() if self._state() != self._seen else None
+            return self.read() if self._contents() != self._seen else None
         except OSError as error:
-            _LOG.warning("the certificate stays as it is: %s", error)
+            _LOG.warning("the new certificate cannot be read; the old one stays in use: %s", error)
             return None
 
-    def _state(self) -> list[tuple[int, int, int]]:
-        states = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        return [(state.st_mtime_ns, state.st_ino, state.st_size) for state in states]
+    def _contents(self) -> list[bytes]:
+        return [path.read_bytes() for path in (self.key, self.certificate, self.client_ca) if path is not None]
 
 
 class FailureLimit:
-    """How often an address may fail: ``burst`` times at once, then ``per_s``. Of all addresses the ``most`` that failed
-    last are remembered."""
+    """A limit of an address's failures: ``burst`` at once, then ``per_s``. It remembers the last ``most`` addresses."""
 
     def __init__(
         self, burst: float = 10.0, per_s: float = 1.0, most: int = 10_000, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._burst, self._per_s, self._most, self._now_s = burst, per_s, most, now_s
-        self._left: dict[str, tuple[float, float]] = {}  # failures that are left, and when; the latest address last
+        self._left: dict[str, tuple[float, float]] = {}  # remaining failures, and the time; the latest address last
 
     def take(self, address: str) -> bool:
-        """Count a failure; False if there was none left."""
+        """Count a failure; return False if the limit was reached."""
         now_s = self._now_s()
         left, at_s = self._left.pop(address, (self._burst, now_s))
         left = min(left + (now_s - at_s) * self._per_s, self._burst)
@@ -185,21 +161,17 @@ class FailureLimit:
         return has_room
 
 
-# -- the service ------------------------------------------------------------------------------------------------------
-
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
-RIGHTS = {
+RIGHTS = {  # the lowest role that may call each method
     **dict.fromkeys(("Get", "List", "Wait", "Watch", "Logs", "Artifacts", "Fetch"), AccessRole.READ),
     **dict.fromkeys(("Submit", "Stop", "Resize"), AccessRole.SUBMIT),
 }
-"""The least role for each method; one that is not here is refused to everybody."""
-
 MAX_MESSAGE = 4 * 1024 * 1024
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.max_concurrent_streams", 1000),  # more than a caller may have, who is told so
+    ("grpc.max_concurrent_streams", 1000),  # above a caller's limit, so that the caller gets our error
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -211,16 +183,15 @@ _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
 _LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
 _MAX_LISTED, _LISTED = 1_000, 100
-_PART = 256 * 1024  # bytes of events in a message, and one event more
-_ROW = 8  # bytes of a row's own frame, at most
+_PART = 256 * 1024  # bytes of events in a message, before its last event
+_ROW = 8  # bytes of a row's frame, at most
 _MAX_TAIL = 100_000
 _LOG_POLL_S = 0.3
 _DENIALS_EVERY_S = 10.0
 
 
 class JobServer:
-    """Serves ``manager`` at ``address`` (``host:port``, port 0 for any); with ``tokens`` None everybody is ``admin``,
-    for tests of what a token guards."""
+    """Serves ``manager``. Without ``tokens`` every caller is ``admin``: for tests."""
 
     def __init__(
         self,
@@ -238,15 +209,11 @@ class JobServer:
         answer_at_once = {method.name for method in SERVICE.methods if not method.server_streaming} - {"Wait"}
         short = frozenset(f"/{SERVICE.full_name}/{name}" for name in answer_at_once)
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, short, failures or FailureLimit())
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection has a file: as many as may be
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection needs a descriptor: as many as possible
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        silent_ms = round(_SILENT_S * 1000)
-        options = (
-            *_OPTIONS,
-            ("grpc.server_handshake_timeout_ms", silent_ms),
-            ("grpc.max_connection_idle_ms", silent_ms),
-            ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
-        )
+        silent = dict.fromkeys(("server_handshake_timeout_ms", "max_connection_idle_ms"), round(_SILENT_S * 1000))
+        limits = {**silent, "max_allowed_incoming_connections": hard - min(_RESERVE, hard // 2)}
+        options = (*_OPTIONS, *((f"grpc.{name}", limit) for name, limit in limits.items()))
         self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         handlers = {method.name: self._handler(method) for method in SERVICE.methods}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
@@ -256,14 +223,14 @@ class JobServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, address: str) -> int:
-        """Return the port. Raises JobConflict if it is taken."""
+        """Listen at ``address`` (``host:port``, port 0 for any), and return the port. Raises JobConflict."""
         try:
-            if self._tls is not None:
-                port = self._server.add_secure_port(address, self._tls.credentials())
-            else:
+            if self._tls is None:
                 port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._tls.credentials())
         except RuntimeError as error:
-            raise JobConflict(f"{address} cannot be listened on: is another service there?") from error
+            raise errors.JobConflict(f"cannot listen at {address}: is another service running there?") from error
         await self._server.start()
         for name in ("", SERVICE.full_name):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -274,19 +241,17 @@ class JobServer:
         await self._server.stop(grace_s)
         self._reader.close()
 
-    # -- who calls ----------------------------------------------------------------------------------------------------
-
     def _identify(self, metadata: Any) -> Caller:
-        """Raises AccessDenied unless there is exactly one valid token."""
+        """Return the caller of a request. Raises AccessDenied unless it has exactly one valid token."""
         if self._tokens is None:
             return Caller("admin", AccessRole.ADMIN)
-        values = [value for key, value in metadata or () if key == "authorization"]
-        if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
-            raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
-        return self._tokens.caller(values[0].removeprefix("Bearer "))
+        match [value for key, value in metadata or () if key == "authorization"]:
+            case [str(header)] if header.startswith("Bearer "):
+                return self._tokens.caller(header.removeprefix("Bearer "))
+        raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
 
     def _denied(self) -> None:
-        """Refused calls are logged at most once in a while, so that their senders do not fill the disk."""
+        """Count a refused call, and log refusals seldom, so that their senders cannot fill the disk."""
         self._refused += 1
         if self._refusals_logged.take(""):
             _LOG.warning("refused %d calls without a valid token", self._refused)
@@ -296,7 +261,7 @@ class JobServer:
     # -- handlers -----------------------------------------------------------------------------------------------------
 
     def _handler(self, method: Any) -> grpc.RpcMethodHandler:
-        """Answers as a stream; that of most methods has one message, which has a limit of time."""
+        """Make a handler that answers with a stream; for most methods it has one message, and a time limit."""
         name, kind = method.name, getattr(wire, method.input_type.name)
         implementation = getattr(self, f"_{name.lower()}")
 
@@ -304,9 +269,9 @@ class JobServer:
             began_s = time.monotonic()
             async with self._answering(name, context) as caller:
                 try:
-                    request = kind.FromString(body)  # once its sender is known
+                    request = kind.FromString(body)  # after the sender is authenticated
                 except DecodeError as error:
-                    raise InvalidJob([ConfigError("message", f"is no {kind.DESCRIPTOR.name}")]) from error
+                    raise InvalidJob([errors.ConfigError("message", f"is not a {kind.DESCRIPTOR.name}")]) from error
                 if method.server_streaming:
                     await context.send_initial_metadata(((STREAM_OPEN, "1"),))
                     async for message in implementation(request, caller):
@@ -322,15 +287,14 @@ class JobServer:
 
     def _enter(self, method: str, context: Any) -> Caller:
         caller = self._identify(context.invocation_metadata())
-        needed = RIGHTS.get(method)
-        if needed is None:
-            raise AccessDenied(f"nobody may call {method}")
-        caller.check(needed)
+        if method not in RIGHTS:
+            raise AccessDenied(f"{method} cannot be called")
+        caller.check(RIGHTS[method])
         return caller
 
     @asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[Caller]:
-        """Makes a status of every error; what is not one of ours goes to the log, and not to the client."""
+        """Convert every error to a status; an unexpected one goes to the log, and not to the client."""
         code, text = grpc.StatusCode.CANCELLED, ""
         try:
             yield self._enter(method, context)
@@ -339,7 +303,7 @@ class JobServer:
             code, text = code_of(error), details_of(error)
         except TimeoutError:
             code, text = grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took too long"
-        except Exception as error:  # noqa: BLE001 -- no internals go to a client
+        except Exception as error:  # noqa: BLE001 -- clients see no internals
             number = hashlib.sha256(repr((time.time(), error)).encode()).hexdigest()[:8]
             _LOG.error("%s failed (%s)", method, number, exc_info=error)
             code, text = grpc.StatusCode.INTERNAL, f"{method} failed: see the service's log, {number}"
@@ -388,7 +352,7 @@ class JobServer:
         return job_message(await self._manager.resize(request.name, shown(request.role).upper(), request.num))
 
     async def _logs(self, request: wire.LogsRequest, caller: Caller) -> AsyncIterator[wire.LogChunk]:
-        record, process = self._named(request), check_process(request.process)
+        record, process = self._named(request), submissions.check_process(request.process)
         tail = min(max(request.tail, 0), _MAX_TAIL)
         while request.follow and not record.results and not record.phase.ended:
             record = await self._manager.wait(record.name, 0.5)
@@ -412,7 +376,7 @@ class JobServer:
         return wire.ArtifactsResponse(files=_fitting(wire.Artifact(path=file.path, bytes=file.size) for file in files))
 
     async def _fetch(self, request: wire.FetchRequest, caller: Caller) -> AsyncIterator[wire.FileChunk]:
-        record, parts = self._named(request), check_path(request.path)
+        record, parts = self._named(request), submissions.check_path(request.path)
         chunks = _folder(record).read(parts, max(request.offset, 0))
         try:
             while chunk := await asyncio.to_thread(next, chunks, b""):
@@ -425,7 +389,7 @@ class JobServer:
 
 
 def _fitting(rows: Iterable[Any]) -> Iterator[Any]:
-    """As many of the first rows of an answer as one message holds."""
+    """Yield the first rows of an answer, as many as fit in one message."""
     room = MAX_MESSAGE
     for row in rows:
         room -= row.ByteSize() + _ROW
@@ -435,7 +399,7 @@ def _fitting(rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _parts(messages: Iterable[Any]) -> Iterator[list[Any]]:
-    """All of the messages, in lists of about ``_PART`` bytes."""
+    """Yield all messages, in lists of about ``_PART`` bytes."""
     part, size = list[Any](), 0
     for message in messages:
         part.append(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of RLFusion's trainers: their arguments, and the run of a recipe's job in the processes of a script."""
+"""The base class of RLFusion's trainers: their arguments, and the run of a recipe's job in a script's processes."""
 
 import inspect
 import logging
@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +35,7 @@ _LOG = get_logger(__name__)
 _LINKED = ("metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard")
 _MODELS = ("final", "step_*")
 
-CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
+CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {  # the recipe's keys for arguments that are passed on unchanged
     "num_steps": ("steps",),
     "seed": ("seed",),
     "saving_steps": ("keep.save_every",),
@@ -48,43 +47,6 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "assistant_loss_mode": ("data.assistant",),
     "mask_prompt": ("data.mask_prompt",),
 }
-"""The recipe's keys for arguments whose value they take unchanged."""
-
-
-class OutputFolder:
-    """``output_dir``: links to the models and metrics of its last run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run = folder
-        self.has_trained = False  # in this process, to the end
-
-    def check(self, overwrite: bool) -> None:
-        """Raise JobConflict where another run writes, InvalidJob where files would be lost."""
-        for run in self.folder.glob(f"{RUNS}/*/{LATEST}"):
-            owner = newest_owner(run.resolve())
-            if owner is not None and owner.pid and owner.is_here and in_use(run.resolve()):
-                raise JobConflict(f"{self.folder} is in use by {owner}")
-        paths = sorted(path for name in (*_MODELS, *_LINKED) for path in self.folder.glob(name))
-        names = [path.name for path in paths if not path.is_symlink()]
-        if names and not overwrite:
-            message = f"{self.folder} has {', '.join(names)} of another program: pass overwrite=True, or another folder"
-            raise InvalidJob([ConfigError("output_dir", message)])
-
-    def follow(self, run: Path, keep_models: bool) -> None:
-        """Link to the folder ``run`` from now on."""
-        self.run = run
-        for path in [path for name in _MODELS for path in self.folder.glob(name)]:
-            if not keep_models:
-                _remove(path)
-        for name in _LINKED:
-            self.link(name, name)
-
-    def link(self, name: str, target: str) -> None:
-        """Link ``name`` to a file or folder of the run."""
-        path = self.folder / name
-        _remove(path)
-        path.symlink_to(os.path.relpath(self.run / target, self.folder.absolute()))
 
 
 def _remove(path: Path) -> None:
@@ -95,11 +57,11 @@ def _remove(path: Path) -> None:
 
 @dataclass
 class ClassicTrainer:
-    """Arguments of every trainer, and ``train``.
+    """The arguments of every trainer, and ``train``.
 
     Raises:
         ValueError: an argument has an invalid value.
-        TypeError: there is no such argument; gives the nearest.
+        TypeError: an argument does not exist; names the nearest.
     """
 
     recipe: ClassVar[type]
@@ -111,21 +73,17 @@ class ClassicTrainer:
     _: KW_ONLY
 
     num_steps: Positive = 100
-    """Training steps."""
-
     batch_size: Positive = 1
-    """Samples, or prompts, of a step, for each process."""
+    """Samples or prompts of a step, for each process."""
 
     max_new_tokens: Positive = 1024
     saving_steps: Positive = 10
     """Write model and tokenizer to ``step_<number>`` every this many steps, and to ``final`` after the last."""
 
     logging_steps: Positive = 10
-    """Log a line of metrics every this many steps; ``metrics.jsonl`` has those of every step."""
+    """Log a line of metrics every this many steps; ``metrics.jsonl`` has every step."""
 
     eval_steps: Positive | None = None
-    """Evaluate on ``eval_dataset`` every this many steps."""
-
     eval_dataset: SampleDataset | None = None
     do_sample: bool = True
     sampling_temperature: PositiveNumber = 1.0
@@ -133,11 +91,9 @@ class ClassicTrainer:
     """``top_k``, ``top_p``, ``stop``."""
 
     reward_timeout_s: PositiveNumber = 30.0
-    """Seconds that ``get_reward`` may take; a sample that takes longer counts as failed, and is not trained on."""
+    """Time limit of ``get_reward`` in seconds; a sample that takes longer has failed, and is not trained on."""
 
     enable_wandb: bool = False
-    """Log metrics to Weights & Biases too."""
-
     wandb_project: str = "dlrover-rl"
     wandb_run_name: str | None = None
     output_dir: str | Path = "./outputs"
@@ -147,17 +103,15 @@ class ClassicTrainer:
     """A class of ``torch.optim``."""
 
     optimizer_args: Mapping[str, Any] | None = None
-    """Its arguments; ``{"lr": 1e-5}`` by default."""
+    """Arguments of the optimizer; ``{"lr": 1e-5}`` by default."""
 
     lr_scheduler: Any = None
-    """A class of ``torch.optim.lr_scheduler``, or a scheduler, whose settings are copied; None: a constant rate."""
+    """A class of ``torch.optim.lr_scheduler``, or a scheduler whose settings are copied; None: a constant rate."""
 
     lr_scheduler_args: Mapping[str, Any] | None = None
-    """Arguments of the class."""
-
     seed: NonNegative = 42
     max_grad_norm: PositiveNumber | None = None
-    """Global gradient norm to clip to; None: no clipping."""
+    """Clip the global gradient norm to this value; None: no clipping."""
 
     log_level: int = logging.INFO
     use_accelerate: bool = False
@@ -167,10 +121,13 @@ class ClassicTrainer:
     """Continue the last run in ``output_dir`` after its last finished step."""
 
     overwrite: bool = False
-    """Replace the last run in ``output_dir``, and files there that are not links to a run."""
+    """Replace the last run in ``output_dir``, and files of other programs there."""
 
     engine: Mapping[str, Any] | None = None
-    """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
+    """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, such as ``{"train": "deepspeed"}``."""
+
+    _has_trained = False  # in this process
+    _run = Path()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -180,7 +137,7 @@ class ClassicTrainer:
         sampling_params(1, 1.0, self.generation_args)
 
     def train(self) -> None:
-        """Train ``model`` to the end; in every process of a launch.
+        """Train ``model``; in a launch, call it in every process.
 
         Raises:
             InvalidJob: with every config error, at rank 0; nothing was started.
@@ -191,15 +148,15 @@ class ClassicTrainer:
 
         def begin_run() -> JobSpec:
             job = check_job(lambda: self._job(launch), launch)
-            self._output.follow(job.job_dir, keep_models=self.resume)
+            self._link_run(job.job_dir)
             return job
 
         error = run_together(begin_run, launch, self._report)
         if error is not None:
             raise error
-        self._output.has_trained = True
+        self._has_trained = True
         if not launch.rank:
-            self._output.link("final", "model")
+            self._link("final", "model")
 
     def model_after(self, step: int | None = None) -> Path | str:
         """Return the saved model of a step; by default the trained one, or ``model`` before ``train``.
@@ -209,18 +166,13 @@ class ClassicTrainer:
         Raises:
             ValueError: the model of the step was not saved.
         """
-        folder = Path(self.output_dir)
-        path = folder / ("final" if step is None else f"step_{step}")
-        counts = self._output.has_trained or self.resume or (step is not None and not self.overwrite)
-        if path.is_dir() and counts:
+        path = self.folder / ("final" if step is None else f"step_{step}")
+        may_be_used = self._has_trained or self.resume or (step is not None and not self.overwrite)
+        if path.is_dir() and may_be_used:
             return path
         if step is not None:
-            raise ValueError(f"no model of step {step} has been saved in {folder}")
+            raise ValueError(f"no model of step {step} has been saved in {self.folder}")
         return self.model
-
-    @cached_property
-    def _output(self) -> OutputFolder:
-        return OutputFolder(Path(self.output_dir))
 
     @property
     def folder(self) -> Path:
@@ -229,36 +181,59 @@ class ClassicTrainer:
     def _read_launch(self) -> LaunchEnv:
         launch = LaunchEnv.from_env(os.environ)
         if launch.world_size > 1 and not self.use_accelerate:
-            what = f"{launch.world_size} processes were launched, and each would train alone into the same folder"
-            raise ValueError(f"{what}: pass use_accelerate=True")
+            message = f"{launch.world_size} processes were launched, and each would train alone into the same folder"
+            raise ValueError(f"{message}: pass use_accelerate=True")
         return launch
 
     def _report(self, report: StepReport) -> None:
         if report.step % self.saving_steps == 0:
-            self._output.link(f"step_{report.step}", f"steps/step-{report.step}")
+            self._link(f"step_{report.step}", f"steps/step-{report.step}")
         if report.step % self.logging_steps == 0:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
             _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
 
+    def _check_output(self) -> None:
+        """Raise JobConflict if another run writes to ``output_dir``, InvalidJob if files would be lost."""
+        for run in self.folder.glob(f"{RUNS}/*/{LATEST}"):
+            owner = newest_owner(run.resolve())
+            if owner is not None and owner.pid and owner.is_here and in_use(run.resolve()):
+                raise JobConflict(f"{self.folder} is in use by {owner}")
+        paths = sorted(path for name in (*_MODELS, *_LINKED) for path in self.folder.glob(name))
+        names = ", ".join(path.name for path in paths if not path.is_symlink())
+        if names and not self.overwrite:
+            message = f"{self.folder} has {names} of another program: pass overwrite=True, or another folder"
+            raise InvalidJob([ConfigError("output_dir", message)])
+
+    def _link_run(self, run: Path) -> None:
+        """Link to the folder ``run`` from now on; the models of a resumed run stay."""
+        self._run = run
+        for path in [path for name in _MODELS for path in self.folder.glob(name) if not self.resume]:
+            _remove(path)
+        for name in _LINKED:
+            self._link(name, name)
+
+    def _link(self, name: str, target: str) -> None:
+        """Link ``name`` to a file or folder of the run."""
+        path = self.folder / name
+        _remove(path)
+        path.symlink_to(os.path.relpath(self._run / target, self.folder.absolute()))
+
     # -- the recipe's job ---------------------------------------------------------------------------------------------
 
     def _job(self, launch: LaunchEnv) -> JobSpec:
-        """Return the job, in a new folder below ``output_dir`` or in that of the last run."""
-        self._output.check(self.overwrite)
-        name = self.recipe.__name__.lower()
+        """Return the job, in a new folder below ``output_dir`` or in the last run's folder."""
+        self._check_output()
+        name, module = self.recipe.__name__.lower(), workloads.__name__
         values = {
             "recipe": f"{self.recipe.__module__}:{self.recipe.__name__}",
-            "roles": {
-                role: {"module": workloads.__name__, "class": f"{role.title()}Workload"}
-                for role in self._further_roles()
-            },
+            "roles": {role: {"module": module, "class": f"{role.title()}Workload"} for role in self._roles()},
             "trainer": {"device_type": "CPU"},
             "checkpoint": {"resume": "latest" if self.resume else "never"},
             "overwrite": self.overwrite,
             "config": self._config(launch),
         }
         job = job_from_mapping(from_plain(values), name, search_folders())
-        run_folders = Path(self.output_dir).absolute() / RUNS / name
+        run_folders = self.folder.absolute() / RUNS / name
         last_run = (run_folders / LATEST).resolve()
         if (self.resume or self.overwrite) and last_run.is_dir():
             return replace(job, job_dir=last_run)
@@ -266,7 +241,7 @@ class ClassicTrainer:
         return replace(job, run=run, job_dir=run_folders / folder_name(run))
 
     def _config(self, launch: LaunchEnv) -> dict[str, Any]:
-        """Return the recipe's configuration: the arguments by :data:`CONFIG_KEYS`, and the computed keys."""
+        """Return the recipe's configuration: the arguments of :data:`CONFIG_KEYS`, and computed keys."""
         computed = {
             "model": str(self.model),
             "optimizer": optimizer_keys(self),
@@ -278,7 +253,7 @@ class ClassicTrainer:
             computed["log.wandb"] = {"project": self.wandb_project, "name": self.wandb_run_name}
         values = {key: getattr(self, name, None) for name, keys in CONFIG_KEYS.items() for key in keys}
         config: dict[str, Any] = {}
-        for key, value in [*((key, value) for key, value in values.items() if value is not None), *computed.items()]:
+        for key, value in ({key: value for key, value in values.items() if value is not None} | computed).items():
             *parents, last = key.split(".")
             section = config
             for parent in parents:
@@ -287,39 +262,33 @@ class ClassicTrainer:
         return config
 
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
-        """Return the values that only this recipe has, by dotted key; writes the data."""
+        """Write the data, and return the values of the recipe's further keys."""
         raise NotImplementedError
 
-    def _further_roles(self) -> Sequence[str]:
-        """Roles besides those that every job of the recipe has."""
+    def _roles(self) -> Sequence[str]:
+        """Return the roles besides the recipe's own."""
         return ()
 
-    @property
-    def _data_folder(self) -> Path:
-        return Path(self.output_dir) / "data"
-
     def _reward(self, splits: Mapping[str, Sequence[LoadedSample]], empty: float | None = None) -> dict[str, Any]:
-        return {"function": write_rewards(self._data_folder, splits, empty), "timeout_s": self.reward_timeout_s}
-
-    # -- evaluation ---------------------------------------------------------------------------------------------------
+        return {"function": write_rewards(self.folder / "data", splits, empty), "timeout_s": self.reward_timeout_s}
 
     def _test_dataset(self, dataset: SampleDataset | None) -> SampleDataset:
         samples = self.eval_dataset if dataset is None else dataset
         if samples is None:
-            raise ValueError("test() needs a dataset: there is no eval_dataset")
+            raise ValueError("test() needs a dataset, since there is no eval_dataset")
         return samples
 
     def _evaluate(self, model: str | Path, samples: SampleDataset, **options: Any) -> dict[str, Any]:
         names = ("generation_args", "seed", "max_new_tokens", "batch_size", "reward_timeout_s")
         shared = {name: getattr(self, name) for name in names}
-        evaluator = Evaluator(model, samples, Path(self.output_dir) / "evaluation", **shared, **options)
+        evaluator = Evaluator(model, samples, self.folder / "evaluation", **shared, **options)
         try:
             return evaluator.evaluate()
         finally:
             evaluator.close()
 
 
-# -- PyTorch's optimizers and schedules in the recipe's words ----------------------------------------------------------
+# -- PyTorch's optimizers and schedules as the recipe's keys -----------------------------------------------------------
 
 _OPTIMIZERS = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
 _SUPPORTED = {"lr", "betas", "weight_decay", "momentum"}
@@ -328,14 +297,13 @@ _SCHEDULES = "ConstantLR without an end, LinearLR that falls, CosineAnnealingLR"
 
 
 def optimizer_keys(trainer: ClassicTrainer) -> dict[str, Any]:
-    """Return the recipe's ``optimizer`` for PyTorch's classes and their arguments; raises ValueError for those without
-    a counterpart."""
-    optimizer, arguments = trainer.optimizer, trainer.optimizer_args or {}
-    if trainer.optimizer_args is None:
-        arguments = {"lr": 1e-5}
+    """Return the recipe's ``optimizer`` for PyTorch's classes and arguments; raises ValueError if there is none."""
+    optimizer = trainer.optimizer
+    arguments = {"lr": 1e-5} if trainer.optimizer_args is None else trainer.optimizer_args
     if optimizer not in _OPTIMIZERS:
         supported = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
-        raise ValueError(f"optimizer {getattr(optimizer, '__name__', optimizer)} is not known; known: {supported}")
+        name = getattr(optimizer, "__name__", optimizer)
+        raise ValueError(f"optimizer {name} is not supported; supported: {supported}")
     signature = inspect.signature(optimizer).parameters
     defaults = {name: parameter.default for name, parameter in signature.items() if name != "params"}
     for name, value in arguments.items():
@@ -353,9 +321,9 @@ def optimizer_keys(trainer: ClassicTrainer) -> dict[str, Any]:
 
 
 def _schedule_keys(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
-    """Translate a scheduler's class with its arguments, or a scheduler, whose settings are its attributes."""
+    """Translate a scheduler's class with its arguments, or a scheduler with its attributes."""
     if arguments and not isinstance(scheduler, type):
-        raise ValueError("lr_scheduler_args go with an lr_scheduler that is a class")
+        raise ValueError("lr_scheduler_args need an lr_scheduler that is a class")
     if scheduler is None:
         return {}
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
@@ -369,4 +337,4 @@ def _schedule_keys(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any)
         return {"schedule": "linear", "decay_steps": options.get("total_iters", 5), "min_lr": lr * end}
     if kind is schedulers.ConstantLR and options.get("factor", 1.0 / 3) == 1.0:
         return {}
-    raise ValueError(f"lr_scheduler {kind.__name__} with {options} is not known; known: {_SCHEDULES}; or None")
+    raise ValueError(f"lr_scheduler {kind.__name__} with {options} is not supported; supported: {_SCHEDULES}; or None")

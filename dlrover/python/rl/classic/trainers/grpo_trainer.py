@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO, and what the trainers on sampled completions share: RLFusion's arguments over the recipe ``grpo``."""
+"""GRPO, and the base class of trainers on sampled completions: RLFusion's arguments for the recipe ``grpo``."""
 
 import json
 import os
@@ -22,31 +22,29 @@ _LOG = get_logger(__name__)
 
 @dataclass(kw_only=True)
 class ClassicPolicyTrainer(ClassicTrainer):
-    """Arguments of the trainers on sampled completions."""
+    """The arguments of trainers on sampled completions."""
 
     needs_rewards: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # each trainer has it at a place of its own
+    if TYPE_CHECKING:  # its position differs between trainers
         train_dataset: SampleDataset
 
     ppo_steps: Positive = 1
-    """Passes over the samples of a step."""
+    """Training passes over the samples of a step."""
 
     clip_eps: PositiveNumber = 0.2
-    """Bound of the distance from 1 of the ratio to the policy that generated a sample."""
+    """Clip the ratio to the policy that generated a sample to this distance from 1."""
 
     log_completions: bool = False
-    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
+    """Log the first ``max_log_chars`` characters of completions; ``samples.jsonl`` has all of them."""
 
     max_log_chars: Positive = 320
-    """Characters of each that are logged."""
-
     _offset = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.do_sample:
-            raise ValueError("do_sample=False draws the same completion each time: there is nothing to learn from that")
+            raise ValueError("do_sample=False generates the same completion each time, which teaches nothing")
 
     def test(
         self,
@@ -55,37 +53,34 @@ class ClassicPolicyTrainer(ClassicTrainer):
         step: int | None = None,
         eval_temperature: float | None = None,
     ) -> dict[str, Any]:
-        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
+        """Evaluate the trained model, or before ``train`` the initial one, in the main process; others return {}.
 
         Args:
             dataset: ``eval_dataset`` by default.
             num_batches: batches of ``batch_size`` samples; None: all.
             step: evaluate the saved model of this step.
             eval_temperature: ``sampling_temperature`` by default.
-
-        Returns:
-            The metrics of ``Evaluator.evaluate``, with its files in ``output_dir/evaluation``. Empty elsewhere.
         """
         if self._read_launch().rank:
             return {}
         samples = self._test_dataset(dataset)
         temperature = self.sampling_temperature if eval_temperature is None else eval_temperature
-        return self._evaluate(
-            self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
-        )
+        options = {"sampling_temperature": temperature, "num_batches": num_batches}
+        return self._evaluate(self.model_after(step), samples, **options)
 
     def _report(self, report: StepReport) -> None:
         super()._report(report)
         if self.log_completions and report.step % self.logging_steps == 0:
             for row in self._read_samples(report.step):
-                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: self.max_log_chars])
+                text = row["completion"][: self.max_log_chars]
+                _LOG.info("step %d  reward %s  completion %r", report.step, row.get("reward"), text)
 
     def _read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step; each call reads only what was appended since the last one."""
+        """Read the samples of a step; each call reads only the rows since the last one."""
         prefix = f'{{"step": {step},'.encode()
-        with open(self._output.run / "samples.jsonl", "rb") as file:
+        with open(self._run / "samples.jsonl", "rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0  # the run went back to a commit, which shortens the file
+                self._offset = 0  # the run resumed from a commit, which shortens the file
             file.seek(self._offset)
             rows = [json.loads(line) for line in file if line.startswith(prefix)]
             self._offset = file.tell()
@@ -93,12 +88,12 @@ class ClassicPolicyTrainer(ClassicTrainer):
 
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         train = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
-        file = write_samples(self._data_folder, "train", train, scored=True)
-        # The recipe evaluates before and after the training: without an eval_dataset on a few training samples.
+        file = write_samples(self.folder / "data", "train", train, scored=True)
+        # The recipe evaluates before and after training; without an eval_dataset, on a few training samples.
         splits, evaluation = {"train": train}, {"data.eval": file, "data.eval_rows": launch.world_size}
         if self.eval_dataset is not None:
             splits["eval"] = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
-            held_out = write_samples(self._data_folder, "eval", splits["eval"], scored=True)
+            held_out = write_samples(self.folder / "data", "eval", splits["eval"], scored=True)
             evaluation = {"data.eval": held_out, "data.eval_rows": len(splits["eval"])}
         sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
         prompts = self.batch_size * launch.world_size
@@ -118,14 +113,14 @@ class ClassicPolicyTrainer(ClassicTrainer):
 @names_arguments
 @dataclass
 class ClassicGRPOTrainer(ClassicPolicyTrainer):
-    """Samples groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
+    """Trains on groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
 
     Example::
 
         GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=MathDataset(200), num_steps=100).train()
 
-    The advantage of a sample is its reward less the mean of its group's, in standard deviations of its group's. A
-    sample whose ``get_reward`` fails or takes too long is counted and not trained on.
+    The advantage of a sample is its reward minus the group's mean, divided by the group's standard deviation. A sample
+    whose ``get_reward`` fails or takes too long is counted and not trained on.
     """
 
     recipe = grpo.GRPOTrainer
@@ -136,21 +131,18 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
     _: KW_ONLY
 
     group_size: Annotated[int, Ge(2)] = 4
-    """Completions of each prompt."""
-
     ppo_steps: Positive = 2
     kl_penalty: Annotated[float, Ge(0)] = 0.0
-    """Weight of the KL penalty (k3, in the loss) towards the model that the run begins with."""
+    """Weight of the KL penalty (k3, in the loss) towards the initial model."""
 
     max_error: Annotated[float, Ge(0)] | None = None
-    """With it, the reward of a completion without any text is ``-(max_error + invalid_penalty)``, without
-    ``get_reward``."""
+    """If set, an empty completion has the reward ``-(max_error + invalid_penalty)``, without ``get_reward``."""
 
     invalid_penalty: Annotated[float, Ge(0)] = 1.0
 
     wandb_project: str = "grpo"
 
-    def _further_roles(self) -> Sequence[str]:
+    def _roles(self) -> Sequence[str]:
         return ("reference",) if self.kl_penalty > 0 else ()
 
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy distillation: RLFusion's arguments over the recipe ``distill``."""
+"""On-policy distillation: RLFusion's arguments for the recipe ``distill``."""
 
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -23,14 +23,14 @@ class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
             model="Qwen/Qwen2.5-0.5B-Instruct", teacher_model="Qwen/Qwen2.5-1.5B-Instruct", train_dataset=samples
         ).train()
 
-    Samples may have no ``get_reward``: rewards are logged, and nothing is learned from them.
+    Samples need no ``get_reward``; rewards are only logged.
     """
 
     recipe = DistillationTrainer
     needs_rewards = False
 
     teacher_model: str | Path
-    """Folder or hub name of the teacher, whose vocabulary must be the student's."""
+    """Folder or hub name of the teacher, which must have the student's vocabulary."""
 
     train_dataset: SampleDataset
     """Samples with ``prompt``."""

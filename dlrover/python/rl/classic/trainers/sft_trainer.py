@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: RLFusion's arguments over the recipe ``sft``."""
+"""Supervised fine-tuning: RLFusion's arguments for the recipe ``sft``."""
 
 import math
 from collections.abc import Sequence
@@ -29,37 +29,37 @@ _NO_LIMIT = 1 << 20
 @names_arguments
 @dataclass
 class ClassicSFTTrainer(ClassicTrainer):
-    """Teaches a model the assistant's part of conversations: the recipe ``sft``.
+    """Trains a model on the assistant's part of conversations: the recipe ``sft``.
 
     Example::
 
         SFTTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=samples, num_steps=100).train()
 
-    Every row is trained on once before any is for the second time. ``output_dir`` holds ``metrics.jsonl``,
+    Every row is used once before any row is used again. ``output_dir`` holds ``metrics.jsonl``,
     ``step_<number>/`` and ``final/``.
     """
 
     recipe = sft.SFTTrainer
 
     train_dataset: SampleDataset
-    """Samples with ``prompt`` and ``answer``, which is the assistant's last message."""
+    """Samples with ``prompt`` and ``answer``, the assistant's last message."""
 
     _: KW_ONLY
 
     batch_size: Positive = 8
     eval_sample_completions: bool = False
-    """Evaluate by the rewards of generated completions, besides cross-entropy and perplexity."""
+    """Also evaluate the rewards of generated completions, besides cross-entropy and perplexity."""
 
     max_new_tokens: Positive = 256
     wandb_project: str = "sft"
     max_seq_len: Positive | None = None
-    """Rows of more tokens are left out; None: what the model allows."""
+    """Longer rows are dropped, in tokens; None: the model's limit."""
 
     mask_prompt: bool = True
-    """False trains prompts too."""
+    """False: train on the prompts too."""
 
     assistant_loss_mode: Literal["all", "last"] = "all"
-    """Which assistant turns are trained."""
+    """The assistant's turns to train on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class ClassicSFTTrainer(ClassicTrainer):
             raise ValueError("eval_sample_completions needs an eval_dataset")
 
     def test(self, dataset: SampleDataset | None = None, num_batches: int | None = None) -> dict[str, Any]:
-        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
+        """Evaluate the trained model, or before ``train`` the initial one, in the main process.
 
         Args:
             dataset: ``eval_dataset`` by default.
@@ -75,13 +75,12 @@ class ClassicSFTTrainer(ClassicTrainer):
 
         Returns:
             ``ce_loss``, the mean over all labelled tokens, and ``perplexity``; with ``eval_sample_completions`` also
-            the metrics of ``Evaluator.evaluate``, with its files in ``output_dir/evaluation``. Empty elsewhere.
+            the metrics of ``Evaluator.evaluate``. Empty in other processes.
         """
         if self._read_launch().rank:
             return {}
-        samples = load_samples(
-            self._test_dataset(dataset), "dataset", rewards=self.eval_sample_completions, answers=True
-        )
+        rewards = self.eval_sample_completions
+        samples = load_samples(self._test_dataset(dataset), "dataset", rewards=rewards, answers=True)
         if num_batches is not None:
             samples = samples[: num_batches * self.batch_size]
         config = EngineConfig(**(self.engine or {}), mask_unknown_ids=False).resolve(torch.cuda.is_available())
@@ -107,7 +106,7 @@ class ClassicSFTTrainer(ClassicTrainer):
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else self.model)
         return getattr(config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
 
-    def _further_roles(self) -> Sequence[str]:
+    def _roles(self) -> Sequence[str]:
         return ("rollout", "reward") if self.eval_sample_completions else ()
 
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
@@ -116,12 +115,12 @@ class ClassicSFTTrainer(ClassicTrainer):
             "batch_size": self.batch_size * launch.world_size,
             "data.max_length": self._max_length(),
             "data.over_long": "drop",
-            "data.train": write_samples(self._data_folder, "train", train),
+            "data.train": write_samples(self.folder / "data", "train", train),
         }
         if self.eval_dataset is None:
             return config
         held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.eval_sample_completions, answers=True)
-        file = write_samples(self._data_folder, "eval", held_out, scored=self.eval_sample_completions)
+        file = write_samples(self.folder / "data", "eval", held_out, scored=self.eval_sample_completions)
         config["data.eval"] = file
         if self.eval_sample_completions:
             config["answers"] = {

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operation does to the jobs, as a pure decision: no clock, disk or runner.
+"""Decisions about the jobs of the service, without a clock, a disk or a runner.
 
 ::
 
-    Draft(ledger, new_run).decide(operation, at_s) -> answer; changed records and events stay in the draft
+    Draft(ledger, new_run).decide(operation, at_s) -> answer; the draft collects changed records and events
     ledger.adopt(draft)                            once they are saved
 
-Several operations share a draft, each deciding on top of the one before.
+Several operations share a draft; each sees the changes of those before it.
 """
 
 from collections import Counter
@@ -31,17 +31,10 @@ from dlrover.python.rl.service.jobs.records import (
     SubmitJob,
 )
 
-KEPT_ENDED = 10_000
-"""Ended jobs that are remembered, and so their client tokens."""
-
+KEPT_ENDED = 10_000  # ended jobs that are remembered, with their client tokens
 _MOST_COMPARED = 500
-_SUBMITTED = (
-    "name", "owner", "client_token", "fingerprint", "resources", "roles", "per_member", "priority",
-)  # fmt: skip
-"""Fields of a record that its submission has."""
 
-Answer: TypeAlias = JobRecord | DLRoverRLError | None
-"""The answer to an operation; an error if it has changed nothing."""
+Answer: TypeAlias = JobRecord | DLRoverRLError | None  # an error has changed nothing
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class QueueLimits:
 def schedule(
     unfinished: Sequence[JobRecord], capacity: Mapping[str, float], limits: QueueLimits
 ) -> tuple[list[str], dict[str, str]]:
-    """The runs to start now, and why each other queued run waits. ``capacity`` is what the whole cluster has."""
+    """Return the runs to start now, and why each other queued run waits. ``capacity`` is the whole cluster's."""
     active = [record for record in unfinished if record.phase.holds_resources]
     running = Counter(record.owner for record in active)
     free = dict(capacity)
@@ -70,11 +63,11 @@ def schedule(
         if lack:
             waits[record.run] = f"the cluster has too little: {lack}"
         elif running[record.owner] >= limits.max_running_per_owner:
-            waits[record.run] = f"'{record.owner}' runs {running[record.owner]} jobs, as many as allowed"
+            waits[record.run] = f"'{record.owner}' runs {running[record.owner]} jobs, the limit"
         elif blocker:
             waits[record.run] = f"behind '{blocker}' in the queue"
         elif running.total() >= limits.max_running:
-            waits[record.run] = f"{running.total()} jobs run, as many as allowed"
+            waits[record.run] = f"{running.total()} jobs run, the limit"
             blocker = record.name
         elif _lack(record.resources, free):
             waits[record.run] = f"the cluster is full: {_lack(record.resources, free)}"
@@ -92,17 +85,17 @@ def _take(free: dict[str, float], resources: Mapping[str, float]) -> None:
 
 
 def _lack(resources: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """Return what is missing, in words; empty if nothing is."""
+    """Describe the missing resources; empty if none is missing."""
     return ", ".join(
-        f"{amount:g} {kind} needed, {max(available.get(kind, 0.0), 0.0):g} there"
+        f"{amount:g} {kind} needed, {max(available.get(kind, 0.0), 0.0):g} available"
         for kind, amount in sorted(resources.items())
         if amount > available.get(kind, 0.0) + 1e-9
     )
 
 
 class Ledger:
-    """The saved jobs: their ``records`` by run, those of them that are ``unfinished``, the ``newest`` run of each name,
-    and the run of each client token of an owner. Drafts change it, and nothing else."""
+    """The saved jobs: ``records`` by run, the ``unfinished`` ones among them, the ``newest`` run of each name, and the
+    run of each owner's client token. Only drafts change it."""
 
     def __init__(self, limits: QueueLimits, records: Iterable[JobRecord] = (), last_event: int = 0) -> None:
         self.limits = limits
@@ -113,7 +106,7 @@ class Ledger:
         self.newest: dict[str, str] = {}
         self.tokens: dict[tuple[str, str], str] = {}
         self._ended: dict[str, None] = {}  # in the order of their end
-        self._waits: tuple[object, Mapping[str, str]] = (None, {})  # when they were found, and why runs wait
+        self._waits: tuple[object, Mapping[str, str]] = (None, {})  # the reasons, and the state they are valid for
         ordered = sorted(records, key=lambda record: (record.phase.ended, record.revision))
         for record in sorted(ordered, key=lambda record: record.sequence):
             self.newest[record.name] = record.run
@@ -122,20 +115,20 @@ class Ledger:
             self._put(record)
 
     def get(self, name: str) -> JobRecord:
-        """The newest run of a name. Raises UnknownJob."""
+        """Return the newest run of a name. Raises UnknownJob."""
         if name not in self.newest:
             raise unknown_job(name, reversed(self.newest))
         return self.records[self.newest[name]]
 
     def waiting_reasons(self) -> Mapping[str, str]:
-        """Why each queued run has not started."""
+        """Return why each queued run has not started."""
         now = (self.last_event, self.capacity)
         if self._waits[0] != now:
             self._waits = now, schedule(list(self.unfinished.values()), self.capacity, self.limits)[1]
         return self._waits[1]
 
     def adopt(self, draft: "Draft") -> list[str]:
-        """Take over what a saved draft has changed; return the runs that are forgotten."""
+        """Take over the changes of a saved draft; return the runs that are forgotten."""
         for record in draft.changed.values():
             if record.run not in self.records:
                 self.newest[record.name] = record.run
@@ -166,10 +159,9 @@ def unknown_job(name: str, names: Iterable[str]) -> UnknownJob:
 
 
 class Draft:
-    """Decisions on top of a ledger that are not saved yet."""
+    """Unsaved decisions on top of a ledger. ``new_run`` makes ids, which need not be unique."""
 
     def __init__(self, ledger: Ledger, new_run: Callable[[], str]) -> None:
-        """``new_run`` makes ids, which may be those of earlier runs."""
         self._ledger, self._new_run = ledger, new_run
         self.last_event = ledger.last_event
         self.changed: dict[str, JobRecord] = {}
@@ -184,11 +176,9 @@ class Draft:
                 case StopJob():
                     return self._stop(operation, at_s)
                 case Schedule():
-                    unfinished = {record.run: record for record in self._unfinished()}
-                    starts, _ = schedule(list(unfinished.values()), self._ledger.capacity, self._ledger.limits)
-                    for run in starts:
-                        started = replace(unfinished[run], phase=JobPhase.STARTING, started_s=at_s)
-                        self._change(started, at_s, "starting")
+                    queue = {record.run: record for record in self._unfinished()}
+                    for run in schedule(list(queue.values()), self._ledger.capacity, self._ledger.limits)[0]:
+                        self._change(replace(queue[run], phase=JobPhase.STARTING, started_s=at_s), at_s, "starting")
                     return None
                 case Observed():
                     return self._observe(operation, at_s)
@@ -196,7 +186,7 @@ class Draft:
             return error
 
     def _find(self, name: str) -> JobRecord | None:
-        """The newest run of a name, as it is with this draft."""
+        """Return the newest run of a name, with this draft's changes."""
         records = [record for record in self.changed.values() if record.name == name]
         if (saved := self._ledger.newest.get(name)) is not None:
             records.append(self.changed.get(saved, self._ledger.records[saved]))
@@ -207,31 +197,25 @@ class Draft:
         return [record for record in records.values() if not record.phase.ended]
 
     def _submit(self, wanted: SubmitJob, at_s: float) -> JobRecord:
-        ledger, key = self._ledger, (wanted.owner, wanted.client_token)
+        ledger, job, key = self._ledger, wanted.job, (wanted.job.owner, wanted.job.client_token)
         drafted = (record for record in self.changed.values() if (record.owner, record.client_token) == key)
         before = next(drafted, None) or ledger.records.get(ledger.tokens.get(key, ""))
         if before is not None:
-            if before.fingerprint != wanted.fingerprint:
-                raise CallError(f"client_token '{wanted.client_token}' was used for another submission")
+            if before.fingerprint != job.fingerprint:
+                raise CallError(f"client_token '{job.client_token}' was used for another submission")
             return before
-        earlier = self._find(wanted.name)
+        earlier = self._find(job.name)
         if earlier is not None and not earlier.phase.ended:
-            raise JobConflict(f"a job named '{wanted.name}' is {earlier.phase}: stop it first or choose another name")
-        self._check_room(wanted.owner)
+            raise JobConflict(f"a job named '{job.name}' is {earlier.phase}: stop it first or choose another name")
+        self._check_room(job.owner)
         while (run := self._new_run()) in self.changed or run in ledger.records:
             pass
         self.descriptions[run] = wanted.description
-        folder = wanted.job_dir
+        folder = job.folder
         if not folder and wanted.run_folders:  # fixed now: a later process may have another time zone or root
             folder = f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
-        record = JobRecord(
-            **{name: getattr(wanted, name) for name in _SUBMITTED},
-            run=run,
-            sequence=self.last_event + 1,
-            submitted_s=at_s,
-            folder=folder,
-        )
-        return self._change(record, at_s, "submitted", f"by {wanted.owner}")
+        record = replace(job, run=run, sequence=self.last_event + 1, submitted_s=at_s, folder=folder)
+        return self._change(record, at_s, "submitted", f"by {job.owner}")
 
     def _check_room(self, owner: str) -> None:
         queued = [record for record in self._unfinished() if record.phase is JobPhase.QUEUED]
@@ -240,7 +224,7 @@ class Draft:
             raise ServiceBusy(f"the queue is full: {len(queued)} jobs wait; try again later")
         own = sum(record.owner == owner for record in queued)
         if own >= limits.max_queued_per_owner:
-            raise ServiceBusy(f"'{owner}' has {own} jobs in the queue, as many as allowed; try again later")
+            raise ServiceBusy(f"'{owner}' has {own} jobs in the queue, the limit; try again later")
 
     def _stop(self, wanted: StopJob, at_s: float) -> JobRecord:
         record = self._find(wanted.name)
@@ -278,7 +262,7 @@ class Draft:
         )
         if seen.phase.ended:
             was_asked = record.phase is JobPhase.STOPPING and seen.phase is JobPhase.STOPPED
-            reason = (was_asked and record.reason) or seen.reason
+            reason = record.reason if was_asked and record.reason else seen.reason
             after = replace(after, reason=reason, cause=seen.cause, detail=seen.detail, ended_s=at_s)
         elif record == after:
             return record
@@ -296,37 +280,32 @@ class Draft:
             current = self._change(stepped, at_s, "step", metrics=seen.metrics)
         if after.phase is not record.phase:
             current = self._change(replace(after, revision=current.revision), at_s, after.phase.value, after.reason)
-        elif replace(after, revision=current.revision) != current:  # what it does: no event
-            current = replace(after, revision=current.revision)
-            self.changed[current.run] = current
+        elif replace(after, revision=current.revision) != current:  # a new activity, for example: no event
+            current = self.changed[current.run] = replace(after, revision=current.revision)
         return current
 
     def _change(
         self, record: JobRecord, at_s: float, kind: str, message: str = "", metrics: Mapping[str, float] | None = None
     ) -> JobRecord:
-        self.last_event += 1
-        record = replace(record, revision=self.last_event)
-        self.changed[record.run] = record
-        self.events.append(
-            JobEvent(
-                self.last_event, at_s, record.name, record.run, kind, message, record.phase, record.step, metrics or {}
-            )
-        )
+        number = self.last_event = self.last_event + 1
+        record = self.changed[record.run] = replace(record, revision=number)
+        about = (record.name, record.run, kind, message, record.phase, record.step, metrics or {})
+        self.events.append(JobEvent(number, at_s, *about))
         return record
 
 
 def _check_run(wanted: StopJob, record: JobRecord) -> None:
-    """Whoever may stop one run may not be allowed to stop the next one, which may have been submitted meanwhile."""
+    """Raise CallError for a newer run of the name, which the caller may not be allowed to stop."""
     if record.run != wanted.run:
-        raise CallError(f"a new job has taken the name '{wanted.name}' meanwhile: look at it first")
+        raise CallError(f"a new job has taken the name '{wanted.name}': look at it first")
 
 
 def _resized(record: JobRecord, roles: Mapping[str, int]) -> JobRecord:
-    """A role that grows takes more of the cluster; one that shrinks keeps its places."""
+    """Resize roles: one that grows takes more of the cluster, one that shrinks keeps its places."""
     resources, places = dict(record.resources), dict(record.places)
     for role, num in roles.items():
-        held = places.get(role, record.roles.get(role, 0))
-        places[role] = max(held, num)
+        before = places.get(role, record.roles.get(role, 0))
+        places[role] = max(before, num)
         for name, amount in record.per_member.get(role, {}).items():
-            resources[name] = resources.get(name, 0.0) + amount * (places[role] - held)
+            resources[name] = resources.get(name, 0.0) + amount * (places[role] - before)
     return replace(record, roles=roles, resources=resources, places=places)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job of the service, its events, and what can be asked of it: plain values without gRPC, SQLite or Ray."""
+"""A job of the service, its events, and the operations on it: plain values without gRPC, SQLite or Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from dlrover.python.rl.master.process.status import RunningProcess
 
 class JobPhase(StrEnum):
     QUEUED = "queued"
-    STARTING = "starting"  # its start was decided, and is repeated until the runner knows the job
+    STARTING = "starting"  # decided and saved; the runner may not know the job yet
     RUNNING = "running"
     STOPPING = "stopping"
     FINISHED = "finished"
@@ -29,7 +29,7 @@ class JobPhase(StrEnum):
 
 @dataclass(frozen=True)
 class JobDescription:
-    """What was submitted, as the runner starts it; kept until the job has ended."""
+    """The submitted job, as the runner starts it; deleted when the job has ended."""
 
     text: str  # the job file
     overrides: tuple[str, ...] = ()
@@ -42,8 +42,8 @@ class JobRecord:
     run: str
     owner: str
     client_token: str
-    fingerprint: str = ""  # of the request that submitted it
-    resources: Mapping[str, float] = field(default_factory=dict)  # that all of the job needs at once
+    fingerprint: str = ""  # of the submission: a token stands for one request
+    resources: Mapping[str, float] = field(default_factory=dict)  # of all its processes together
     priority: int = 0
     phase: JobPhase = JobPhase.QUEUED
     sequence: int = 0  # number of its first event: the order of submission
@@ -58,16 +58,16 @@ class JobRecord:
     total_steps: int = 0
     reward: float = nan
     restarts: int = 0
-    results: str = ""  # folder of its files, once it runs
+    results: str = ""  # the folder of its files, once it runs
     activity: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
-    members: tuple[RunningProcess, ...] = ()  # each process that is up
+    members: tuple[RunningProcess, ...] = ()  # the running processes
     step_s: float = 0.0
-    recoveries: Mapping[str, int] = field(default_factory=dict)  # "trainer" or a role to its recoveries
-    places: Mapping[str, int] = field(default_factory=dict)  # that resized roles hold: the most they have had
-    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one worker's resources
+    recoveries: Mapping[str, int] = field(default_factory=dict)  # by role, or "trainer"
+    places: Mapping[str, int] = field(default_factory=dict)  # the most workers that a resized role has had
+    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # one worker's resources, by role
     hard: bool = False  # while STOPPING
-    folder: str = ""  # where its files go, fixed when it was submitted; empty in records of earlier versions
+    folder: str = ""  # of its files, absolute, fixed at submission; empty in records of earlier versions
 
 
 @dataclass(frozen=True)
@@ -85,40 +85,29 @@ class JobEvent:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# -- operations: each is decided by the ledger ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SubmitJob:
-    name: str
-    owner: str
-    client_token: str
+    job: JobRecord  # without a run; an empty folder stands for a new one in run_folders
     description: JobDescription
-    fingerprint: str  # of the request as it was sent: a token stands for one request
-    resources: Mapping[str, float] = field(default_factory=dict)
-    roles: Mapping[str, int] = field(default_factory=dict)
-    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one worker's resources
-    priority: int = 0
-    job_dir: str = ""  # absolute, as the job file says; empty: a new folder
-    run_folders: str = ""  # absolute: that such a folder is made in
+    run_folders: str = ""  # absolute
 
 
 @dataclass(frozen=True)
 class StopJob:
     name: str
-    run: str  # that the caller may stop: another one of the name stays as it is
+    run: str  # the one that the caller may stop
     reason: str
     hard: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Start what fits."""
+    """Start the queued jobs that fit."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the runner reports of one run of a job. Reports of another run, or after its end, change nothing."""
+    """A runner's report on one run of a job. A report on another run, or on one that has ended, changes nothing."""
 
     name: str
     run: str
@@ -135,7 +124,7 @@ class Observed:
     members: tuple[RunningProcess, ...] = ()
     step_s: float = 0.0  # 0: unknown
     recoveries: Mapping[str, int] = field(default_factory=dict)
-    last_failure: str = ""  # that was recovered from, one line
+    last_failure: str = ""  # the last one that was recovered from, in one line
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from math import isfinite, nan
@@ -33,15 +33,15 @@ CREATE INDEX events_of_name ON events (name, number);
 
 
 class SqliteJobStore:
-    """Raises JobConflict if another service holds ``folder``, JournalCorrupt if its file cannot be read; methods but
-    ``load`` raise ServiceUnavailable where the disk fails."""
+    """Raises JobConflict if another service uses ``folder``, JournalCorrupt if its file cannot be read. Methods other
+    than ``load`` raise ServiceUnavailable when the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _hold(folder)
         self._path = folder / FILE
         self._writing = threading.Lock()
-        self._idle: list[sqlite3.Connection] = []  # of threads that read: to open one takes longer than to read
+        self._idle: list[sqlite3.Connection] = []  # for reading; opening one takes longer than a read
         try:
             self._writer = self._connect()
             self._path.chmod(0o600)
@@ -60,7 +60,7 @@ class SqliteJobStore:
         return connection
 
     def load(self) -> tuple[list[JobRecord], int]:
-        """All jobs, and the number of the last event."""
+        """Return all jobs, and the number of the last event."""
         try:
             rows = self._writer.execute("SELECT body FROM jobs").fetchall()
             (last,) = self._writer.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
@@ -73,21 +73,21 @@ class SqliteJobStore:
         records: Iterable[JobRecord],
         events: Iterable[JobEvent],
         descriptions: Mapping[str, JobDescription],
-        forgotten: Iterable[str],
+        forgotten: Iterable[str] = (),
     ) -> None:
-        """Save all of it or, with a ServiceUnavailable, nothing. A run with a description is new, and never replaces
-        another; one that has ended loses its description, a forgotten one everything."""
-        records, gone = list(records), [(run,) for run in forgotten]
-        new = [(record.run, _to_json(record)) for record in records if record.run in descriptions]
-        old = [(record.run, _to_json(record)) for record in records if record.run not in descriptions]
-        described = [(run, _to_json(description)) for run, description in descriptions.items()]
-        done = [(record.run,) for record in records if record.phase.ended]
-        changes: list[tuple[str, list[Any]]] = [
+        """Save everything or, with a ServiceUnavailable, nothing. A run with a description is new, and must not exist
+        yet. The description of an ended run is deleted, and a forgotten run with all of its events."""
+        gone = [(run,) for run in forgotten]
+        saved, new, ended = list[tuple[str, str]](), list[tuple[str, str]](), list[tuple[str]]()
+        for record in records:
+            (new if record.run in descriptions else saved).append((record.run, _to_json(record)))
+            ended += [(record.run,)] if record.phase.ended else []
+        changes: list[tuple[str, Sequence[Any]]] = [
             ("INSERT INTO jobs VALUES (?, ?)", new),
-            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", old),
+            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", saved),
             ("INSERT INTO events VALUES (?, ?, ?, ?)", [(it.number, it.run, it.name, _to_json(it)) for it in events]),
-            ("INSERT INTO descriptions VALUES (?, ?)", described),
-            ("DELETE FROM descriptions WHERE run = ?", [*done, *gone]),
+            ("INSERT INTO descriptions VALUES (?, ?)", [(run, _to_json(it)) for run, it in descriptions.items()]),
+            ("DELETE FROM descriptions WHERE run = ?", [*ended, *gone]),
             ("DELETE FROM jobs WHERE run = ?", gone),
             ("DELETE FROM events WHERE run = ?", gone),
         ]
@@ -110,7 +110,7 @@ class SqliteJobStore:
         return JobDescription(plain["text"], tuple(plain["overrides"]), plain["folder"])
 
     def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
-        """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
+        """Return up to ``limit`` events with numbers above ``after``, of one job or, for "", of all."""
         own, values = ("name = ? AND ", (name,)) if name else ("", ())
         statement = f"SELECT body FROM events WHERE {own}number > ? ORDER BY number LIMIT ?"
         events = list[JobEvent]()
@@ -133,25 +133,25 @@ class SqliteJobStore:
         return rows
 
     def close(self) -> None:
-        with self._writing:  # SQLite does not stand a connection that is closed while another thread uses it
+        with self._writing:  # SQLite crashes if a connection is closed while another thread uses it
             for connection in (self._writer, *self._idle):
                 connection.close()
         os.close(self._lock)
 
 
 def _hold(folder: Path) -> int:
-    """A lock that ends with this process, however it ends."""
+    """Lock the folder until this process ends, however it ends."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise JobConflict(f"another service holds {folder}") from error
+        raise JobConflict(f"another service uses {folder}") from error
     return descriptor
 
 
 def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
-    """Numbers that are not finite become null, since SQLite and other readers of JSON know no others."""
+    """Serialize a value; non-finite numbers become null, which every reader of JSON accepts."""
     plain = asdict(value)
     for name, number in plain.items():
         if isinstance(number, float) and not isfinite(number):
@@ -162,10 +162,8 @@ def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
 
 
 def _record(plain: dict[str, Any]) -> JobRecord:
-    known = {field.name for field in fields(JobRecord)}
-    values = {name: value for name, value in plain.items() if name in known}
+    values = {field.name: plain[field.name] for field in fields(JobRecord) if field.name in plain}
     values["phase"] = JobPhase(values["phase"])
-    if values["reward"] is None:
-        values["reward"] = nan
+    values["reward"] = nan if values["reward"] is None else values["reward"]
     values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)
