@@ -144,6 +144,8 @@ class World:
         self.folder = Path(folder)
 
     def step(self, state, action, extra_info):
+        if float(action):
+            (self.folder / f"asleep {extra_info['seed']}").touch()
         time.sleep(float(action))
         return {"next_state": "more", "reward": 1.0, "extra_info": {"pid": os.getpid()}}
 
@@ -152,15 +154,10 @@ class World:
 """
 
 
-async def _open_and_abandon(environment, guard, nap_s):
-    """An open episode, of a process in which at least nine calls of others have been abandoned."""
-    open_one = await guard.reset("prompt ", {})
-    await asyncio.gather(*(play(guard, [nap_s]) for _ in range(15)))  # some may be too late
-    async with asyncio.timeout(20):
-        while environment._abandoned < 9:
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
             await asyncio.sleep(0.01)
-    guard._timeout_s = 20.0
-    return open_one
 
 
 def test_a_process_whose_late_calls_have_returned_stays():
@@ -171,26 +168,33 @@ def test_a_process_whose_late_calls_have_returned_stays():
     run(environment.shutdown())
 
 
-def test_a_process_with_many_calls_that_never_return_is_replaced_between_episodes(tmp_path):
+def test_isolated_process_of_stuck_calls_is_replaced_when_idle(tmp_path):
     (tmp_path / "stiff.py").write_text(STIFF)
 
-    async def hung():
-        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=0.5)
-        guard = Guard(environment, timeout_s=0.5)
-        old = environment._child
-        open_one = await _open_and_abandon(environment, guard, "60")
-        await guard.step(open_one, "0")
-        assert open_one.failure is None and environment._child is old
-        await guard.close(open_one)
+    async def replaced():
+        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
+        guard = Guard(environment)
+        old, *episodes = environment._child, *[await guard.reset("prompt ", {"seed": seed}) for seed in range(16)]
+        last, *stuck = episodes
+        steps = [asyncio.create_task(guard.step(episode, "60")) for episode in stuck]
+        await until(lambda: len(list(tmp_path.glob("asleep*"))) == len(steps))
+        for step in steps:
+            step.cancel()
+        await asyncio.wait(steps)
+        await until(lambda: environment._abandoned > 8)
+        for episode in stuck:
+            await guard.close(episode)
+        await guard.step(last, "0")
+        assert last.failure is None and environment._child is old
+        environment._grace_s = 0.1
+        await guard.close(last)
         await asyncio.to_thread(wait_until_gone, old.pid)
         assert [path.name for path in tmp_path.glob("shut*")] == [f"shut down {old.pid}"]
-        after = await guard.reset("prompt ", {})
-        await guard.step(after, "0")
-        await guard.close(after)
+        after = await play(guard, ["0"], seed=16)
         await guard.shutdown()
-        return open_one.extra_info["pid"], after
+        return last.extra_info["pid"], after
 
-    pid, after = run(hung())
+    pid, after = run(replaced())
     assert after.failure is None and after.extra_info["pid"] != pid
 
 
