@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy gradient against a slow plain reference: advantages, surrogate, KL wherever it is, and other terms."""
+"""Policy gradients against a slow plain reference; order, packing and ranks change no gradient, loss or metric."""
 
 import math
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from test_pairs import pairs_update
 
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation
+from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.losses.columns import Needs
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.rloo import RLOO
-from tests.support.loss_updates import logprobs_for, outcome, plain_samples, plain_weight, ragged_update
+from dlrover.python.rl.algorithm.sft import SFT
+from tests.support.loss_updates import (
+    TEACHERS,
+    assert_same,
+    logprobs_for,
+    outcome,
+    plain_samples,
+    plain_weight,
+    ragged_update,
+)
 
 TERMS = {
     "kl_coef": 0.3,
@@ -28,9 +42,12 @@ TERMS = {
     "clip_low": 0.1,
     "clip_high": 0.15,
 }
+MASK = {"correction": "mask"}
 CONFIGS = {
     "grpo": GRPO(),
+    "grpo, unbiased": GRPO(normalize="std_unbiased"),
     "grpo, all terms": GRPO(**TERMS),
+    "grpo, k2": GRPO(kl_coef=0.5, kl_estimator="k2", averaging="token", normalize="none"),
     "grpo, KL in reward": GRPO(kl_coef=0.4, kl_in="reward", kl_estimator="k1"),
     "grpo, KL in advantage": GRPO(kl_coef=0.4, kl_in="advantage", kl_estimator="k2", averaging="token"),
     "grpo, masked sequences": GRPO(
@@ -79,11 +96,11 @@ def slow_rewards(config, samples):
 def slow_gae(config, actions, rewards):
     gamma, lam = config.gamma, getattr(config, "lam", 1.0)
     values = [action["values"] if isinstance(config, PPO) else 0.0 for action in actions] + [0.0]
-    found, later = [], 0.0
+    advantages, later = [], 0.0
     for at in reversed(range(len(actions))):
         later = rewards[at] + gamma * values[at + 1] - values[at] + gamma * lam * later
-        found.insert(0, later)
-    return found
+        advantages.insert(0, later)
+    return advantages
 
 
 def slow_whiten(table):
@@ -108,10 +125,10 @@ def slow_advantages(config, samples):
         group = [r for other, r in zip(samples, rewards, strict=True) if other["prompt"] == sample["prompt"]]
         advantage = reward - statistics.mean(group)
         if isinstance(config, RLOO):
-            others = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
-            advantage = reward - others
-        elif getattr(config, "normalize", "none") == "std":
-            advantage /= statistics.pstdev(group) + 1e-6
+            baseline = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
+            advantage = reward - baseline
+        elif (normalize := getattr(config, "normalize", "none")) != "none" and len(group) > 1:
+            advantage /= {"std": statistics.pstdev, "std_unbiased": statistics.stdev}[normalize](group) + 1e-6
         table.append([advantage] * len(sample["actions"]))
     return slow_whiten(table) if isinstance(config, ReinforcePlusPlusBaseline) else table
 
@@ -166,11 +183,11 @@ def entropies(batch, seed=0):
 @pytest.mark.feature(111, 112, 114)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_that_of_a_slow_reference(name, seed):
+def test_policy_loss_equals_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
-    found = outcome(config, batch, logprobs, entropy=entropy)
-    assert found.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
+    actual = outcome(config, batch, logprobs, entropy=entropy)
+    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
 
 
 TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
@@ -179,16 +196,16 @@ TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "r
 @pytest.mark.feature(88)
 @pytest.mark.parametrize("name", TRAJECTORIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_of_a_trajectory_are_one_sample(name, seed):
+def test_policy_loss_of_trajectories_equals_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed, trajectories=True)
     logprobs = logprobs_for(batch, seed)
-    found = outcome(config, batch, logprobs)
-    assert found.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
+    actual = outcome(config, batch, logprobs)
+    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not isinstance(config, CISPO)])
-def test_the_gradient_is_that_of_the_loss(name):
-    """By differences; ratios at the clips' corners are avoided by chance. CISPO's is another by design: test_cispo."""
+def test_policy_gradient_is_that_of_the_loss(name):
+    """Compare with differences; CISPO's gradient is another by design."""
     config, batch = CONFIGS[name], ragged_update(4)
     logprobs, entropy = logprobs_for(batch, 4), entropies(batch)
     gradient = outcome(config, batch, logprobs, entropy=entropy).gradient
@@ -200,7 +217,7 @@ def test_the_gradient_is_that_of_the_loss(name):
         assert gradient[at].item() == pytest.approx((up - down) / 2e-5, abs=2e-6)
 
 
-def test_needs_follow_from_the_configuration():
+def test_policy_needs_follow_from_the_configuration():
     assert GRPO().needs == Needs(loss=frozenset({"old_logprobs"}))
     assert GRPO(kl_coef=1).needs == Needs(loss=frozenset({"old_logprobs", "ref_logprobs"}))
     assert GRPO(**TERMS).needs.loss == {"old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"}
@@ -211,20 +228,17 @@ def test_needs_follow_from_the_configuration():
 
 
 @pytest.mark.parametrize("config", [GRPO(), DrGRPO(), DAPO(), RLOO(), ReinforcePlusPlusBaseline(), GSPO(), CISPO()])
-def test_a_group_of_one_is_refused_where_samples_are_compared(config):
+def test_group_of_one_is_refused_by_comparing_algorithms(config):
     config.check_group_size(2)
     with pytest.raises(ValueError, match="samples_per_prompt is 1"):
         config.check_group_size(1)
-
-
-@pytest.mark.parametrize("config", [PPO(), ReinforcePlusPlus()])
-def test_a_group_of_one_will_do_where_there_is_another_baseline(config):
-    config.check_group_size(1)
+    for other in (PPO(), ReinforcePlusPlus()):
+        other.check_group_size(1)
 
 
 @pytest.mark.feature(117)
 @pytest.mark.parametrize("kind", [GRPO, DrGRPO, DAPO, GSPO, CISPO, PPO, RLOO, ReinforcePlusPlus])
-def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
+def test_k1_is_refused_as_a_loss_only(kind):
     with pytest.raises(ValueError, match="k1 cannot be a loss"):
         kind(kl_in="loss", kl_estimator="k1")
     for place in ("reward", "advantage"):
@@ -232,41 +246,42 @@ def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("kind", "options", "message"),
     [
-        (lambda: GRPO(dual_clip=1.0), "dual_clip: input should be greater than 1"),
-        (lambda: GRPO(correction="clip"), "correction: input should be 'none', 'truncate' or 'mask'"),
-        (
-            lambda: GRPO(correction="mask", correction_low=3, correction_high=2),
-            "correction_low 3 and correction_high 2",
-        ),
-        (
-            lambda: GRPO(correction="mask", correction_low=2),
-            "correction_low 2 and correction_high 2.0 are not around 1",
-        ),
-        (
-            lambda: GRPO(correction="mask", correction_high=0.9),
-            "correction_high 0.9 are not around 1, the weight of equ",
-        ),
-        (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: no effect with correction 'trun"),
-        (lambda: GRPO(correction_low=0.5), "correction_low: no effect with correction 'none'"),
-        (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: no eff"),
-        (lambda: GRPO(entropy_coef=-1), "entropy_coef: input should be greater than or equal to 0"),
-        (lambda: PPO(averaging="constant"), "averaging: input should be 'token', 'sequence' or 'sum'"),
-        (lambda: GSPO(averaging="token"), "averaging: input should be 'sequence'"),
-        (lambda: CISPO(dual_clip=3.0), "dual_clip belongs to the clipped surrogate"),
-        (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),
-        (lambda: DAPO(overlong_buffer=5, max_tokens=4), "overlong_buffer 5 is above max_tokens 4"),
-        (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty needs overlong_buffer and max_tokens"),
-        (lambda: PPO(whiten=1), "whiten: input should be a valid boolean, got 1"),
-        (lambda: PPO(lam=1.5), "lam: input should be less than or equal to 1"),
-        (lambda: PPO(gamma=-0.1), "gamma: input should be greater than or equal to 0"),
-        (lambda: ReinforcePlusPlus(gamma=1.1), "gamma: input should be less than or equal to 1"),
+        (GRPO, {"clip_low": -0.1}, "clip_low: input should be greater than or equal to 0, got -0.1"),
+        (GRPO, {"clip_low": 1.0}, "clip_low: input should be less than 1"),
+        (GRPO, {"kl_coef": float("nan")}, "kl_coef: input should be greater than or equal to 0, got nan"),
+        (GRPO, {"kl_estimator": "k4"}, "kl_estimator: input should be 'k1', 'k2' or 'k3', got 'k4'"),
+        (GRPO, {"averaging": "constant"}, "averaging: input should be 'token' or 'sequence', got 'constant'"),
+        (GRPO, {"dual_clip": 1.0}, "dual_clip: input should be greater than 1"),
+        (GRPO, {"correction": "clip"}, "correction: input should be 'none', 'truncate' or 'mask'"),
+        (GRPO, {**MASK, "correction_low": 3, "correction_high": 2}, "correction_low 3 and correction_high 2"),
+        (GRPO, {**MASK, "correction_low": 2}, "correction_low 2 and correction_high 2.0 are not around 1"),
+        (GRPO, {**MASK, "correction_high": 0.9}, "correction_high 0.9 are not around 1, the weight of equ"),
+        (GRPO, {"correction": "truncate", "correction_low": 0.5}, "correction_low: no effect with correction 'trun"),
+        (GRPO, {"correction_low": 0.5}, "correction_low: no effect with correction 'none'"),
+        (GRPO, {"correction_level": "sequence", "correction_high": 2.0}, "correction_level, correction_high: no eff"),
+        (GRPO, {"entropy_coef": -1}, "entropy_coef: input should be greater than or equal to 0"),
+        (DrGRPO, {"averaging": "constant"}, "max_tokens goes with averaging 'constant'"),
+        (DrGRPO, {"max_tokens": 5}, "max_tokens goes with averaging 'constant'"),
+        (GSPO, {"averaging": "token"}, "averaging: input should be 'sequence'"),
+        (CISPO, {"dual_clip": 3.0}, "dual_clip belongs to the clipped surrogate"),
+        (DAPO, {"overlong_buffer": 3}, "max_tokens and overlong_buffer go together"),
+        (DAPO, {"overlong_buffer": 5, "max_tokens": 4}, "overlong_buffer 5 is above max_tokens 4"),
+        (DAPO, {"overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer and max_tokens"),
+        (PPO, {"whiten": 1}, "whiten: input should be a valid boolean, got 1"),
+        (PPO, {"lam": 1.5}, "lam: input should be less than or equal to 1"),
+        (PPO, {"gamma": -0.1}, "gamma: input should be greater than or equal to 0"),
+        (ReinforcePlusPlus, {"gamma": 1.1}, "gamma: input should be less than or equal to 1"),
+        (Distillation, {"kl_in": "reward"}, "distillation has no reward for a KL penalty"),
+        (DPO, {"beta": 0}, "beta: input should be greater than 0"),
+        (DPO, {"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
+        (DPO, {"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing goes with kind 'sigmoid'"),
     ],
 )
-def test_wrong_options_are_refused(make, what):
-    with pytest.raises(ValueError, match=what):
-        make()
+def test_algorithms_refuse_wrong_options(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
 
 
 @dataclass(frozen=True)
@@ -274,7 +289,63 @@ class Cautious(GRPO):
     correction_high: float = 1.5
 
 
-def test_a_class_may_have_bounds_of_its_own_for_when_there_is_a_correction():
+def test_correction_bounds_may_be_defaults_of_a_class():
     assert Cautious().correction_high == Cautious(correction="truncate").correction_high == 1.5
     with pytest.raises(ValueError, match="correction_high: no effect"):
         Cautious(correction_high=2.0)
+
+
+ON_SAMPLES = {
+    **CONFIGS,
+    "sft": SFT(),
+    "sft, sequences": SFT("sequence"),
+    "distillation": Distillation(averaging="sequence", entropy_coef=0.1),
+    "vocabulary_distillation": VocabularyDistillation(),
+}
+ON_PAIRS = {
+    "reward_model": RewardModel(),
+    "dpo": DPO(),
+    "conservative": DPO(label_smoothing=0.1),
+    "ipo": DPO(kind="ipo", token_means=True),
+}
+LAYOUTS = [(1, 10_000), (1, 12), (2, 20), (4, 1), (3, 30)]
+
+
+def candidates(batch):
+    generator = torch.Generator().manual_seed(3)
+    shape = (len(batch.ragged("tokens").values), TEACHERS)
+    return -1 - torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize("name", ON_SAMPLES)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_samples_changes_nothing(name, ranks, budget):
+    algorithm, batch = ON_SAMPLES[name], ragged_update(9)
+    logprobs = logprobs_for(batch, 9)
+    extra = {"entropy": entropies(batch), "candidate_logprobs": candidates(batch)}
+    order = np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, logprobs, **extra)
+    assert whole.gradient.abs().max() > 1e-3
+    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget, **extra), whole)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize("name", ON_PAIRS)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_pairs_changes_nothing(name, ranks, budget):
+    algorithm, batch = ON_PAIRS[name], pairs_update(5)
+    logprobs = logprobs_for(batch, 5)
+    order = np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, logprobs)
+    assert whole.gradient.abs().max() > 1e-3
+    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget), whole)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_values_changes_nothing(ranks, budget):
+    algorithm, batch = PPO(), ragged_update(9)
+    scores, order = logprobs_for(batch, 9), np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, scores, loss=algorithm.value_loss)
+    assert_same(outcome(algorithm, batch, scores, order, ranks, budget, loss=algorithm.value_loss), whole)
