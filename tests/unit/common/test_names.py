@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles, names, nearest-name hints."""
+"""Names of roles, jobs, processes, and hints at the nearest name."""
 
 import copy
 import pickle
@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.names import (
+    TRAINER_ID,
     WELL_KNOWN_ROLES,
+    ProcessId,
+    ProcessKind,
     RLRoleType,
     check_job_name,
     hint,
@@ -25,23 +28,10 @@ from dlrover.python.rl.common.names import (
 )
 
 
-def test_the_five_roles_of_the_guide_are_constants():
+def test_roles_of_the_guide_are_constants():
     assert [str(role) for role in WELL_KNOWN_ROLES] == ["ACTOR", "ROLLOUT", "REWARD", "REFERENCE", "CRITIC"]
     assert RLRoleType.ACTOR.name == RLRoleType.ACTOR.value == "ACTOR"
     assert repr(RLRoleType.CRITIC) == "RLRoleType.CRITIC"
-
-
-@pytest.mark.parametrize("written", ["judge_2", "Judge_2", "JUDGE_2"])
-def test_any_other_name_is_a_role_in_upper_case(written):
-    role = RLRoleType(written)
-    assert role == "JUDGE_2"
-    assert {role: 1}["JUDGE_2"] == 1
-
-
-@pytest.mark.parametrize("bad", ["", "2fast", "a-b", "a b", "_x", "é", "a.b", 3])
-def test_a_name_that_is_no_role_is_refused_with_the_rule(bad):
-    with pytest.raises(ValueError, match="is not a role name: use letters"):
-        RLRoleType(bad)
 
 
 @pytest.mark.parametrize("role", [*WELL_KNOWN_ROLES, RLRoleType("judge")])
@@ -51,18 +41,31 @@ def test_roles_stay_roles_when_copied_and_pickled(role):
         assert type(back) is RLRoleType
 
 
-@pytest.mark.parametrize("name", ["a", "my-job", "0", "a" * 63])
-def test_job_names_are_dns_labels(name):
-    assert check_job_name(name) == name
+@pytest.mark.parametrize(
+    ("check", "names", "refused", "rule"),
+    [
+        (
+            RLRoleType,
+            ["judge_2", "Judge_2"],
+            ["", "2fast", "a-b", "a b", "_x", "é", "a.b", 3],
+            "a role name: use letters",
+        ),
+        (
+            check_job_name,
+            ["a", "my-job", "0", "a" * 63],
+            ["", "-a", "a-", "My-Job", "a_b", "a/b", "a" * 64, "a\n"],
+            "a job name: use 1 to 63 of a-z",
+        ),
+    ],
+)
+def test_names_are_checked_by_their_rule(check, names, refused, rule):
+    assert [check(name) for name in names] == (names if check is check_job_name else ["JUDGE_2"] * 2)
+    for name in refused:
+        with pytest.raises(ValueError, match=f"is not {rule}"):
+            check(name)
 
 
-@pytest.mark.parametrize("name", ["", "-a", "a-", "My-Job", "a_b", "a/b", "a" * 64, "a\n"])
-def test_other_job_names_are_refused_with_the_rule(name):
-    with pytest.raises(ValueError, match="is not a job name: use 1 to 63 of a-z"):
-        check_job_name(name)
-
-
-def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
+def test_actor_names_carry_job_run_and_process_number():
     assert master_name("j") == "j/master"
     assert trainer_name("j", "1a2b", 2) == "j/1a2b/trainer/2"
     assert member_name("j", "1a2b", "ROLLOUT", 1, 3) == "j/1a2b/ROLLOUT-1/3"
@@ -71,31 +74,52 @@ def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
     assert run_of(member_name("j", "1a2b", "ROLLOUT", 1, 3)) == ("j", "1a2b")
 
 
-def test_a_command_to_resume_can_be_pasted():
+def test_resume_command_is_quoted_for_a_shell():
     assert resume_command("runs/it's mine") == """dlrover-rl resume 'runs/it'"'"'s mine'"""
     assert resume_command(Path("runs/j-1")) == "dlrover-rl resume runs/j-1"
 
 
-def test_the_nearest_name_is_given_without_regard_to_case():
+def test_nearest_path_compares_each_part():
+    names = ["config.seed", "config.optimizer.lr", "config.steps"]
+    assert nearest_path("config.nowhere", names) is None
+    assert nearest_path("config.optimiser.lr", names) == "config.optimizer.lr"
+    assert nearest_path("confg.stps", names) == "config.steps"
+    assert nearest_path("config.optimizer", names) is None
+
+
+def test_hint_is_the_nearest_name_or_all():
     assert nearest("GENERTE", ["generate", "update"]) == "generate"
     assert nearest("xyz", ["generate", "update"]) is None
-
-
-def test_a_dotted_key_is_near_if_each_of_its_parts_is():
-    known = ["config.seed", "config.optimizer.lr", "config.steps"]
-    assert nearest_path("config.nowhere", known) is None
-    assert nearest_path("config.optimiser.lr", known) == "config.optimizer.lr"
-    assert nearest_path("confg.stps", known) == "config.steps"
-    assert nearest_path("config.optimizer", known) is None
-
-
-def test_a_hint_is_the_nearest_name_or_all_of_them():
     assert hint("pre_function", ["post_func", "pre_func", "timeout"]) == "; did you mean 'pre_func'?"
     assert hint("zzz", ["b", "a"]) == "; known: a, b"
     assert hint("zzz", []) == ""
 
 
 @given(st.text(), st.lists(st.text()))
-def test_a_hint_never_fails(name, known):
-    assert isinstance(hint(name, known), str)
-    assert nearest(name, known) in [None, *known]
+def test_hint_of_any_text_is_text(name, names):
+    assert isinstance(hint(name, names), str)
+    assert nearest(name, names) in [None, *names]
+
+
+def test_process_id_spelling_and_pool():
+    ids = (ProcessId("ROLLOUT", 1), ProcessId.standby("ROLLOUT", 2), TRAINER_ID)
+    assert [str(process_id) for process_id in ids] == ["ROLLOUT[1]", "ROLLOUT-standby[2]", "trainer"]
+    assert [process_id.pool for process_id in ids] == ["ROLLOUT", "ROLLOUT-standby", "trainer"]
+
+
+@given(st.from_regex(r"[A-Z][A-Z_0-9]{0,9}", fullmatch=True), st.integers(-1, 10_000), st.booleans())
+def test_process_id_parse_reads_its_str(role, rank, standby):
+    process_id = ProcessId(role, rank, ProcessKind.STANDBY if standby else ProcessKind.MEMBER)
+    assert ProcessId.parse(str(process_id)) == process_id
+    assert ProcessId.parse("trainer") is TRAINER_ID
+
+
+@pytest.mark.parametrize("text", ["", "job", "ROLLOUT", "ROLLOUT-1", "ROLLOUT[x]", "ROLLOUT[1", "ROLLOUT[1]x", "[1]"])
+def test_process_id_of_another_text_is_refused(text):
+    with pytest.raises(ValueError, match="is not a process such as"):
+        ProcessId.parse(text)
+
+
+def test_process_ids_sort_by_role_and_rank():
+    ids = [ProcessId("ROLLOUT", 10), ProcessId("ROLLOUT", 2), ProcessId("ACTOR", 3)]
+    assert sorted(ids) == [ids[2], ids[1], ids[0]]

@@ -10,7 +10,7 @@ from dlrover.python.rl.data.conversation import SFT_ROWS, arguments_of_template,
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pair
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, load_prompts
 
-TEMPLATE = (
+TOOL_TEMPLATE = (
     "{% if tools %}Tools:{% for t in tools %} {{ t.function.name }}{% endfor %}. {% endif %}"
     "{% if thinking is defined %}thinking={{ thinking }}. {% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
@@ -20,14 +20,14 @@ TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type"
 ASK, SAY, NO = (
     {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
 )
-SFT, PAIR = {"messages": [ASK, SAY]}, {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}
-PLAIN = "<user>Q<|im_end|><assistant>A<|im_end|>"  # of every row before there were arguments
+SFT_ROW, PAIR_ROW = {"messages": [ASK, SAY]}, {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}
+PLAIN_CHAT = "<user>Q<|im_end|><assistant>A<|im_end|>"
 
 ROWS = {
-    "SFT": SFT,
+    "SFT_ROW": SFT_ROW,
     "SFT, prompt and completion": {"prompt": [ASK], "completion": [SAY]},
     "SFT, prompt and text": {"prompt": [ASK], "response": "A"},
-    "pair": PAIR,
+    "pair": PAIR_ROW,
     "pair, whole conversations": {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
     "pair, texts after messages": {"messages": [ASK], "chosen": "A", "rejected": "B"},
 }
@@ -47,31 +47,26 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("kind", ROWS)
-def test_arguments_of_a_row_and_of_the_job_reach_the_template(make_tokenizer, kind, arguments):
-    tokenizer, (of_row, of_job, opening) = make_tokenizer(TEMPLATE), ARGUMENTS[arguments]
+def test_template_arguments_reach_the_template(make_tokenizer, kind, arguments):
+    tokenizer, (of_row, of_job, opening) = make_tokenizer(TOOL_TEMPLATE), ARGUMENTS[arguments]
     encode = encode_pair if "chosen" in ROWS[kind] else encode_example
     encoded = encode(tokenizer, {**ROWS[kind], **of_row}, template_kwargs=of_job)[0]
-    assert tokenizer.decode(encoded.tokens) == opening + PLAIN
-    whole, *_ = encode_example(tokenizer, {**SFT, **of_row}, mask_prompt=False, template_kwargs=of_job)
-    assert tokenizer.decode(whole.tokens) == opening + PLAIN
+    assert tokenizer.decode(encoded.tokens) == opening + PLAIN_CHAT
+    whole, *_ = encode_example(tokenizer, {**SFT_ROW, **of_row}, mask_prompt=False, template_kwargs=of_job)
+    assert tokenizer.decode(whole.tokens) == opening + PLAIN_CHAT
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"),  # before, each row was taken, and its arguments were dropped
+    ("row", "fault"),
     [
-        ({**SFT, "tools": "hammer"}, "'tools' must be a list of"),
-        ({**SFT, "tools": ["hammer"]}, "'tools' must be a list of"),
-        ({**PAIR, "tools": TOOLS[0]}, "'tools' must be a list of"),
-        ({**SFT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
+        ({**SFT_ROW, "tools": ["hammer"]}, "'tools' must be a list of"),
+        ({**PAIR_ROW, "tools": TOOLS[0]}, "'tools' must be a list of"),
+        ({**SFT_ROW, "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
         ({"prompt": "Q", "response": "A", "tools": TOOLS}, "'tools' is for the chat template, which texts do not use"),
-        (
-            {"prompt": "Q", "chosen": "A", "rejected": "B", "chat_template_kwargs": {"a": 1}},
-            "'chat_template_kwargs' is",
-        ),
-        ({**SFT, "tools": [{"name": "\ud83d"}]}, "a text in 'tools' has a lone surrogate"),
+        ({**SFT_ROW, "tools": [{"name": "\ud83d"}]}, "a text in 'tools' has a lone surrogate"),
     ],
 )
-def test_arguments_that_the_template_cannot_get_are_refused(tokenizer, row, fault):
+def test_template_arguments_of_texts_are_refused(tokenizer, row, fault):
     with pytest.raises(DataError, match=fault):
         (encode_pair if "chosen" in row else encode_example)(tokenizer, row)
 
@@ -87,7 +82,7 @@ def write(folder, kind, rows):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prompts_keep_the_arguments_of_their_rows(tmp_path, kind):
+def test_template_arguments_stay_with_prompts(tmp_path, kind):
     other = [{"type": "function", "function": {"name": "moon", "parameters": {"required": ["day"]}}}]
     rows = [{"messages": [ASK], "tools": tools, "source": "web"} for tools in (TOOLS, other)]
     loaded = load_prompts(write(tmp_path, kind, rows))
@@ -103,15 +98,14 @@ def test_prompts_keep_the_arguments_of_their_rows(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("reader", "row", "keys", "unused", "before"),
+    ("reader", "row", "keys", "unused"),
     [
-        # "before": what the commit before the first of these rows logged of Parquet files, of JSON Lines nothing
-        (SFT_ROWS, {**SFT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"], []),
-        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"], []),
-        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"], ["source"]),
-        (PAIR_ROWS, PAIR, {}, [], []),
-        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, [], []),
+        (SFT_ROWS, {**SFT_ROW, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"]),
+        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"]),
+        (PAIR_ROWS, {**PAIR_ROW, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"]),
+        (PAIR_ROWS, PAIR_ROW, {}, []),
+        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, []),
     ],
 )
-def test_columns_that_nothing_reads_are_named(tmp_path, kind, reader, row, keys, unused, before):
-    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused, f"before: {before}"
+def test_unread_columns_are_named(tmp_path, kind, reader, row, keys, unused):
+    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused

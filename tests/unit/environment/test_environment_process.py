@@ -1,18 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in a process of their own."""
+"""Environments and other servers in a killable child process."""
 
 import asyncio
+import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 from tests.support import user_environments
+from tests.support.processes import is_alive, wait_until_gone
+
+
+class Owner:
+    pass
+
+
+OWNER = Owner()
+
+
+class Waiting:
+    """Is ready, and waits for the end of its parent."""
+
+    def __init__(self, **ready):
+        self.ready = ready
+
+    def serve(self, channel):
+        channel.receive()
+
+
+class Slow(Waiting):
+    def serve(self, channel):
+        while True:
+            channel._incoming.raw.read(1000)
+            threading.Event().wait(0.01)
+
+
+class Disconnected(Waiting):
+    def serve(self, channel):
+        channel.receive()
+        os.closerange(3, 1000)
+        threading.Event().wait()
+
+
+def claim_pid(pid):
+    """Load a child that claims to be another process."""
+    return Waiting(pid=pid)
+
+
+def leave_orphan():
+    return Waiting(orphan=subprocess.Popen(["sleep", "987654"], start_new_session=True).pid)
+
+
+def refuse():
+    raise RuntimeError("out of stock")
+
+
+def start(load, *arguments):
+    child = ChildProcess(OWNER, load, list(arguments), None, 1000)
+    return child, child.ready.result(timeout=60)
+
+
+def test_request_taken_slowly_does_not_block_the_caller():
+    child, _ = start(Slow)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            child.submit("call", bytes(8_000_000)).result(timeout=0.5)
+        assert time.monotonic() - began_s < 5.0
+    finally:
+        child.end()
+
+
+def test_request_to_an_ended_child_fails_with_the_reason():
+    child, _ = start(Waiting)
+    child.end("it was late")
+    assert child._connection.fileno() == -1
+    with pytest.raises(ChildEnded, match="it was late"):
+        child.submit("call", b"too late").result(timeout=1.0)
+
+
+def test_child_failing_to_load_reports_the_error():
+    child, reply = start(refuse)
+    assert reply["error"] == "raised RuntimeError: out of stock"
+    assert "in refuse" in reply["traceback"]
+    child.end()
+
+
+def test_group_claimed_by_a_child_is_not_killed():
+    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    try:
+        child, _ = start(claim_pid, other.pid)
+        assert child.pid not in (0, other.pid)
+        child.end()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_child_closing_its_connection_is_killed():
+    child, _ = start(Disconnected)
+    try:
+        with pytest.raises(ChildEnded, match="it closed its connection"):
+            child.submit(*pack_call("any")).result(timeout=10.0)
+        assert child._process.wait(5.0)
+    finally:
+        child.end()
+
+
+def test_child_ends_with_an_owner_in_a_cycle():
+    owner = Owner()
+    owner.itself, owner.child = owner, ChildProcess(owner, Waiting, [], None, 1000)
+    owner.child.ready.result(timeout=60)
+    process = owner.child._process
+    del owner
+    gc.collect()
+    process.wait(10.0)
+
+
+def test_orphans_of_a_child_end_with_its_shield():
+    """Kill the shield: a worker of Ray that ends kills the processes it has started."""
+    child, reply = start(leave_orphan)
+    try:
+        os.kill(child._process.pid, signal.SIGKILL)
+        wait_until_gone(reply["orphan"])
+    finally:
+        child.end()
+
 
 SCRIPT = user_environments.__file__
 
@@ -31,38 +155,24 @@ async def play(guard, actions, **info):
     return episode
 
 
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone, or just going
-        return False
-
-
-def wait_until_gone(pid, limit_s=15.0):
-    deadline = time.monotonic() + limit_s
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} outlived its owner"
-        os.sched_yield()
-
-
 @pytest.mark.slow
 @pytest.mark.feature(98)
-def test_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_sample_finds_a_new_process():
+def test_isolated_process_stuck_in_arithmetic_is_replaced():
     async def bombed():
         guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
         before = await play(guard, ["done"])
         began = time.monotonic()
-        bombed, beside = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
+        bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
         failed_s = time.monotonic() - began
-        guard._timeout_s = 60.0  # A new process has to start, once the old one has ended.
+        guard._timeout_s = 60.0  # a new process has to start
         await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
         after = await play(guard, ["done"])
         await guard.shutdown()
-        return before, bombed, beside, failed_s, after
+        return before, bombed, other, failed_s, after
 
-    before, bombed, beside, failed_s, after = run(bombed())
+    before, bombed, other, failed_s, after = run(bombed())
     assert bombed.failure == "step gave no answer within 0.5 s"
-    assert beside.failure is not None
+    assert other.failure is not None
     assert failed_s < 10
     assert (before.done, after.done) == (True, True)
     old, new = before.extra_info["pid"], after.extra_info["pid"]
@@ -71,24 +181,24 @@ def test_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_s
     wait_until_gone(new)
 
 
-def test_a_process_that_ends_fails_the_calls_it_is_in_at_once():
+def test_isolated_process_ending_fails_its_calls():
     async def ended():
         guard = Guard(IsolatedEnvironment(SCRIPT))
         began = time.monotonic()
-        ended, beside = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
+        ended, other = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
         took_s = time.monotonic() - began
         after = await play(guard, ["done"])
         await guard.shutdown()
-        return ended, beside, took_s, after
+        return ended, other, took_s, after
 
-    ended, beside, took_s, after = run(ended())
+    ended, other, took_s, after = run(ended())
     assert "the environment's process ended" in ended.failure
-    assert "the environment's process ended" in beside.failure
+    assert "the environment's process ended" in other.failure
     assert took_s < 20
     assert after.done
 
 
-def test_what_cannot_travel_is_told():
+def test_isolated_values_not_sendable_are_refused():
     async def sent():
         guard = Guard(IsolatedEnvironment(SCRIPT))
         back = await play(guard, ["object"])
@@ -100,18 +210,13 @@ def test_what_cannot_travel_is_told():
             await environment.step("s", "a", {})
         return back
 
-    assert (
-        "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
-        in run(sent()).failure
-    )
-
-
-def test_what_cannot_be_loaded_is_told_and_leaves_no_process():
+    message = "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
+    assert message in run(sent()).failure
     with pytest.raises(EnvironmentFailed, match="has no 'Countin'; did you mean 'Counting'"):
         IsolatedEnvironment(f"{SCRIPT}:Countin")
 
 
-def test_an_environment_that_is_dropped_leaves_no_process():
+def test_isolated_environment_dropped_leaves_no_process():
     environment = IsolatedEnvironment(SCRIPT)
     pid = environment._running().pid
     assert is_alive(pid)
@@ -120,7 +225,7 @@ def test_an_environment_that_is_dropped_leaves_no_process():
 
 
 @pytest.mark.slow
-def test_sync_calls_that_hang_take_no_others_place():
+def test_isolated_sync_calls_hanging_block_no_others():
     async def hung():
         guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
         assert guard._open_slots is not None
@@ -160,7 +265,7 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-def test_a_process_whose_late_calls_have_returned_stays():
+def test_isolated_process_of_returned_calls_stays():
     environment = IsolatedEnvironment(SCRIPT)
     child, environment._abandoned = environment._child, 9
     environment._replace_if_idle()
@@ -198,14 +303,12 @@ def test_isolated_process_of_stuck_calls_is_replaced_when_idle(tmp_path):
     assert after.failure is None and after.extra_info["pid"] != pid
 
 
-STUBBORN = """
+WORLDS = """
 import asyncio
 from pathlib import Path
 
 
-class World:
-    \"\"\"Finds its world only after its caller has given up.\"\"\"
-
+class Late:
     def __init__(self, folder):
         self.folder = Path(folder)
 
@@ -213,91 +316,68 @@ class World:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            pass
-        (self.folder / "taken").touch()
-        return "a state"
-
-    async def step(self, state, action, extra_info):
-        raise AssertionError
-
-    async def close(self, extra_info):
-        (self.folder / "taken").rename(self.folder / "given back")
-"""
-
-
-def test_a_world_that_comes_when_its_sample_has_failed_is_given_back(tmp_path):
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-
-    async def abandoned():
-        environment = IsolatedEnvironment(f"{tmp_path}/stubborn.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
-        guard = Guard(environment, timeout_s=0.3)
-        episode = await guard.reset("prompt ", {})
-        assert episode.failure is not None
-        await wait_for_file(tmp_path / "given back")
-        await guard.shutdown()
-
-    run(abandoned())
-
-
-async def wait_for_file(path):
-    async with asyncio.timeout(30):
-        while not path.exists():
-            await asyncio.sleep(0.01)
-
-
-READY_AT_ONCE = """
-from pathlib import Path
-
-
-class World:
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    async def reset(self, extra_info):
-        extra_info["world"] = 7
-        (self.folder / "taken").touch()
-        return "a state"
+            return "a state"
 
     async def step(self, state, action, extra_info):
         raise AssertionError
 
     async def close(self, extra_info):
         (self.folder / f"given back {extra_info['world']}").touch()
+
+
+class Early(Late):
+    async def reset(self, extra_info):
+        extra_info["world"] = 7
+        return "a state"
 """
 
 
-def test_world_whose_answer_was_on_its_way_is_given_back_too(tmp_path):
-    (tmp_path / "ready.py").write_text(READY_AT_ONCE)
+def test_isolated_world_after_the_deadline_is_given_back(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLDS)
 
     async def abandoned():
-        environment = IsolatedEnvironment(f"{tmp_path}/ready.py:World", {"folder": str(tmp_path)})
+        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Late", {"folder": str(tmp_path)}, grace_s=30.0)
+        guard = Guard(environment, timeout_s=0.3)
+        episode = await guard.reset("prompt ", {"world": 3})
+        assert episode.failure is not None
+        await until((tmp_path / "given back 3").exists)
+        await guard.shutdown()
+
+    run(abandoned())
+
+
+def test_isolated_world_of_a_cancelled_reset_is_given_back(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLDS)
+
+    async def abandoned():
+        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Early", {"folder": str(tmp_path)})
         asking = asyncio.ensure_future(environment.reset({}))
         while not environment._child._pending:  # until the request is on its way; this loop takes no answer
             await asyncio.sleep(0)
         while environment._child._pending:
             time.sleep(0.001)
         asking.cancel()
-        await wait_for_file(tmp_path / "given back 7")
+        await until((tmp_path / "given back 7").exists)
         await environment.shutdown()
 
     run(abandoned())
 
 
 class StuckWorld:
-    begun = threading.Event()
+    started = threading.Event()
 
     async def step(self, state, action, extra_info):
-        self.begun.set()
+        self.started.set()
         await asyncio.Event().wait()
 
 
-def test_a_call_that_is_cancelled_while_it_runs_is_answered():
-    begun, answered, answers = StuckWorld.begun, threading.Event(), {}
+def test_isolated_call_cancelled_while_it_runs_is_answered():
+    started, answered, answers = StuckWorld.started, threading.Event(), {}
 
     class Requests:
         """A connection to a parent, which waits for the last request to take effect before it sends the next."""
 
-        requests = iter([(None, ("1", "step", ("", "", {}))), (begun, ("2", "cancel", ("1",))), (answered, None)])
+        requests = iter([(None, ("1", "step", ("", "", {}))), (started, ("2", "cancel", ("1",))), (answered, None)])
 
         def receive(self):
             effect, request = next(self.requests)
