@@ -85,7 +85,7 @@ def wait_until_gone(pid, limit_s=15.0):
 
 
 def free_port():
-    """A port that nobody listens on."""
+    """A port that is not listened at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

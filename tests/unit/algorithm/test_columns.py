@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of a loss: advantages of groups, weights of tokens, rows as samples, whitened numbers."""
+"""Columns of losses: advantages of groups, weights, samples, whitening, the critic's values and GAE."""
 
 import statistics
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,10 +17,12 @@ from dlrover.python.rl.algorithm.losses.columns import (
     token_weights,
     whiten,
 )
+from dlrover.python.rl.algorithm.losses.values import ValueLoss, gae, rewards_to_go, shift_to_actions, shift_to_states
+from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.batch import Ragged
-from tests.support.loss_updates import rows_of
+from dlrover.python.rl.data.batch import Batch, Ragged
+from tests.support.loss_updates import rows_of, token_rows
 
 NAN = float("nan")
 
@@ -42,11 +45,6 @@ def advantages(prompt_id, reward, normalize="std"):
 )
 def test_group_advantages_by_hand(prompt_id, reward, normalize, expected):
     assert advantages(prompt_id, reward, normalize) == pytest.approx(expected, abs=1e-5)
-
-
-def test_group_advantages_skip_invalid_rows():
-    valid = np.array([True, False, True])
-    assert group_advantages(np.ones(3), np.array([1.0, 9.0, 0.0]), "none", valid).tolist() == [0.5, 0, -0.5]
 
 
 @given(
@@ -104,28 +102,6 @@ def test_token_weights_skip_invalid_rows(mode):
     assert token_weights(LENGTHS, ~ALL, mode, max_tokens=10).tolist() == [0, 0]
 
 
-def test_token_weights_of_a_mean_add_up_to_one():
-    lengths = np.arange(1, 30)
-    for mode in ("token", "sequence"):
-        weights = token_weights(lengths, np.ones(29, dtype=bool), mode)
-        assert (weights * lengths).sum() == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.feature(88)
-def test_rows_of_a_trajectory_share_advantage_and_weight():
-    rows = rows_of([1, 1, 1], [0.25, 0.75, 0], [1, 3, 2]).with_columns(trajectory=np.array([5, 5, 9]))
-    annotated = GRPO(normalize="none").annotate(rows)
-    assert annotated.dense("advantage").tolist() == [0.5, 0.5, -0.5]
-    assert annotated.dense("weight") == pytest.approx([1 / 8, 1 / 8, 1 / 4])
-
-
-def test_failed_row_excludes_its_trajectory():
-    rows = rows_of([1, 1, 1, 1], [1, NAN, 1, 0], [1, 1, 1, 1]).with_columns(trajectory=np.array([0, 0, 1, 2]))
-    annotated = GRPO(normalize="none").annotate(rows)
-    assert annotated.dense("advantage").tolist() == [0, 0, 0.5, -0.5]
-    assert annotated.dense("weight").tolist() == [0, 0, 0.5, 0.5]
-
-
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 def test_masked_sample_has_a_reward_but_no_weight(averaging):
     rows = rows_of([1, 1, 1, 1], [1, 3, 0, 0], [1, 3, 2, 5]).with_columns(trajectory=np.array([0, 1, 2, 2]))
@@ -136,14 +112,7 @@ def test_masked_sample_has_a_reward_but_no_weight(averaging):
     assert masked.dense("weight").tolist() == [*alone, 0, 0]
 
 
-def test_row_without_an_action_adds_its_reward_only():
-    rows = rows_of([1, 1, 1], [0, 2, 1], [2, 0, 2]).with_columns(trajectory=np.array([0, 0, 1]))
-    annotated = GRPO(normalize="none").annotate(rows)
-    assert annotated.dense("advantage").tolist() == [0.5, 0, -0.5]
-    assert annotated.dense("weight").tolist() == [0.25, 0, 0.25]
-
-
-def test_sample_view_finds_rows_that_are_not_neighbours():
+def test_sample_view_finds_scattered_rows():
     rows = rows_of([4, 8, 4], [1, 2, 3], [1, 1, 1]).with_columns(trajectory=np.array([7, 2, 7]))
     samples = SampleView.of(rows)
     assert samples.of_row.tolist() == [1, 0, 1]
@@ -178,3 +147,85 @@ def test_whiten_repeats_numbers_by_their_counts():
 @pytest.mark.parametrize("values", [[], [5.0], [0.1, 0.1, 0.1]])
 def test_whiten_gives_0_for_equal_numbers(values):
     assert whiten(np.array(values)).tolist() == [0] * len(values)
+
+
+def value_loss_of(config, scores, old, returns):
+    leaf = torch.tensor(scores, requires_grad=True)
+    columns = {"returns": torch.tensor(returns), "values": torch.tensor(old)}
+    columns["weight"] = torch.full((len(scores),), 1 / len(scores))
+    loss, metrics = config(leaf, columns)
+    loss.backward()
+    return loss.item(), leaf.grad.tolist(), {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.feature(126)
+def test_value_loss_by_hand():
+    loss, gradient, metrics = value_loss_of(ValueLoss(0.2), [0.5, 0.1, -0.5], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+    assert loss == pytest.approx((0.8**2 + 0.9**2 + 1.5**2) / 3 / 2)
+    assert gradient == pytest.approx([0, -0.9 / 3, -1.5 / 3])
+    assert metrics == pytest.approx(
+        {"value_clip_fraction": 1 / 3, "value": 0.1 / 3, "value_error": (0.5**2 + 0.9**2 + 1.5**2) / 3}
+    )
+    loss, gradient, metrics = value_loss_of(ValueLoss(None), [0.5, -0.5], [9.0, 9.0], [1.0, 1.0])
+    assert loss == pytest.approx((0.25 + 2.25) / 2 / 2)
+    assert gradient == pytest.approx([-0.25, -0.75])
+    assert "value_clip_fraction" not in metrics
+
+
+masks = st.lists(st.lists(st.booleans(), max_size=6).map(lambda row: [False, *row][: len(row)]), max_size=5)
+
+
+@given(masks)
+def test_shift_to_states_moves_values_before_their_actions(rows):
+    mask = Ragged.from_rows(rows, dtype=np.bool_)
+    tokens = mask.like(np.arange(100, 100 + len(mask.values)))
+    columns = {"returns": mask.like(tokens.values * 2.0), "weight": np.arange(len(rows))}
+    moved = shift_to_states(Batch({"tokens": tokens, "action_mask": mask, **columns}))
+    chosen = np.flatnonzero(moved.ragged("action_mask").values)
+    actions = np.flatnonzero(mask.values)
+    assert chosen.tolist() == (actions - 1).tolist()
+    assert moved.ragged("returns").values[chosen].tolist() == (tokens.values[actions] * 2).tolist()
+    assert moved.ragged("tokens") is tokens
+    assert moved.dense("weight").tolist() == list(range(len(rows)))
+    back = shift_to_actions(tokens)
+    assert (back.values[actions] + 1).tolist() == tokens.values[actions].tolist()
+    assert all(row[0] == 0 for row in back if len(row))
+
+
+@pytest.mark.feature(115)
+def test_gae_by_hand():
+    advantage, returns = gae(np.array([0.0, 0, 1]), np.array([0.5, 0.4, 0.3]), np.array([3]), 0.9, 0.8)
+    assert advantage == pytest.approx([0.12928, 0.374, 0.7])
+    assert returns == pytest.approx([0.62928, 0.774, 1.0])
+
+
+def test_token_rewards_replace_the_reward_of_the_row():
+    rows = token_rows(
+        [[False, True, True]], [[0, 0, 0]], [5.0], token_rewards=Ragged.from_rows([[7, 1, 2]], dtype=np.float32)
+    )
+    assert PPO(gamma=1.0, lam=1.0, whiten=False).annotate(rows).ragged("returns").values.tolist() == [0, 3, 2]
+
+
+def slow_gae(reward, value, gamma, lam):
+    """The sum of eq. 16 instead of its recursion."""
+    value = [*value, 0.0]
+    errors = [reward[t] + gamma * value[t + 1] - value[t] for t in range(len(reward))]
+    return [sum((gamma * lam) ** (s - t) * errors[s] for s in range(t, len(reward))) for t in range(len(reward))]
+
+
+numbers = st.floats(-5, 5)
+samples = st.lists(st.lists(st.tuples(numbers, numbers), max_size=6), max_size=5)
+
+
+@given(samples, st.floats(0, 1), st.floats(0, 1))
+def test_gae_equals_a_slow_reference_on_each_sample(table, gamma, lam):
+    flat = [pair for sample in table for pair in sample]
+    reward, value = (np.array([pair[side] for pair in flat], dtype=float) for side in (0, 1))
+    lengths = np.array([len(sample) for sample in table], dtype=np.int64)
+    advantage, returns = gae(reward, value, lengths, gamma, lam)
+    expected = [value for sample in table if sample for value in slow_gae(*zip(*sample, strict=True), gamma, lam)]
+    assert advantage == pytest.approx(expected, abs=1e-9)
+    assert returns == pytest.approx(advantage + value)
+    assert rewards_to_go(reward, lengths) == pytest.approx(
+        [sum(p[0] for p in sample[t:]) for sample in table for t in range(len(sample))], abs=1e-9
+    )

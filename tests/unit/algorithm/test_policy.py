@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy gradients against a slow plain reference; order, packing and ranks change no gradient, loss or metric."""
+"""Policy gradients: by hand, against a slow reference, and in any order, packing or ranks."""
 
 import math
 import statistics
@@ -17,12 +17,15 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.losses.columns import Needs
+from dlrover.python.rl.algorithm.losses.columns import Needs, SampleView, whiten
+from dlrover.python.rl.algorithm.losses.values import ValueLoss
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import Batch
 from tests.support.loss_updates import (
     TEACHERS,
     assert_same,
@@ -31,6 +34,9 @@ from tests.support.loss_updates import (
     plain_samples,
     plain_weight,
     ragged_update,
+    rows_of,
+    run,
+    token_rows,
 )
 
 TERMS = {
@@ -273,6 +279,7 @@ def test_k1_is_refused_as_a_loss_only(kind):
         (PPO, {"lam": 1.5}, "lam: input should be less than or equal to 1"),
         (PPO, {"gamma": -0.1}, "gamma: input should be greater than or equal to 0"),
         (ReinforcePlusPlus, {"gamma": 1.1}, "gamma: input should be less than or equal to 1"),
+        (ValueLoss, {"clip": 0.0}, "clip: input should be greater than 0"),
         (Distillation, {"kl_in": "reward"}, "distillation has no reward for a KL penalty"),
         (DPO, {"beta": 0}, "beta: input should be greater than 0"),
         (DPO, {"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
@@ -349,3 +356,93 @@ def test_layout_of_values_changes_nothing(ranks, budget):
     scores, order = logprobs_for(batch, 9), np.random.default_rng(ranks).permutation(len(batch))
     whole = outcome(algorithm, batch, scores, loss=algorithm.value_loss)
     assert_same(outcome(algorithm, batch, scores, order, ranks, budget, loss=algorithm.value_loss), whole)
+
+
+@pytest.mark.feature(112)
+def test_grpo_of_equal_rewards_has_no_gradient():
+    annotated = GRPO().annotate(rows_of([1, 1, 1], [0.1, 0.1, 0.1], [1, 2, 3]))
+    assert annotated.dense("advantage").tolist() == [0, 0, 0]
+    logprobs = torch.full((6,), -1.0)
+    loss, gradient, _ = run(GRPO(), annotated, logprobs)
+    assert loss == 0
+    assert gradient.tolist() == [0] * 6
+
+
+def test_grpo_ignores_the_rounding_of_equal_rewards():
+    sums = [33.3 + 66.7, 99.9 + 0.1, 0.1 + 0.2 + 99.7, 100.0 + 1e-8]
+    rows = rows_of([1] * 4, sums, [1] * 4)
+    assert len(set(sums)) > 1
+    for normalize in ("none", "std", "std_unbiased"):
+        assert GRPO(normalize=normalize).annotate(rows).dense("advantage").tolist() == [0] * 4
+
+
+def test_grpo_penalty_needs_the_reference():
+    columns = {name: torch.zeros(1) for name in ("advantage", "weight", "old_logprobs")}
+    with pytest.raises(DataError, match="needs the column 'ref_logprobs'"):
+        GRPO(kl_coef=0.1).loss(torch.zeros(1), columns)
+    assert "kl" not in GRPO().loss(torch.zeros(1), columns)[1]
+
+
+PAPER = DrGRPO(averaging="constant", max_tokens=10)
+
+
+@pytest.mark.feature(111)
+@pytest.mark.parametrize(("algorithm", "divisor"), [(DrGRPO(), 4), (PAPER, 20)])
+def test_dr_grpo_by_hand(algorithm, divisor):
+    annotated = algorithm.annotate(rows_of([4, 4], [1, 0], [1, 3]))
+    assert annotated.dense("advantage").tolist() == [0.5, -0.5]
+    assert annotated.dense("weight") == pytest.approx([1 / divisor] * 2)
+    loss, gradient, metrics = run(algorithm, annotated, torch.full((4,), -1.0))
+    assert loss == pytest.approx((-0.5 + 3 * 0.5) / divisor)
+    assert gradient.tolist() == pytest.approx([-0.5 / divisor, *[0.5 / divisor] * 3])
+    assert metrics["weight"] == pytest.approx(4 / divisor)
+
+
+NAN = float("nan")
+
+
+def test_dapo_over_long_answers_lose_linearly_in_the_buffer():
+    rows = rows_of([1] * 6, [0] * 6, [1, 6, 7, 8, 10, 12])
+    rewards = DAPO(max_tokens=10, overlong_buffer=4).rewards(SampleView.of(rows))
+    assert rewards.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+
+
+def test_dapo_clips_higher_ratios_later():
+    annotated = DAPO().annotate(rows_of([1, 1], [1, 0], [2, 2]))
+    moved = torch.tensor([1.25, 1.3, 0.75, 0.9]).log()
+    _, gradient, metrics = run(DAPO(), annotated, moved, torch.zeros(4))
+    assert (gradient == 0).tolist() == [False, True, True, False]
+    assert metrics["clip_fraction"] == pytest.approx(0.5)
+    assert annotated.dense("weight").tolist() == [0.25, 0.25]
+
+
+def test_reinforce_pp_normalises_over_all_tokens():
+    rows = token_rows([[False, True, True, True], [False, True]], [[0] * 4, [0] * 2], [1.0, 0.0])
+    advantage = ReinforcePlusPlus().annotate(rows).ragged("advantage")
+    assert advantage[0] == pytest.approx([0, 0.5, 0.5, 0.5], abs=1e-6)
+    assert advantage[1] == pytest.approx([0, -1.5], abs=1e-6)
+
+
+def test_reinforce_pp_baseline_compares_groups_then_tokens():
+    annotated = ReinforcePlusPlusBaseline().annotate(rows_of([1, 1, 2, 2], [10, 8, 1, 0], [3, 1, 1, 1]))
+    centred = [1, 1, 1, -1, 0.5, -0.5]
+    assert annotated.dense("advantage") == pytest.approx(whiten(np.array(centred))[[0, 3, 4, 5]], abs=1e-6)
+
+
+ROWS = Batch({"action_tokens": np.array([1, 3, 0])})
+LOGPROBS = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+
+
+@pytest.mark.feature(121)
+@pytest.mark.parametrize(("averaging", "expected"), [("token", 10 / 4), ("sequence", (1 + 9 / 3) / 2)])
+def test_sft_by_hand(averaging, expected):
+    algorithm = SFT(averaging)
+    loss, _, metrics = run(algorithm, algorithm.annotate(ROWS), LOGPROBS)
+    assert loss == pytest.approx(expected)
+    assert metrics == {"nll": pytest.approx(expected)}
+
+
+def test_sft_needs_no_reward_and_takes_any_group_size():
+    SFT().check_group_size(1)
+    annotated = SFT().annotate(ROWS)
+    assert annotated.dense("weight").tolist() == [0.25, 0.25, 0]

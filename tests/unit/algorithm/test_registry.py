@@ -120,6 +120,6 @@ def test_own_algorithm_is_one_short_file(own_algorithms):
     ],
 )
 @pytest.mark.usefixtures("own_algorithms")
-def test_own_algorithm_that_cannot_be_loaded_is_refused(name, message):
+def test_own_algorithm_failing_to_load_is_refused(name, message):
     (error,) = errors_of(name)
     assert error.startswith(f"algorithm.name: {message}")

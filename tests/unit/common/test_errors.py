@@ -79,7 +79,7 @@ def test_error_keeps_the_original_exception():
     assert str(back.original) == "the user's own words"
 
 
-def test_error_tree_of_the_docstring_is_that_of_the_classes():
+def test_error_tree_of_the_docstring_matches_the_classes():
     tree, parents = {}, []
     for line in errors.__doc__.split("::\n")[1].splitlines():
         match = re.match(r"    (?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)", line)

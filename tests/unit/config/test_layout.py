@@ -59,6 +59,8 @@ def test_layout_defaults():
     assert job.trainer == TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
     assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
     assert (job.name, job.job_dir) == ("default", RUNS)
+    with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
+        job_from_mapping(OmegaConf.create(layout()), "Bad Name")
     assert (job.groups, job.env, job.config) == ((), {}, {})
     assert job.preferred_ports("ACTOR") == ()
     assert read(workload_group=[{"actor": 2}]).collocation_of("ACTOR") == ()
@@ -170,11 +172,6 @@ def test_layout_refuses_a_wrong_field(changes, where, fault):
     assert fault in problems_of(**changes).get(where, "nothing"), problems_of(**changes)
 
 
-def test_default_name_is_checked():
-    with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
-        job_from_mapping(OmegaConf.create(layout()), "Bad Name")
-
-
 # -- and back ---------------------------------------------------------------------------------------------------------
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
@@ -242,7 +239,7 @@ def test_job_to_yaml_keeps_references_of_the_config():
 
 @example(r"${HOME} \${x} \\${y} $z")
 @given(st.text("a$\\{}: .'\n", max_size=12))
-def test_any_text_in_the_env_reads_back_as_itself(text):
+def test_env_of_any_text_reads_back_as_itself(text):
     env = {"A": f"x{text}"}
     job = read(workload=actor())
     job = replace(job, env=env, workloads={"ACTOR": replace(job.workloads["ACTOR"], env=env)})
@@ -374,19 +371,10 @@ def test_builder_lists_all_problems():
     with pytest.raises(InvalidJob) as caught:
         builder.spec("My Job")
     assert {problem.where for problem in caught.value.errors} == {
-        "trainer.module",
-        "trainer.class",
-        "trainer.node_number",
-        "trainer.device_type",
-        "restart.job_max_restarts",
-        "checkpoint.evry",
-        "liveness.beat_s",
-        "workload.rollout.standby",
-        "workload",
-        "workload.rollout.num",
-        "workload_group.0.actr",
-        "name",
-    }
+        "trainer.module", "trainer.class", "trainer.node_number", "trainer.device_type", "restart.job_max_restarts",
+        "checkpoint.evry", "liveness.beat_s", "workload.rollout.standby", "workload", "workload.rollout.num",
+        "workload_group.0.actr", "name",
+    }  # fmt: skip
 
 
 def test_builder_takes_a_role_named_twice_as_one():

@@ -105,16 +105,6 @@ def test_text_of_another_kind_is_refused(text, overrides, problem):
     assert problems_of(load_job_text, text, "x", overrides) == [problem]
 
 
-def test_config_may_be_empty():
-    assert load_job_text(f"{NO_CONFIG}config:\n", "x").config == {}
-
-
-def test_scientific_notation_is_a_number():
-    job = load_job_text(JOB, "x", ["lr=1e-6"])
-    assert job.config.lr == 1e-6
-    assert isinstance(load_job_text(JOB, "x").config.lr, float)
-
-
 # -- overrides --------------------------------------------------------------------------------------------------------
 
 
@@ -145,13 +135,17 @@ def test_override_changes_one_value(override, read, value):
     assert read(load_job_text(JOB, "x", [override])) == value
 
 
-def test_override_may_refer_to_another_key():
-    job = load_job_text(JOB, "x", ["+dir=/data", "data.train=${config.dir}/x.jsonl"])
-    assert job.config.data.train == "/data/x.jsonl"
+def test_overrides_are_applied_in_order(job_file):
+    job = load_job_text(JOB, "x", ["+dir=/data", "lr=1", "data.train=${config.dir}/x.jsonl", "lr=1e-6"])
+    assert (job.config.data.train, job.config.lr) == ("/data/x.jsonl", 1e-6)
+    job = load_job(job_file(), ["+env.API_KEY = a:b=c", "+judge.api_key=d e"])
+    assert job.env["API_KEY"].strip() == "a:b=c" and job.config.judge.api_key == "d e"
 
 
-def test_override_given_last_wins():
-    assert load_job_text(JOB, "x", ["lr=1", "lr=2"]).config.lr == 2
+def test_config_is_not_resolved_and_may_be_empty():
+    assert isinstance(load_job_text(JOB, "x").config.lr, float)
+    assert load_job_text(f"{NO_CONFIG}config:\n", "x").config == {}
+    assert "lr" in load_job_text(JOB.replace("1e-3", "${nothing.here}"), "x").config
 
 
 def faults_of(override):
@@ -215,11 +209,6 @@ def test_layout_may_refer_to_environment_and_config(monkeypatch):
     job = load_job_text(text, "x")
     assert (job.trainer.node_number, job.trainer.device_per_node) == (3, 2)
     assert load_job_text(JOB.replace("1e-3", "${trainer.device_per_node}"), "x").config.lr == 4
-
-
-def test_config_is_not_resolved_on_loading():
-    job = load_job_text(JOB.replace("1e-3", "${nothing.here}"), "x")
-    assert "lr" in job.config
 
 
 def test_broken_references_of_the_layout_have_their_places():
@@ -300,17 +289,8 @@ def test_malformed_override_does_not_show_a_secret(job_file, overrides, places):
     assert problems_of(load_job, job_file(), overrides) == [
         (place, "an override is written key=value") for place in places
     ]
-
-
-def test_secret_override_of_wrong_yaml_is_not_shown(job_file):
-    wrong = ["+judge.api_key=${canary", "+judge.name=${canary"]
-    (hidden, (_, shown)) = problems_of(load_job, job_file(), wrong)
+    hidden, (_, shown) = problems_of(load_job, job_file(), ["+judge.api_key=${canary", "+judge.name=${canary"])
     assert hidden == ("judge.api_key", "is not valid YAML") and shown != "is not valid YAML"
-
-
-def test_secret_override_may_have_spaces_and_any_value(job_file):
-    job = load_job(job_file(), ["+env.API_KEY = a:b=c", "+judge.api_key=d e"])
-    assert job.env["API_KEY"].strip() == "a:b=c" and job.config.judge.api_key == "d e"
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
@@ -372,17 +352,9 @@ def test_resolvers_differ_from_references(text, name):
 @pytest.mark.parametrize(
     ("text", "overrides", "fault"),
     [
-        (
-            "config: {key: '${oc.env:HOME}'}",
-            [],
-            "config.key: calls the resolver 'oc.env', which may read",
-        ),
+        ("config: {key: '${oc.env:HOME}'}", [], "config.key: calls the resolver 'oc.env', which may read"),
         ("config: {key: 1}", ["key=${oc.env:HOME}"], "config.key: calls the resolver 'oc.env'"),
-        (
-            "config: {key: 1}",
-            [r'key=[1, {deep: "\x24{oc.env:HOME}"}]'],
-            "config.key.1.deep: calls the resolver",
-        ),
+        ("config: {key: 1}", [r'key=[1, {deep: "\x24{oc.env:HOME}"}]'], "config.key.1.deep: calls the resolver"),
         ('"": ${:0}', [], "calls a resolver"),
     ],
 )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and masks of conversations, with toy templates and SmolLM2's."""
+"""Tokens and masks of conversations, with toy templates and SmolLM2's, and arguments of templates."""
+
+import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,7 @@ from dlrover.python.rl.data.conversation import (
     fit_length,
     prompt_text,
 )
+from dlrover.python.rl.data.pairs import encode_pair
 
 HIDING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -279,3 +282,64 @@ def test_smollm2_example_trains_each_answer_and_its_end(smollm2, row, expected):
 def test_continue_chat_keeps_the_text_before_the_answer(smollm2):
     text = continue_chat(smollm2, ASKED, QUESTION, "12", QUESTION)
     assert text == f"{ASKED}12<|im_end|>\n{ASKED.removeprefix(SYSTEM)}"
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}Tools:{% for t in tools %} {{ t.function.name }}{% endfor %}. {% endif %}"
+    "{% if thinking is defined %}thinking={{ thinking }}. {% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
+ASK, SAY, NO = (
+    {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
+)
+SFT_ROW, PAIR_ROW = {"messages": [ASK, SAY]}, {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}
+PLAIN_CHAT = "<user>Q<|im_end|><assistant>A<|im_end|>"
+
+ROWS = {
+    "SFT_ROW": SFT_ROW,
+    "SFT, prompt and completion": {"prompt": [ASK], "completion": [SAY]},
+    "SFT, prompt and text": {"prompt": [ASK], "response": "A"},
+    "pair": PAIR_ROW,
+    "pair, whole conversations": {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
+    "pair, texts after messages": {"messages": [ASK], "chosen": "A", "rejected": "B"},
+}
+ARGUMENTS = {
+    # the row's, the job's, and what the text begins with
+    "tools": ({"tools": TOOLS}, {}, "Tools: tide. "),
+    "tools as JSON text": ({"tools": json.dumps(TOOLS)}, {}, "Tools: tide. "),
+    "no tools": ({"tools": []}, {}, ""),
+    "no tools in a table": ({"tools": None, "chat_template_kwargs": None}, {}, ""),
+    "empty cells": ({"tools": "", "chat_template_kwargs": ""}, {}, ""),
+    "arguments": ({"chat_template_kwargs": {"thinking": False}}, {}, "thinking=False. "),
+    "both": ({"tools": TOOLS, "chat_template_kwargs": {"thinking": True}}, {}, "Tools: tide. thinking=True. "),
+    "the job's": ({}, {"tools": TOOLS, "thinking": False}, "Tools: tide. thinking=False. "),
+    "the row's before the job's": ({"chat_template_kwargs": '{"thinking": 1}'}, {"thinking": 2}, "thinking=1. "),
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("kind", ROWS)
+def test_template_arguments_reach_the_template(make_tokenizer, kind, arguments):
+    tokenizer, (of_row, of_job, opening) = make_tokenizer(TOOL_TEMPLATE), ARGUMENTS[arguments]
+    encode = encode_pair if "chosen" in ROWS[kind] else encode_example
+    encoded = encode(tokenizer, {**ROWS[kind], **of_row}, template_kwargs=of_job)[0]
+    assert tokenizer.decode(encoded.tokens) == opening + PLAIN_CHAT
+    whole, *_ = encode_example(tokenizer, {**SFT_ROW, **of_row}, mask_prompt=False, template_kwargs=of_job)
+    assert tokenizer.decode(whole.tokens) == opening + PLAIN_CHAT
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({**SFT_ROW, "tools": ["hammer"]}, "'tools' must be a list of"),
+        ({**PAIR_ROW, "tools": TOOLS[0]}, "'tools' must be a list of"),
+        ({**SFT_ROW, "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
+        ({"prompt": "Q", "response": "A", "tools": TOOLS}, "'tools' is for the chat template, which texts do not use"),
+        ({**SFT_ROW, "tools": [{"name": "\ud83d"}]}, "a text in 'tools' has a lone surrogate"),
+    ],
+)
+def test_template_arguments_of_texts_are_refused(tokenizer, row, fault):
+    with pytest.raises(DataError, match=fault):
+        (encode_pair if "chosen" in row else encode_example)(tokenizer, row)

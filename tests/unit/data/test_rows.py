@@ -21,12 +21,7 @@ from dlrover.python.rl.data.conversation import (
     normalize_sft,
     sft_prompt,
 )
-from dlrover.python.rl.data.pairs import (
-    PAIR_ROWS,
-    encode_pairs,
-    normalize_pair,
-    pair_prompt,
-)
+from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs, normalize_pair, pair_prompt
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.source import SourceRows
 
@@ -91,8 +86,7 @@ def test_sft_prompt_is_the_text_before_the_first_answer(tokenizer):
 
 @pytest.mark.feature(64)
 @pytest.mark.parametrize(
-    ("over_long", "sequences", "counts"),
-    [("cut", [2, 5, 5], Counts(4, 2, 1)), ("drop", [2], Counts(4, 0, 3))],
+    ("over_long", "sequences", "counts"), [("cut", [2, 5, 5], Counts(4, 2, 1)), ("drop", [2], Counts(4, 0, 3))]
 )
 def test_sft_rows_too_long_are_cut_or_dropped(tokenizer, tmp_path, over_long, sequences, counts):
     rows = [{"prompt": "A", "response": text} for text in ("", "BCDE", "BCDEF")] + [{"prompt": "A" * 5, "response": ""}]
@@ -254,7 +248,6 @@ def test_empty_prompts_have_seeds():
         empty_prompts(0)
 
 
-PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 ASK = [{"role": "user", "content": "Q"}]
 
 
@@ -318,24 +311,9 @@ def test_pairs_of_every_layout_are_the_same(make_tokenizer, row, tmp_path):
     assert shown(tokenizer, batch) == [(prompt, "yes<|im_end|>"), (prompt, "no<|im_end|>")]
 
 
-@pytest.mark.feature(73)
-def test_pairs_with_a_plain_template_equal_texts(make_tokenizer):
-    tokenizer = make_tokenizer(PLAIN)
-    raw, _ = encode_rows(tokenizer, {"prompt": "Q", "chosen": "yes", "rejected": "no"})
-    batch, _ = encode_rows(tokenizer, LAYOUTS[0])
-    for column in ("tokens", "action_mask"):
-        assert [row.tolist() for row in batch.ragged(column)] == [row.tolist() for row in raw.ragged(column)]
-
-
 def test_pairs_for_a_reward_model_train_the_last_token(tokenizer):
     batch, _ = encode_rows(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D"}, masked="last")
     assert shown(tokenizer, batch) == [("ABC", "<|im_end|>"), ("AD", "<|im_end|>")]
-
-
-def test_pairs_may_continue_each_other(tokenizer):
-    longer = [*ASK, answer("yes"), {"role": "user", "content": "R"}, answer("so")]
-    batch, _ = encode_rows(tokenizer, {"chosen": longer, "rejected": [*ASK, answer("yes")]})
-    assert [trained for _, trained in shown(tokenizer, batch)] == ["yes<|im_end|>so<|im_end|>", "yes<|im_end|>"]
 
 
 def test_pair_prompt_is_the_shared_question():

@@ -4,9 +4,8 @@
 import csv
 import json
 import sys
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, datetime, time
 from decimal import Decimal
-from uuid import UUID
 
 import pytest
 from hypothesis import given
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError, MissingExtra
 from dlrover.python.rl.common.hub import looking_up
-from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
+from dlrover.python.rl.data.conversation import SFT_ROWS, arguments_of_template, encode_sft
 from dlrover.python.rl.data.jsonl import raise_errors, scan_jsonl
-from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
+from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
-from dlrover.python.rl.data.source import as_plain, hold_out, is_left_unread, scan_rows
+from dlrover.python.rl.data.source import hold_out, is_left_unread, scan_rows
 from dlrover.python.rl.data.state_tree import dump, load
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
@@ -270,15 +269,6 @@ def test_tables_without_their_extra_name_it(tmp_path, monkeypatch):
     assert len(scan_rows(write(tmp_path, "jsonl", SFT))[0]) == 3
 
 
-@pytest.mark.feature(73)
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
-    rows = [{"messages": SAY[:1], "chosen": "Beijing.", "rejected": "Shanghai."}]
-    expected, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
-    batch, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
-    assert tokens(batch) == tokens(expected)
-
-
 def test_folder_without_data_or_with_broken_data_is_a_problem(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "README.md").touch()
@@ -299,11 +289,6 @@ def test_dates_and_decimals_of_a_table_become_text(tmp_path, kind):
     texts = {"when": "2024-02-29T12:30:00+00:00", "day": "2024-02-29", "at": "12:30:00", "costs": [{"sum": "2.50"}]}
     assert (row.answer, row.extra_info) == ("0.10", {**texts, "raw": b"x"})
     assert load(*dump(row.extra_info)) == row.extra_info
-
-
-def test_every_cell_of_a_table_becomes_plain():
-    cells = {"gone": timedelta(days=1, seconds=2), "id": [UUID(int=1)], "other": (1, None)}
-    assert as_plain(cells) == {"gone": "1 day, 0:00:02", "id": [str(UUID(int=1))], "other": (1, None)}
 
 
 @pytest.mark.parametrize(
@@ -414,3 +399,41 @@ def test_hold_out_leaves_both_sides_a_row(size):
         hold_out(["a", "b", "c"], size, 0)
     with pytest.raises(DataError, match="too few prompts"):
         hold_out(["a"] * 3, 1, 0)
+
+
+ROLES = ("user", "assistant", "assistant")
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
+ASK, SO, NO = (
+    {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
+)
+CHAT, PAIR = {"messages": [ASK, SO]}, {"prompt": [ASK], "chosen": [SO], "rejected": [NO]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_template_arguments_stay_with_prompts(tmp_path, kind):
+    other = [{"type": "function", "function": {"name": "moon", "parameters": {"required": ["day"]}}}]
+    rows = [{"messages": [ASK], "tools": tools, "source": "web"} for tools in (TOOLS, other)]
+    loaded = load_prompts(write(tmp_path, kind, rows))
+    names = [[tool["function"] for tool in arguments_of_template(row.extra_info)["tools"]] for row in loaded]
+    assert [function["name"] for (function,) in names] == ["tide", "moon"]
+    assert "required" not in names[0][0]["parameters"], "a null of the table"
+    assert [row.extra_info["source"] for row in loaded] == ["web", "web"]
+    (text,) = load_prompts(write(tmp_path, "jsonl", [{"prompt": "Q", "tools": "hammer"}]))
+    assert (text.extra_info, arguments_of_template(text.extra_info)) == ({"tools": "hammer"}, {})
+    (error,) = PROMPT_ROWS.scan(write(tmp_path, "jsonl", [{"messages": [ASK], "tools": "hammer"}]))[1]
+    assert "'tools' must be a list of" in error.what
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("reader", "row", "keys", "unused"),
+    [
+        (SFT_ROWS, {**CHAT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"]),
+        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"]),
+        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"]),
+        (PAIR_ROWS, PAIR, {}, []),
+        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, []),
+    ],
+)
+def test_unread_columns_are_named(tmp_path, kind, reader, row, keys, unused):
+    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused

@@ -121,24 +121,6 @@ def test_state_tree_arrays_are_contiguous_and_writable(array):
     assert back.flags.writeable
 
 
-def test_state_tree_restores_random_states():
-    import random
-
-    old, new, plain = np.random.RandomState(7), np.random.default_rng(7), random.Random(7)
-    for generator in (old, new, plain):
-        generator.random()
-    states = there_and_back({"old": old.get_state(), "new": new.bit_generator.state, "plain": plain.getstate()})
-    again_old, again_new, again_plain = np.random.RandomState(), np.random.default_rng(), random.Random()
-    again_old.set_state(states["old"])
-    again_new.bit_generator.state = states["new"]
-    again_plain.setstate(states["plain"])
-    assert (old.random(), new.random(), plain.random()) == (
-        again_old.random(),
-        again_new.random(),
-        again_plain.random(),
-    )
-
-
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 TENSOR_DTYPES = [

@@ -17,7 +17,7 @@ from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 from tests.support import user_environments
-from tests.support.processes import is_alive, wait_until_gone
+from tests.support.processes import wait_until_gone
 
 
 class Owner:
@@ -214,14 +214,6 @@ def test_isolated_values_not_sendable_are_refused():
     assert message in run(sent()).failure
     with pytest.raises(EnvironmentFailed, match="has no 'Countin'; did you mean 'Counting'"):
         IsolatedEnvironment(f"{SCRIPT}:Countin")
-
-
-def test_isolated_environment_dropped_leaves_no_process():
-    environment = IsolatedEnvironment(SCRIPT)
-    pid = environment._running().pid
-    assert is_alive(pid)
-    del environment
-    wait_until_gone(pid)
 
 
 @pytest.mark.slow

@@ -126,22 +126,6 @@ def test_tool_responses_are_not_trained():
     assert by_policy.decode() == f"{action}5"
 
 
-def test_tools_run_in_an_isolated_process():
-    async def play():
-        environment = IsolatedEnvironment(TOOL_ENVIRONMENT, OPTIONS)
-        try:
-            info = {"answer": "3"}
-            assert await environment.reset(info) is None
-            step = await environment.step("Q: ", call("add", first=2), info)
-            return step, await environment.step(step.next_state, "3", step.extra_info)
-        finally:
-            await environment.shutdown()
-
-    first, last = asyncio.run(asyncio.wait_for(play(), 60))
-    assert first.next_state == "Q: " + call("add", first=2) + response("3")
-    assert (last.reward, last.done) == (0.75, True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -107,7 +107,7 @@ MODULE = "tests.support.user_environments"
         ("tols", None, "did you mean 'tools'"),
     ],
 )
-def test_environment_that_cannot_be_loaded_is_named(where, options, message):
+def test_environment_failing_to_load_is_named(where, options, message):
     for load in (find_environment, load_environment):
         with pytest.raises(EnvironmentFailed) as caught:
             load(where, options)

@@ -137,7 +137,7 @@ def test_tools_thoughts_opened_by_the_prompt_are_drafts():
     assert (step.done, step.reward) == (True, 1.0)
 
 
-def test_a_malformed_call_is_an_error_and_others_keep_their_ids():
+def test_malformed_call_is_an_error_others_keep_their_ids():
     action = f"<think>{A}</think>{A}<tool_call>{{'b'}}</tool_call>{B}"
     message = make_assistant_message(action, turn=2)
     assert [item["id"] for item in message["tool_calls"]] == ["call00200", "call00202"]
@@ -180,7 +180,7 @@ def test_user_functions_get_thoughts_unless_decorated(function, rewards):
     assert [reward.total for reward in weighted.now([*samples, samples[0]._replace(think_prefix=None)])] == rewards
 
 
-def test_a_game_gets_the_move_behind_thoughts():
+def test_game_gets_the_move_behind_thoughts():
     moves = []
     world = SimpleNamespace(
         reset=lambda seed: ("go", {}), step=lambda move: (moves.append(move) or "on", 0.0, False, False, {})

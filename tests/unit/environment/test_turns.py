@@ -27,7 +27,7 @@ def wrote(tokens, version=1):
 
 
 @pytest.mark.feature(87)
-def test_trajectory_that_continues_is_one_sequence():
+def test_trajectory_continued_is_one_sequence():
     trajectory = Trajectory(encode, "ask ")
     assert trajectory.context == encode("ask ")
     trajectory.act("word", *wrote([900, 901]))  # not the text's own tokens
