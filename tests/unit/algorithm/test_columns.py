@@ -13,7 +13,6 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import (
     SampleView,
     group_advantages,
-    leave_one_out,
     token_weights,
     whiten,
 )
@@ -125,23 +124,6 @@ def test_mask_with_other_numbers_of_actions_is_refused():
     rows = rows_of([1], [1], [1]).with_columns(action_mask=Ragged.from_rows([[False, True, True]], dtype=np.bool_))
     with pytest.raises(DataError, match="differ from the token counts"):
         ReinforcePlusPlus().annotate(rows)
-
-
-def test_leave_one_out_subtracts_the_mean_of_the_others():
-    prompt, reward = np.array([3, 3, 8, 3, 8, 5]), np.array([1.0, 4.0, 0.0, NAN, 1.0, 9.0])
-    assert leave_one_out(prompt, reward, ~np.isnan(reward)).tolist() == [-3, 3, -1, 0, 1, 0]
-
-
-def test_whiten_gives_mean_0_and_unbiased_variance_1():
-    whitened = whiten(np.random.default_rng(0).normal(3, 5, 1000))
-    assert whitened.mean() == pytest.approx(0, abs=1e-12)
-    assert whitened.var(ddof=1) == pytest.approx(1)
-
-
-def test_whiten_repeats_numbers_by_their_counts():
-    values, counts = np.array([1.0, 4.0, 2.0, NAN]), np.array([3, 1, 2, 0])
-    repeated = whiten(np.repeat(values, counts))
-    assert whiten(values, counts) == pytest.approx([repeated[0], repeated[3], repeated[4], 0])
 
 
 @pytest.mark.parametrize("values", [[], [5.0], [0.1, 0.1, 0.1]])

@@ -273,15 +273,22 @@ def test_builder_makes_a_whole_job():
         .config({"lr": 1e-6, "nothing": None, "path": "a\\b"})
         .global_env({"A": "1"})
         .global_env({"B": "2"})
-        .restart_limits(job_max_restart=3, workload_max_restart={"rollout": 5})
+        .restart_limits(job_max_restart=3, workload_max_restart={"rollout": 5}, window_s=60, node_max_failures=2)
+        .checkpoint(every=5)
+        .checkpoint(keep=3, resume="latest", commit_to="job_dir")
+        .liveness(beat_s=0.1, lease_s=9)
         .trainer("mod", "Trainer")
+        .trainer_hang_after(90)
         .actor("mod", "Actor")
         .total(4)
         .per_node(2)
         .resource(cpu=0.5, memory=256)
         .env({"C": "3"})
+        .standby(2)
+        .hang_after(30)
         .rollout("mod", "Rollout")
         .total(2)
+        .standby()
         .enable_ray_auto_visible_device()
         .reference("mod", "Reference")
         .reward("mod", "Reward")
@@ -289,12 +296,17 @@ def test_builder_makes_a_whole_job():
         .role("judge", "mod", "Judge")
         .spec("my-job", ("here",))
     )
-    assert job.trainer == TrainerSpec("mod", "Trainer", 2, "CPU", 4)
+    assert job.trainer == TrainerSpec("mod", "Trainer", 2, "CPU", 4, hang_after_s=90.0)
     assert list(job.workloads) == ["ACTOR", "ROLLOUT", "REFERENCE", "REWARD", "CRITIC", "JUDGE"]
-    assert job.workloads["ACTOR"] == WorkloadSpec("mod", "Actor", 4, 2, {"cpu": 0.5, "memory": 256.0}, {"C": "3"})
+    assert job.workloads["ACTOR"] == WorkloadSpec(
+        "mod", "Actor", 4, 2, {"cpu": 0.5, "memory": 256.0}, {"C": "3"}, 2, 30.0
+    )
+    assert (job.workloads["ROLLOUT"].standby, job.workloads["ROLLOUT"].hang_after_s) == (1, 600.0)
     assert job.workloads["ROLLOUT"].env == {"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"}
     assert job.env == {"A": "1", "B": "2"}
-    assert (job.restart.job_max_restart, job.restart.workload_max_restart) == (3, {"rollout": 5})
+    assert job.restart == RestartSpec(3, 10, {"rollout": 5}, window_s=60.0, node_max_failures=2)
+    assert job.checkpoint == CheckpointSpec(5, 3, "latest", "job_dir")
+    assert job.liveness == LivenessSpec(0.1, 9.0)
     assert job.config == {"lr": 1e-6, "nothing": None, "path": "a\\b"}
     assert (job.name, job.job_dir, job.search_path) == ("my-job", RUNS, ("here",))
     assert load_job_text(job_to_yaml(job), "my-job", search_path=("here",)) == job
@@ -321,28 +333,6 @@ def test_builder_collocates_the_members_of_a_node():
     assert minimal().total(2).critic("m", "C").total(2).with_collocation_all().spec("j").groups == (
         {"ACTOR": 2, "CRITIC": 2},
     )
-
-
-def test_builder_sets_recovery():
-    job = (
-        minimal()
-        .standby(2)
-        .hang_after(30)
-        .rollout("m", "R")
-        .standby()
-        .restart_limits(job_max_restart=1, window_s=60, node_max_failures=2)
-        .checkpoint(every=5)
-        .checkpoint(keep=3, resume="latest", commit_to="job_dir")
-        .liveness(beat_s=0.1, lease_s=9)
-        .trainer_hang_after(90)
-        .spec("j", ("here",))
-    )
-    assert [(spec.standby, spec.hang_after_s) for spec in job.workloads.values()] == [(2, 30.0), (1, 600.0)]
-    assert job.trainer.hang_after_s == 90.0
-    assert job.restart == RestartSpec(job_max_restart=1, window_s=60.0, node_max_failures=2)
-    assert job.checkpoint == CheckpointSpec(5, 3, "latest", "job_dir")
-    assert job.liveness == LivenessSpec(0.1, 9.0)
-    assert load_job_text(job_to_yaml(job), "j", search_path=("here",)) == job
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers and numbers in hostile text, and the arithmetic task."""
 
-import random
 import re
 import time
 
@@ -112,37 +111,6 @@ def test_answers_of_ten_megabytes_take_seconds(name):
     assert time.process_time() - started < 10  # a quadratic step would take hours
 
 
-def _gsm8k_pair(rng):
-    """A worked solution and its number, in a spelling that a model or the data may use."""
-    number = rng.choice((rng.randint(-9_999_999, 9_999_999), rng.randint(0, 99), rng.randint(1, 99_999) / 4))
-    plain = str(number)
-    grouped = f"{number:,}"
-    before, after = rng.choice(
-        (("", ""), ("$", ""), ("", "%"), ("", " meters"), ("€", ""), ("", " clips."), ("", " m^2"), ("", " ft2"))
-    )
-    spellings = [before + text + after for text in (plain, grouped)]
-    if number < 0:
-        spellings += [f"-{before}{text[1:]}{after}" for text in (plain, grouped)]
-        spellings += [f"\u2212{before}{text[1:]}{after}" for text in (plain, grouped)]
-    return number, spellings
-
-
-def _solution(rng, text):
-    steps = f"Natalia sold 48/2 = <<48/2=24>>24 clips, then {rng.randint(1, 99)} more.\n"
-    latex = text.replace(",", "{,}").replace("$", r"\$").replace("%", r"\%")
-    return steps + rng.choice((f"#### {text}", f"####{text}", rf"\boxed{{{latex}}}", rf"\boxed{{\text{{{latex}}}}}"))
-
-
-def test_gsm8k_rewards_right_and_no_changed_numbers():
-    rng = random.Random(0)
-    for _ in range(1_000):
-        number, spellings = _gsm8k_pair(rng)
-        completion = _solution(rng, rng.choice(spellings))
-        assert gsm8k(completion, _solution(rng, rng.choice(spellings)), {}) == 1.0, completion
-        changed = _solution(rng, f"{number + rng.choice((-1, 1, 0.5, 1_000)):,}")
-        assert gsm8k(completion, changed, {}) == 0.0, (completion, changed)
-
-
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
@@ -220,13 +188,10 @@ def test_gsm8k_reads_numbers_whole_or_not_at_all(completion, answer, reward):
 @pytest.mark.parametrize(
     ("text", "joined"),
     [
-        (r"(1\,000,5) 7,250", "(1000,5) 7,250"),
-        (r"\{1,200\} 8,00,000", r"\{1,200\} 800000"),
-        ("x_1 7'250 a^{2}", "x_1 7250 a^{2}"),
-        (r"\log_2\,100", "\\log_2\u00a0100"),
-        ("7_25 1_000,5", "7_25 1000,5"),
+        (r"(1\,000,5) 7,250", "(1000,5) 7,250"), (r"\{1,200\} 8,00,000", r"\{1,200\} 800000"),
+        ("x_1 7'250 a^{2}", "x_1 7250 a^{2}"), (r"\log_2\,100", "\\log_2\u00a0100"), ("7_25 1_000,5", "7_25 1000,5"),
     ],
-)
+)  # fmt: skip
 def test_join_groups_in_an_expression(text, joined):
     assert join_groups(plain_text(text)) == joined
 
@@ -307,17 +272,11 @@ def test_arithmetic_rewards_the_right_answer_most(operand):
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("7", -101.0),
-        (r"\boxed{seven}", -101.0),
-        (r"\boxed{9**9**9}", -101.0),
-        (r"\boxed{1e999999}", -100.0),
-        (r"\boxed{5000}", -100.0),
-        (r"\boxed{10}", -100.0),
-        (r"\boxed{9}", -81.0),
-        (r"\boxed{1e-200}", -1e-12),
+        ("7", -101.0), (r"\boxed{seven}", -101.0), (r"\boxed{9**9**9}", -101.0), (r"\boxed{1e999999}", -100.0),
+        (r"\boxed{5000}", -100.0), (r"\boxed{10}", -100.0), (r"\boxed{9}", -81.0), (r"\boxed{1e-200}", -1e-12),
         (r"\boxed{0.0}", 0.0),
     ],
-)
+)  # fmt: skip
 def test_arithmetic_answers_far_off_or_unreadable(text, reward):
     (problem,) = MathDataset(1, 0, 0)
     assert problem.get_reward(text) == reward

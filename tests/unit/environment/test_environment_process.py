@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from test_turns import play, run
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.turns import Guard
@@ -139,20 +140,6 @@ def test_orphans_of_a_child_end_with_its_shield():
 
 
 SCRIPT = user_environments.__file__
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 90))
-
-
-async def play(guard, actions, **info):
-    episode = await guard.reset("prompt ", info)
-    for action in actions:
-        if episode.state is None:
-            break
-        await guard.step(episode, action)
-    await guard.close(episode)
-    return episode
 
 
 @pytest.mark.slow

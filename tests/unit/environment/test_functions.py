@@ -198,20 +198,15 @@ def test_state_with_half_a_character_is_replaced():
     ("name", "message"),
     [
         ("dlrover.python.rl.environment.verifiers:exct", "no 'exct'; did you mean 'exact'"),
-        ("dlrover.python.rl.environment.verifyers:exact", "did you mean 'dlrover.python.rl.environment.verifiers'"),
-        ("dlrover.python.rl.enviroment.verifiers:exact", "did you mean 'dlrover.python.rl.environment'"),
         ("dlrove:exact", "no module named 'dlrove'; did you mean 'dlrover'"),
-        ("json:loads.x", "no 'loads.x'"),
         ("dlrover.python.rl.environment.core.functions:__name__", "is str, not a function"),
         ("json", "no reward function is called 'json'"),
         ("exct", "did you mean 'exact'"),
         ("needs_another:f", "no module named 'qqq_absent_zzz'$"),
-        ("raises_at_once:f", "cannot be imported: RuntimeError: oh"),
     ],
 )
 def test_unknown_function_is_answered_with_the_nearest_name(name, message, tmp_path, monkeypatch):
     (tmp_path / "needs_another.py").write_text("import qqq_absent_zzz\n")
-    (tmp_path / "raises_at_once.py").write_text("raise RuntimeError('oh')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(VerifierError, match=message):
         load_function(name)
