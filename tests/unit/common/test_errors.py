@@ -10,36 +10,15 @@ import pytest
 
 import dlrover.python.rl as package
 from dlrover.python.rl.common import errors
-from dlrover.python.rl.common.errors import (
-    CallSkipped,
-    ClassNotFound,
-    ConfigError,
-    DataError,
-    DLRoverRLError,
-    EngineDied,
-    InvalidJob,
-    InvocationError,
-    InvocationTimeout,
-    NonFiniteUpdate,
-    PlacementTimeout,
-    ReplayDiverged,
-    ResultLost,
-    RowsDiffer,
-    Scope,
-    ScriptFailed,
-    StepAbandoned,
-    UnknownMethod,
-    WeightsLost,
-    WeightSyncError,
-    WorkloadDied,
-    user_traceback,
-)
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, InvocationError, InvocationTimeout, Scope
 from dlrover.python.rl.common.extensions import load_object
 from dlrover.python.rl.common.names import check_job_name
 
 
 def tree_of_classes():
-    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DLRoverRLError)]
+    return [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.DLRoverRLError)
+    ]
 
 
 ERRORS = (ConfigError("trainer.class", "is required"), ConfigError("train.jsonl:7", "not JSON"))
@@ -47,7 +26,7 @@ CALL = {"role": "ACTOR", "rank": 3, "method": "update", "node": "host-1", "remot
 EXAMPLES = {
     InvalidJob: InvalidJob(ERRORS),
     errors.MissingExtra: errors.MissingExtra("vllm", "vllm"),
-    DataError: DataError(ERRORS),
+    errors.DataError: errors.DataError(ERRORS),
     InvocationTimeout: InvocationTimeout(role="ACTOR", method="update", timeout_s=2.5, late=[1, 2], arrived={0: "r"}),
     errors.WorkloadStartError: errors.WorkloadStartError("ACTOR[0]", "words", "Traceback ..."),
     errors.VerifierError: errors.VerifierError("words", "Traceback ..."),
@@ -93,27 +72,22 @@ def test_error_tree_of_the_docstring_matches_the_classes():
 
 def test_error_says_whether_to_retry_and_restart():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
-    lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
-    of_engines = {EngineDied, NonFiniteUpdate, WeightSyncError, WeightsLost}
-    later = {
-        InvocationTimeout,
-        PlacementTimeout,
-        errors.ClusterUnavailable,
-        errors.ServiceBusy,
-        errors.ServiceUnavailable,
-    }
-    assert retried == {*lost, *of_engines, *later, RowsDiffer, ScriptFailed}
+    lost = {errors.WorkloadDied, errors.ResultLost, errors.CallSkipped, errors.ReplayDiverged}
+    of_engines = {errors.EngineDied, errors.NonFiniteUpdate, errors.WeightSyncError, errors.WeightsLost}
+    later = {InvocationTimeout, errors.PlacementTimeout, errors.ClusterUnavailable}
+    busy = {errors.ServiceBusy, errors.ServiceUnavailable}
+    assert retried == {*lost, *of_engines, *later, *busy, errors.RowsDiffer, errors.ScriptFailed}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,
-        EngineDied: Scope.MEMBER,
-        ScriptFailed: Scope.MEMBER,
-        WorkloadDied: Scope.MEMBER,
-        ReplayDiverged: Scope.JOB,
-        PlacementTimeout: Scope.JOB,
-        NonFiniteUpdate: Scope.TRAINER,
-        RowsDiffer: Scope.TRAINER,
-        WeightSyncError: Scope.TRAINER,
-        WeightsLost: Scope.TRAINER,
+        errors.EngineDied: Scope.MEMBER,
+        errors.ScriptFailed: Scope.MEMBER,
+        errors.WorkloadDied: Scope.MEMBER,
+        errors.ReplayDiverged: Scope.JOB,
+        errors.PlacementTimeout: Scope.JOB,
+        errors.NonFiniteUpdate: Scope.TRAINER,
+        errors.RowsDiffer: Scope.TRAINER,
+        errors.WeightSyncError: Scope.TRAINER,
+        errors.WeightsLost: Scope.TRAINER,
     }
 
 
@@ -122,7 +96,8 @@ def test_error_messages_name_the_place():
         "ACTOR[3].update on host-1: ValueError: no"
     )
     assert str(EXAMPLES[InvocationError]).endswith("\n\nTraceback ...")
-    assert str(EXAMPLES[InvocationTimeout]) == "ACTOR[1].update: no answer within 2.5 s from ranks 1, 2 (1 arrived)"
+    late = "ACTOR[1].update: no answer within 2.5 s from ranks 1, 2 (1 arrived)"
+    assert str(EXAMPLES[InvocationTimeout]) == late
     assert str(EXAMPLES[errors.MissingExtra]) == "'vllm' is not installed: pip install 'dlrover-rl[vllm]'"
     assert str(EXAMPLES[errors.WorkloadStartError]).startswith("ACTOR[0] could not start: words\n\nTraceback")
 
@@ -135,23 +110,25 @@ def test_invalid_job_lists_every_error():
 
 
 def test_step_abandoned_passes_a_users_except():
-    assert issubclass(UnknownMethod, AttributeError)
-    assert not issubclass(StepAbandoned, Exception)
+    assert issubclass(errors.UnknownMethod, AttributeError)
+    assert not issubclass(errors.StepAbandoned, Exception)
     cause = ValueError("words")
-    assert (StepAbandoned(3, cause).step, StepAbandoned(3, cause).cause) == (3, cause)
+    assert (errors.StepAbandoned(3, cause).step, errors.StepAbandoned(3, cause).cause) == (3, cause)
 
 
 def test_user_traceback_has_the_users_frames():
-    with pytest.raises(ClassNotFound) as caught:
+    with pytest.raises(errors.ClassNotFound) as caught:
         load_object("no_such_module:Name")
     error = caught.value
-    trace = user_traceback(error)
+    trace = errors.user_traceback(error)
     assert __file__ in trace and "common/extensions.py" not in trace
-    assert user_traceback(error.with_traceback(error.__traceback__.tb_next)) == ""
+    assert errors.user_traceback(error.with_traceback(error.__traceback__.tb_next)) == ""
     with pytest.raises(ValueError) as caught:
         check_job_name("A b")
     error = caught.value
-    assert "common/names.py" in user_traceback(error.with_traceback(error.__traceback__.tb_next)), "an unexpected one"
+    assert "common/names.py" in errors.user_traceback(error.with_traceback(error.__traceback__.tb_next)), (
+        "an unexpected one"
+    )
 
 
 # raised and caught inside its package

@@ -168,7 +168,7 @@ def test_unknown_key_does_not_hide_other_problems():
     places = [error.where for error in parse(Bounded, {"lo": 3, "low": 2}, "config")[1]]
     assert places == ["config.lo", "config"]
     places = [error.where for error in parse(Bounded, {"low": 2, "high": "3"}, "config")[1]]
-    assert places == ["config.high"], "fault stands for a wrong value is not judged"
+    assert places == ["config.high"], "the stand-in of a wrong value is not judged"
     optimizer = {"lrr": 3, "momentum": 0.5}
     places = [error.where for error in parse(PolicyConfig, {"steps": "2", "optimizer": optimizer}, "config")[1]]
     assert sorted(places) == ["config.model", "config.optimizer", "config.optimizer.lrr", "config.steps"]
