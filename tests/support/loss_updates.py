@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ragged updates as plain lists and as batches, and what an engine does with them between ``annotate`` and
-``loss``: packing, micro-batches, ranks."""
+"""Ragged updates as plain lists and as batches, and an engine's work between ``annotate`` and ``loss``: packing,
+micro-batches, ranks."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 from dlrover.python.rl.algorithm.base import EngineLoss, select_added
@@ -12,15 +13,45 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.model.packing import pack, select_columns
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
-TEACHERS, IDS = 2, 3
+TEACHERS = 2
+
+
+def rows_of(prompt_id, reward, action_tokens) -> Batch:
+    return Batch(
+        {
+            "prompt_id": np.array(prompt_id, dtype=np.int64),
+            "reward": np.array(reward, dtype=np.float64),
+            "action_tokens": np.array(action_tokens, dtype=np.int64),
+        }
+    )
+
+
+def token_rows(masks, values, rewards, **more) -> Batch:
+    mask = Ragged.from_rows(masks, dtype=np.bool_)
+    rows = rows_of(np.arange(len(masks)), rewards, [int(np.sum(row)) for row in masks])
+    tokens, values = mask.like(np.arange(len(mask.values))), Ragged.from_rows(values, dtype=np.float32)
+    return rows.with_columns(tokens=tokens, action_mask=mask, values=values, **more)
+
+
+def run(algorithm, annotated: Batch, logprobs, old=None):
+    """Loss, gradient and metrics; the flat log-probs ``old`` also serve as the reference's."""
+    lengths, leaf = annotated.dense("action_tokens"), logprobs.clone().requires_grad_()
+    old = logprobs if old is None else old
+    columns = {
+        name: torch.from_numpy(np.repeat(annotated.dense(name), lengths))
+        for name in ("advantage", "weight")
+        if name in annotated
+    }
+    loss, metrics = algorithm.loss(leaf, {**columns, "old_logprobs": old, "ref_logprobs": old})
+    loss.backward()
+    return float(loss.detach()), leaf.grad, {name: float(value) for name, value in metrics.items()}
 
 
 def ragged_update(seed: int, trajectories: bool = False, rows: int = 16) -> Batch:
     """Groups of four samples with observations between actions; a failed row, and one without an action.
 
-    ``tokens`` number the tokens of the update, so that a test knows each again wherever it has got to. Samples of one
-    prompt are not neighbours. With ``trajectories`` a sample is one to three rows.
-    """
+    ``tokens`` number the tokens of the update. Samples of one prompt are not neighbours. With ``trajectories`` a sample
+    is one to three rows."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 12, size=rows)
     mask = [np.concatenate([[False], rng.random(length - 1) < 0.6]) for length in lengths]
@@ -57,7 +88,7 @@ def logprobs_for(batch: Batch, seed: int = 0, scale: float = 0.3) -> torch.Tenso
 
 @dataclass
 class Outcome:
-    """``gradient``: of the outputs, then of what the engine made."""
+    """``gradient``: of the outputs, then of the engine's columns."""
 
     loss: float
     gradient: torch.Tensor
@@ -65,7 +96,7 @@ class Outcome:
 
 
 def outcome(
-    algorithm, rows: Batch, outputs: torch.Tensor, order=None, ranks=1, budget=10_000, loss=None, **made
+    algorithm, rows: Batch, outputs: torch.Tensor, order=None, ranks=1, budget=10_000, loss=None, **extra
 ) -> Outcome:
     """Annotate and run the loss as engines do.
 
@@ -75,14 +106,12 @@ def outcome(
         ranks: over which units are dealt.
         budget: tokens of a micro-batch.
         loss: instead of the algorithm's.
-        made: columns that the engine makes, for each token of the update.
-    """
+        extra: columns of the engine, for each token of the update."""
     rows = rows if order is None else rows.take(list(order))
-    extra = select_added(rows, algorithm.annotate(rows))
-    batch = rows.with_columns(**extra.columns)
+    batch = rows.with_columns(**select_added(rows, algorithm.annotate(rows)).columns)
     unit = batch.dense("unit") if "unit" in batch else np.arange(len(batch))
     leaf = outputs.clone().requires_grad_()
-    made = {name: values.clone().requires_grad_() for name, values in made.items()}
+    extra = {name: values.clone().requires_grad_() for name, values in extra.items()}
     loss, total, metrics = loss or EngineLoss(algorithm), 0.0, {}
     for rank in range(ranks):
         mine = np.flatnonzero(unit % ranks == rank)
@@ -90,23 +119,21 @@ def outcome(
         for micro in pack(part, budget) if len(mine) else []:
             columns = select_columns(part, micro.flat, "cpu")
             places = torch.from_numpy(micro.targets)
-            columns |= {name: values[places] for name, values in made.items()}
-            value, told = loss(leaf[places], columns)
+            columns |= {name: values[places] for name, values in extra.items()}
+            value, figures = loss(leaf[places], columns)
             value.backward()
             total += value.item()
-            assert not any(figure.requires_grad for figure in told.values())
-            metrics = {name: metrics.get(name, 0.0) + float(figure) for name, figure in told.items()}
-    leaves = [leaf, *made.values()]
+            assert not any(figure.requires_grad for figure in figures.values())
+            metrics = {name: metrics.get(name, 0.0) + float(figure) for name, figure in figures.items()}
+    leaves = [leaf, *extra.values()]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
     return Outcome(total, torch.cat([gradient.flatten() for gradient in gradients]), metrics)
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance=1e-6) -> None:
-    torch.testing.assert_close(found.gradient, expected.gradient, rtol=0, atol=tolerance)
-    assert abs(found.loss - expected.loss) < tolerance
-    assert found.metrics.keys() == expected.metrics.keys()
-    for name, figure in found.metrics.items():
-        assert abs(figure - expected.metrics[name]) < 10 * tolerance, name
+def assert_same(actual: Outcome, expected: Outcome, tolerance=1e-6) -> None:
+    torch.testing.assert_close(actual.gradient, expected.gradient, rtol=0, atol=tolerance)
+    assert abs(actual.loss - expected.loss) < tolerance
+    assert actual.metrics == pytest.approx(expected.metrics, abs=10 * tolerance)
 
 
 # -- plain lists ------------------------------------------------------------------------------------------------------
@@ -131,10 +158,10 @@ def plain_samples(batch: Batch) -> list[dict]:
             sample["actions"][-1]["reward"] += row["reward"]
         else:
             sample["early"] = sample.get("early", 0.0) + row["reward"]
-    found = [sample for sample in samples.values() if sample["actions"] and not np.isnan(sample["reward"])]
-    for sample in found:
+    counted = [sample for sample in samples.values() if sample["actions"] and not np.isnan(sample["reward"])]
+    for sample in counted:
         sample["actions"][0]["reward"] += sample.get("early", 0.0)
-    return found
+    return counted
 
 
 def plain_weight(samples: list[dict], sample: dict, averaging: str) -> float:

@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -68,8 +69,23 @@ def _one(results, function, rank, world_size, port, arguments):
     results.put((rank, result, failure))
 
 
+def is_alive(pid):
+    """Return whether a process runs; a zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # gone, or just going
+        return False
+
+
+def wait_until_gone(pid, limit_s=15.0):
+    deadline_s = time.monotonic() + limit_s
+    while is_alive(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} outlived its owner"
+        os.sched_yield()
+
+
 def free_port():
-    """A port that nobody listens on."""
+    """A port that is not listened at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

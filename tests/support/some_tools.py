@@ -5,11 +5,11 @@ import asyncio
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 
-asked = []
+calls = []
 
 
 def add(first: int, second: int = 1) -> int:
-    asked.append((first, second))
+    calls.append((first, second))
     return first + second
 
 
@@ -31,5 +31,5 @@ def judge(completion, answer, extra_info):
 
 
 def note(text):
-    asked.append(text)
+    calls.append(text)
     return f"noted {text}"

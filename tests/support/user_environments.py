@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of every habit, loaded by name; most of them do what the action says."""
+"""Environments loaded by name; the action selects what most of them do."""
 
 import asyncio
 import os
@@ -61,8 +61,7 @@ def _raise(state):
 
 
 def _forever(state):
-    """In C, with the interpreter held."""
-    return 9**9**9
+    return 9**9**9  # in C, without releasing the interpreter
 
 
 HABITS = {
@@ -99,7 +98,7 @@ class Counting:
 
 class Without:
     def stpe(self):
-        """A misspelt one."""
+        """A misspelt ``step``."""
 
 
 class TooFew:

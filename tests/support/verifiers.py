@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifiers of every bad habit, run in child processes."""
+"""Verifiers with bad habits, for child processes."""
 
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 
 
@@ -21,10 +20,6 @@ async def awaited(completion, answer, extra_info):
     return 5
 
 
-def process_id(completion, answer, extra_info):
-    return os.getpid()
-
-
 def obedient(completion, answer, extra_info):
     """Does what the completion says."""
     if completion == "loop":
@@ -36,11 +31,6 @@ def obedient(completion, answer, extra_info):
         sys.exit(3)
     if completion == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if completion == "child":
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        with open(extra_info["path"], "w") as file:
-            file.write(str(child.pid))
-        child.wait()
     if completion in HOSTILE:
         return HOSTILE[completion](extra_info)
     if completion == "heavy":
@@ -53,7 +43,7 @@ def _fill_memory(extra_info):
 
 
 def _bomb(extra_info):
-    """Processes that start processes, some in sessions of their own; stops at a size that harms nobody."""
+    """Fork processes in separate sessions, up to a harmless number."""
     for _ in range(5):
         if os.fork() == 0:
             os.setsid()
@@ -64,7 +54,7 @@ def _bomb(extra_info):
 
 
 def _daemon(extra_info):
-    """Leaves a process behind that has cut every tie, and answers well."""
+    """Leave a detached process behind, and answer well."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -82,7 +72,7 @@ def _flood(extra_info):
 
 
 def _forge(extra_info):
-    """Writes an answer of its own to whatever it finds open."""
+    """Write an answer to all open descriptors."""
     for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b'{"number": "guess", "reward": 1000.0}\n')
@@ -92,7 +82,7 @@ def _forge(extra_info):
 
 
 def _half_forge(extra_info):
-    """Writes a reply that never ends."""
+    """Write a reply that never ends."""
     for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b'{"number": ')

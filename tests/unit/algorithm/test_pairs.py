@@ -46,7 +46,7 @@ def pairs_update(seed: int, pairs: int = 7) -> Batch:
     return pairs_of(masks, chosen, pair, old.astype(np.float32), ref.astype(np.float32))
 
 
-def slow_loss(config, batch, outputs):
+def slow_pair_loss(config, batch, outputs):
     """Pair by pair."""
     sums: dict[int, dict[bool, float]] = {}
     for row in map(batch.row, range(len(batch))):
@@ -72,7 +72,7 @@ def slow_loss(config, batch, outputs):
     return sum(losses) / len(losses)
 
 
-CONFIGS = [
+PAIR_CONFIGS = [
     RewardModel(),
     DPO(),
     DPO(beta=0.7, token_means=True),
@@ -82,82 +82,79 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", PAIR_CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_loss_is_that_of_a_slow_reference(config, seed):
+def test_pairs_loss_equals_a_slow_reference(config, seed):
     batch = pairs_update(seed)
     outputs = logprobs_for(batch, seed)
-    assert outcome(config, batch, outputs).loss == pytest.approx(slow_loss(config, batch, outputs), rel=1e-5)
+    assert outcome(config, batch, outputs).loss == pytest.approx(slow_pair_loss(config, batch, outputs), rel=1e-5)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_gradient_is_that_of_the_loss(config):
+@pytest.mark.parametrize("config", PAIR_CONFIGS)
+def test_pairs_gradient_is_that_of_the_loss(config):
     batch = pairs_update(2)
     outputs = logprobs_for(batch, 2)
     gradient = outcome(config, batch, outputs).gradient
     for at in range(0, len(outputs), 3):
         step = torch.zeros_like(outputs)
         step[at] = 1e-5
-        up, down = (slow_loss(config, batch, outputs + sign * step) for sign in (1, -1))
+        up, down = (slow_pair_loss(config, batch, outputs + sign * step) for sign in (1, -1))
         assert gradient[at].item() == pytest.approx((up - down) / 2e-5, abs=1e-5)
 
 
-ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4], ref=np.zeros(5, dtype=np.float32))
+ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4])
+SLOPE = 0.1 / (1 + math.exp(0.4))
+BY_HAND = {
+    # algorithm, outputs, loss, gradient, metrics
+    "reward model": (
+        RewardModel(),
+        [9.0, 0.0, 3.0, 9.0, 0.5],
+        math.log1p(math.exp(-1)),
+        [0, -0.5 / (1 + math.e), -0.5 / (1 + math.e), 0, 1 / (1 + math.e)],
+        {"accuracy": 1, "margin": 1, "chosen": 1.5, "rejected": 0.5},
+    ),
+    "dpo": (
+        DPO(beta=0.1),
+        [9.0, 1.0, 2.0, 9.0, -1.0],
+        math.log1p(math.exp(-0.4)),
+        [0, -SLOPE, -SLOPE, 0, SLOPE],
+        {"accuracy": 1, "margin": 0.4, "chosen": 0.3, "rejected": -0.1},
+    ),
+    "dpo at the start": (
+        DPO(beta=0.1),
+        [0.0] * 5,
+        math.log(2),
+        [0, -0.05, -0.05, 0, 0.05],
+        {"accuracy": 0.5, "margin": 0, "chosen": 0, "rejected": 0},
+    ),
+    "ipo at its margin": (
+        DPO(beta=0.1, kind="ipo"),
+        [0.0, 5.0, 0.0, 0.0, 0.0],
+        0,
+        [0] * 5,
+        {"accuracy": 1, "margin": 0.5, "chosen": 0.5, "rejected": 0},
+    ),
+}
 
 
-@pytest.mark.feature(109)
-def test_the_loss_of_a_pair_of_scores():
-    last = pairs_of([[False, False, True], [False, True]], [True, False], [4, 4])
-    found = outcome(RewardModel(), last, torch.tensor([9.0, 9.0, 1.5, 9.0, 0.5]))
-    assert found.loss == pytest.approx(-math.log(1 / (1 + math.exp(-1))))
-    assert found.metrics == pytest.approx({"accuracy": 1, "margin": 1, "chosen": 1.5, "rejected": 0.5})
-    assert found.gradient.tolist() == pytest.approx([0, 0, -1 / (1 + math.e), 0, 1 / (1 + math.e)])
-
-
-@pytest.mark.feature(109)
-def test_scores_learn_to_tell_four_pairs():
-    masks = [[False, True]] * 8
-    batch = pairs_of(masks, [True, False] * 4, np.repeat(np.arange(4), 2))
-    scores = torch.randn(16, generator=torch.Generator().manual_seed(0))
-    for _ in range(50):
-        scores -= outcome(RewardModel(), batch, scores).gradient
-    assert outcome(RewardModel(), batch, scores).metrics["accuracy"] == 1
+@pytest.mark.feature(109, 110)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_pairs_loss_by_hand(name):
+    algorithm, outputs, loss, gradient, metrics = BY_HAND[name]
+    actual = outcome(algorithm, ONE, torch.tensor(outputs))
+    assert actual.loss == pytest.approx(loss, abs=1e-6)
+    assert actual.gradient.tolist() == pytest.approx(gradient, abs=1e-6)
+    assert actual.metrics == pytest.approx(metrics, abs=1e-6)
 
 
 @pytest.mark.feature(110)
-def test_at_the_start_the_loss_is_the_logarithm_of_two():
-    batch = pairs_update(0)
-    start = torch.from_numpy(batch.ragged("ref_logprobs").values.copy())
-    found = outcome(DPO(), batch, start)
-    assert found.loss == pytest.approx(math.log(2))
-    assert found.metrics == pytest.approx({"accuracy": 0.5, "margin": 0, "chosen": 0, "rejected": 0}, abs=1e-6)
-
-
-@pytest.mark.feature(110)
-def test_dpo_by_hand():
-    found = outcome(DPO(beta=0.1), ONE, torch.tensor([9.0, 1.0, 2.0, 9.0, -1.0]))
-    assert found.loss == pytest.approx(math.log1p(math.exp(-0.4)))
-    assert found.metrics == pytest.approx({"accuracy": 1, "margin": 0.4, "chosen": 0.3, "rejected": -0.1})
-    slope = 0.1 / (1 + math.exp(0.4))
-    assert found.gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
-
-
-@pytest.mark.feature(110)
-def test_conservative_dpo_has_its_least_loss_at_the_log_odds_of_the_labels():
+def test_conservative_dpo_is_least_at_the_log_odds_of_labels():
     config = DPO(beta=0.1, label_smoothing=0.2)
     best = torch.tensor([0.0, math.log(0.8 / 0.2) / 0.1, 0.0, 0.0, 0.0])
     assert outcome(config, ONE, best).gradient.abs().max() < 1e-6
 
 
-@pytest.mark.feature(110)
-def test_ipo_has_no_loss_at_its_margin():
-    best = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0])
-    found = outcome(DPO(beta=0.1, kind="ipo"), ONE, best)
-    assert found.loss == pytest.approx(0)
-    assert found.gradient.abs().max() == 0
-
-
-def test_a_pair_without_an_action_in_one_row_counts_nowhere():
+def test_pairs_without_an_action_in_one_row_count_nowhere():
     batch = pairs_of(
         [[False, True], [False, False], [False, True], [False, True, True]], [True, False, False, True], [1, 1, 2, 2]
     )
@@ -168,21 +165,12 @@ def test_a_pair_without_an_action_in_one_row_counts_nowhere():
 
 
 @pytest.mark.parametrize(("chosen", "pair"), [([True, True], [1, 1]), ([True, False], [1, 2]), ([True, False], [1, 3])])
-def test_what_is_no_pair_is_refused(chosen, pair):
+def test_pairs_need_one_chosen_and_one_rejected_row(chosen, pair):
     with pytest.raises(DataError, match="one chosen and one rejected row"):
         add_pair_columns(pairs_of([[False, True]] * 2, chosen, pair))
 
 
-def test_a_pair_that_was_divided_is_refused():
+def test_pairs_divided_over_ranks_are_refused():
     with pytest.raises(DataError, match="a pair is divided"):
         columns = {"unit": torch.tensor([3, 3]), "sign": torch.ones(2), "weight": torch.full((2,), 0.1)}
         RewardModel().loss(torch.zeros(2), columns)
-
-
-def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="beta: input should be greater than 0"):
-        DPO(beta=0)
-    with pytest.raises(ValueError, match="label_smoothing: input should be less than 0.5"):
-        DPO(label_smoothing=0.5)
-    with pytest.raises(ValueError, match="label_smoothing goes with kind 'sigmoid'"):
-        DPO(kind="ipo", label_smoothing=0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and advantages against those of verl and TRL, run unchanged, where they define the same thing.
+"""Losses and advantages against verl's and TRL's unchanged ones, where they define the same thing.
 
 Known to differ: the standard deviation of a group is verl's and TRL's unbiased one, and here the population's; so
 their GRPO advantages are smaller by ``sqrt((n - 1) / n)``.
@@ -58,7 +58,7 @@ def grid(batch, flat):
 
 
 def peers_view(batch):
-    """Mask, rewards on the last action, and who is compared with whom."""
+    """Mask, rewards on the last action, and the prompts of the groups."""
     mask = padded(batch.ragged("action_mask"))
     rewards = torch.zeros_like(mask)
     for row, (reward, chosen) in enumerate(zip(batch.dense("reward"), mask, strict=True)):
@@ -74,8 +74,8 @@ def tokens_advantages(annotated):
     return torch.from_numpy(column.astype(np.float64))[:, None] * mask
 
 
-def assert_equal(found, wanted, tolerance=1e-5):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def assert_equal(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # -- verl -------------------------------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def verl():
 def test_verl_gae(verl, seed):
     batch = clean_update(seed)
     mask, rewards, _ = peers_view(batch)
-    wanted, returns = verl.compute_gae_advantage_return(rewards, padded(batch.ragged("values")), mask, 0.9, 0.8)
+    expected, returns = verl.compute_gae_advantage_return(rewards, padded(batch.ragged("values")), mask, 0.9, 0.8)
     annotated = PPO(gamma=0.9, lam=0.8).annotate(batch)
-    assert_equal(tokens_advantages(annotated), wanted * mask)
+    assert_equal(tokens_advantages(annotated), expected * mask)
     assert_equal(padded(annotated.ragged("returns")) * mask, returns * mask)
 
 
@@ -100,31 +100,31 @@ def test_verl_gae(verl, seed):
 def test_verl_group_advantages(verl, seed):
     batch = clean_update(seed)
     mask, rewards, index = peers_view(batch)
-    wanted, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index)
+    expected, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index)
     sizes = torch.tensor([(index == prompt).sum() for prompt in index], dtype=torch.float64)
     factor = (sizes / (sizes - 1)).sqrt()[:, None]
-    assert_equal(tokens_advantages(GRPO().annotate(batch)), wanted * factor, 1e-4)
-    wanted, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
-    assert_equal(tokens_advantages(DrGRPO().annotate(batch)), wanted)
+    assert_equal(tokens_advantages(GRPO().annotate(batch)), expected * factor, 1e-4)
+    expected, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
+    assert_equal(tokens_advantages(DrGRPO().annotate(batch)), expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_verl_reinforce(verl, seed):
     batch = clean_update(seed)
     mask, rewards, index = peers_view(batch)
-    wanted, _ = verl.compute_rloo_outcome_advantage(rewards, mask, index)
-    assert_equal(tokens_advantages(RLOO().annotate(batch)), wanted)
+    expected, _ = verl.compute_rloo_outcome_advantage(rewards, mask, index)
+    assert_equal(tokens_advantages(RLOO().annotate(batch)), expected)
     config = SimpleNamespace(gamma=0.9)
-    wanted, _ = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
-    assert_equal(tokens_advantages(ReinforcePlusPlus(gamma=0.9).annotate(batch)), wanted)
-    wanted, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)
-    assert_equal(tokens_advantages(ReinforcePlusPlusBaseline().annotate(batch)), wanted)
+    expected, _ = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    assert_equal(tokens_advantages(ReinforcePlusPlus(gamma=0.9).annotate(batch)), expected)
+    expected, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)
+    assert_equal(tokens_advantages(ReinforcePlusPlusBaseline().annotate(batch)), expected)
 
 
 def test_verl_whitening(verl):
     values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    wanted = verl.verl_F.masked_whiten(values, torch.ones(50))
-    assert_equal(torch.from_numpy(whiten(values.numpy())), wanted, 1e-6)
+    expected = verl.verl_F.masked_whiten(values, torch.ones(50))
+    assert_equal(torch.from_numpy(whiten(values.numpy())), expected, 1e-6)
 
 
 def verl_config(**options):
@@ -151,7 +151,7 @@ def test_verl_policy_losses(verl, name, seed):
     leaf = grid(batch, current).requires_grad_()
     options = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high}
     options |= {"clip_ratio_c": config.dual_clip} if config.dual_clip else {}
-    wanted, _ = verl.get_policy_loss_fn(name.split(",")[0])(
+    expected, _ = verl.get_policy_loss_fn(name.split(",")[0])(
         padded(batch.ragged("old_logprobs")),
         leaf,
         tokens_advantages(config.annotate(batch)),
@@ -159,10 +159,10 @@ def test_verl_policy_losses(verl, name, seed):
         MODES[config.averaging],
         verl_config(**options),
     )
-    wanted.backward()
-    found = outcome(config, batch, current)
-    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
-    assert_equal(grid(batch, found.gradient), leaf.grad)
+    expected.backward()
+    actual = outcome(config, batch, current)
+    assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_equal(grid(batch, actual.gradient), leaf.grad)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -170,16 +170,16 @@ def test_verl_value_loss(verl, seed):
     batch = clean_update(seed)
     annotated = PPO().annotate(batch)
     scores = logprobs_for(batch, seed)
-    wanted, fraction = verl.compute_value_loss(
+    expected, fraction = verl.compute_value_loss(
         grid(batch, scores),
         padded(annotated.ragged("returns")),
         padded(batch.ragged("values")),
         padded(batch.ragged("action_mask")),
         0.2,
     )
-    found = outcome(PPO(), batch, scores, loss=PPO().value_loss)
-    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
-    assert found.metrics["value_clip_fraction"] == pytest.approx(fraction.item(), abs=1e-6)
+    actual = outcome(PPO(), batch, scores, loss=PPO().value_loss)
+    assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert actual.metrics["value_clip_fraction"] == pytest.approx(fraction.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -196,7 +196,7 @@ def test_verl_correction(level, kind):
     mask, *_ = peers_view(batch)
     log_ratio = (padded(batch.ragged("old_logprobs")) - padded(batch.ragged("rollout_logprobs"))) * mask
     threshold = 1.3 if kind == "truncate" else "0.8_1.3"
-    wanted, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+    expected, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
     rows, places = mask.nonzero(as_tuple=True)
     columns = {
         "old_logprobs": log_ratio[rows, places],
@@ -204,15 +204,15 @@ def test_verl_correction(level, kind):
         "weight": torch.ones(len(rows), dtype=torch.float64),
         "unit": rows,
     }
-    found, _ = correction_weights(columns, kind, level, 0.8, 1.3)
-    assert_equal(found, wanted[rows, places])
+    actual, _ = correction_weights(columns, kind, level, 0.8, 1.3)
+    assert_equal(actual, expected[rows, places])
 
 
 # -- TRL --------------------------------------------------------------------------------------------------------------
 
 
-class Told(SimpleNamespace):
-    """A trainer of TRL's as far as its loss looks at it."""
+class Trainer(SimpleNamespace):
+    """Has what the losses of TRL's trainers look at."""
 
     def __init__(self, **attributes):
         same = SimpleNamespace(
@@ -246,7 +246,7 @@ def test_trl_grpo_losses(name, seed):
     current, entropies = logprobs_for(batch, seed), torch.zeros_like(mask)
     leaf = grid(batch, current).requires_grad_()
     kind = name.split(",")[0]
-    told = Told(
+    state = Trainer(
         _get_per_token_logps_and_entropies=lambda *_args, **_kwargs: (leaf, entropies, None),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -262,8 +262,8 @@ def test_trl_grpo_losses(name, seed):
         _entropy_bonus_enabled=False,
     )
     nothing = torch.zeros((len(batch), 0), dtype=torch.int64)
-    wanted = trainer._compute_loss(
-        told,
+    expected = trainer._compute_loss(
+        state,
         None,
         {
             "prompt_ids": nothing,
@@ -276,10 +276,10 @@ def test_trl_grpo_losses(name, seed):
             "num_items_in_batch": mask.sum(),
         },
     )
-    wanted.backward()
-    found = outcome(config, batch, current)
-    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
-    assert_equal(grid(batch, found.gradient), leaf.grad)
+    expected.backward()
+    actual = outcome(config, batch, current)
+    assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_equal(grid(batch, actual.gradient), leaf.grad)
 
 
 TRL_DPO = {
@@ -315,7 +315,7 @@ def test_trl_dpo_losses(name, seed):
         return SimpleNamespace(log_probs=values, is_top1=zeros[:, 1:].bool(), **same)
 
     model.training = True
-    told = Told(
+    state = Trainer(
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
@@ -328,8 +328,8 @@ def test_trl_dpo_losses(name, seed):
         _tp_size=1,
     )
     half = len(whole)
-    wanted = trainer._compute_loss(
-        told,
+    expected = trainer._compute_loss(
+        state,
         model,
         {
             "input_ids": mask.long(),
@@ -340,13 +340,13 @@ def test_trl_dpo_losses(name, seed):
         },
         return_outputs=False,
     )
-    wanted.backward()
-    found = outcome(config, batch, current)
-    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
-    slopes = padded(places.like(found.gradient.numpy()[places.values]))
+    expected.backward()
+    actual = outcome(config, batch, current)
+    assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
+    slopes = padded(places.like(actual.gradient.numpy()[places.values]))
     assert_equal(slopes, now.grad)
     if not config.token_means:  # TRL's are sums in any case.
-        assert found.metrics["margin"] == pytest.approx(told._metrics["train"]["rewards/margins"][0], rel=1e-5)
+        assert actual.metrics["margin"] == pytest.approx(state._metrics["train"]["rewards/margins"][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -354,9 +354,9 @@ def test_trl_reverse_kl_over_the_vocabulary(seed):
     jsd = peer("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss
     student, teacher = torch.randn(2, 1, 6, 13, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     student.requires_grad_()
-    wanted = jsd(student, teacher, beta=1, reduction="sum")
-    (slope,) = torch.autograd.grad(wanted, student)
+    expected = jsd(student, teacher, beta=1, reduction="sum")
+    (slope,) = torch.autograd.grad(expected, student)
     values, ids = teacher.log_softmax(-1).topk(13)
-    found = reverse_kl(student.log_softmax(-1).gather(-1, ids), values).sum()
-    assert_equal(found, wanted)
-    assert_equal(torch.autograd.grad(found, student)[0], slope)
+    actual = reverse_kl(student.log_softmax(-1).gather(-1, ids), values).sum()
+    assert_equal(actual, expected)
+    assert_equal(torch.autograd.grad(actual, student)[0], slope)

@@ -1,23 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy gradient against a slow plain reference: advantages, surrogate, KL wherever it is, and other terms."""
+"""Policy gradients: by hand, against a slow reference, and in any order, packing or ranks."""
 
 import math
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from test_pairs import pairs_update
 
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation
+from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.losses.columns import Needs
+from dlrover.python.rl.algorithm.losses.columns import Needs, SampleView
+from dlrover.python.rl.algorithm.losses.values import ValueLoss
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.rloo import RLOO
-from tests.support.loss_updates import logprobs_for, outcome, plain_samples, plain_weight, ragged_update
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import Batch
+from tests.support.loss_updates import (
+    TEACHERS,
+    assert_same,
+    logprobs_for,
+    outcome,
+    plain_samples,
+    plain_weight,
+    ragged_update,
+    rows_of,
+    run,
+)
 
 TERMS = {
     "kl_coef": 0.3,
@@ -28,9 +47,12 @@ TERMS = {
     "clip_low": 0.1,
     "clip_high": 0.15,
 }
+MASK = {"correction": "mask"}
 CONFIGS = {
     "grpo": GRPO(),
+    "grpo, unbiased": GRPO(normalize="std_unbiased"),
     "grpo, all terms": GRPO(**TERMS),
+    "grpo, k2": GRPO(kl_coef=0.5, kl_estimator="k2", averaging="token", normalize="none"),
     "grpo, KL in reward": GRPO(kl_coef=0.4, kl_in="reward", kl_estimator="k1"),
     "grpo, KL in advantage": GRPO(kl_coef=0.4, kl_in="advantage", kl_estimator="k2", averaging="token"),
     "grpo, masked sequences": GRPO(
@@ -79,11 +101,11 @@ def slow_rewards(config, samples):
 def slow_gae(config, actions, rewards):
     gamma, lam = config.gamma, getattr(config, "lam", 1.0)
     values = [action["values"] if isinstance(config, PPO) else 0.0 for action in actions] + [0.0]
-    found, later = [], 0.0
+    advantages, later = [], 0.0
     for at in reversed(range(len(actions))):
         later = rewards[at] + gamma * values[at + 1] - values[at] + gamma * lam * later
-        found.insert(0, later)
-    return found
+        advantages.insert(0, later)
+    return advantages
 
 
 def slow_whiten(table):
@@ -108,10 +130,10 @@ def slow_advantages(config, samples):
         group = [r for other, r in zip(samples, rewards, strict=True) if other["prompt"] == sample["prompt"]]
         advantage = reward - statistics.mean(group)
         if isinstance(config, RLOO):
-            others = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
-            advantage = reward - others
-        elif getattr(config, "normalize", "none") == "std":
-            advantage /= statistics.pstdev(group) + 1e-6
+            baseline = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
+            advantage = reward - baseline
+        elif (normalize := getattr(config, "normalize", "none")) != "none" and len(group) > 1:
+            advantage /= {"std": statistics.pstdev, "std_unbiased": statistics.stdev}[normalize](group) + 1e-6
         table.append([advantage] * len(sample["actions"]))
     return slow_whiten(table) if isinstance(config, ReinforcePlusPlusBaseline) else table
 
@@ -166,11 +188,11 @@ def entropies(batch, seed=0):
 @pytest.mark.feature(111, 112, 114)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_that_of_a_slow_reference(name, seed):
+def test_policy_loss_equals_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
-    found = outcome(config, batch, logprobs, entropy=entropy)
-    assert found.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
+    actual = outcome(config, batch, logprobs, entropy=entropy)
+    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
 
 
 TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
@@ -179,16 +201,16 @@ TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "r
 @pytest.mark.feature(88)
 @pytest.mark.parametrize("name", TRAJECTORIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_of_a_trajectory_are_one_sample(name, seed):
+def test_policy_loss_of_trajectories_equals_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed, trajectories=True)
     logprobs = logprobs_for(batch, seed)
-    found = outcome(config, batch, logprobs)
-    assert found.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
+    actual = outcome(config, batch, logprobs)
+    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not isinstance(config, CISPO)])
-def test_the_gradient_is_that_of_the_loss(name):
-    """By differences; ratios at the clips' corners are avoided by chance. CISPO's is another by design: test_cispo."""
+def test_policy_gradient_is_that_of_the_loss(name):
+    """Compare with differences; CISPO's gradient is another by design."""
     config, batch = CONFIGS[name], ragged_update(4)
     logprobs, entropy = logprobs_for(batch, 4), entropies(batch)
     gradient = outcome(config, batch, logprobs, entropy=entropy).gradient
@@ -200,7 +222,7 @@ def test_the_gradient_is_that_of_the_loss(name):
         assert gradient[at].item() == pytest.approx((up - down) / 2e-5, abs=2e-6)
 
 
-def test_needs_follow_from_the_configuration():
+def test_policy_needs_follow_from_the_configuration():
     assert GRPO().needs == Needs(loss=frozenset({"old_logprobs"}))
     assert GRPO(kl_coef=1).needs == Needs(loss=frozenset({"old_logprobs", "ref_logprobs"}))
     assert GRPO(**TERMS).needs.loss == {"old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"}
@@ -211,20 +233,17 @@ def test_needs_follow_from_the_configuration():
 
 
 @pytest.mark.parametrize("config", [GRPO(), DrGRPO(), DAPO(), RLOO(), ReinforcePlusPlusBaseline(), GSPO(), CISPO()])
-def test_a_group_of_one_is_refused_where_samples_are_compared(config):
+def test_group_of_one_is_refused_by_comparing_algorithms(config):
     config.check_group_size(2)
     with pytest.raises(ValueError, match="samples_per_prompt is 1"):
         config.check_group_size(1)
-
-
-@pytest.mark.parametrize("config", [PPO(), ReinforcePlusPlus()])
-def test_a_group_of_one_will_do_where_there_is_another_baseline(config):
-    config.check_group_size(1)
+    for other in (PPO(), ReinforcePlusPlus()):
+        other.check_group_size(1)
 
 
 @pytest.mark.feature(117)
 @pytest.mark.parametrize("kind", [GRPO, DrGRPO, DAPO, GSPO, CISPO, PPO, RLOO, ReinforcePlusPlus])
-def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
+def test_k1_is_refused_as_a_loss_only(kind):
     with pytest.raises(ValueError, match="k1 cannot be a loss"):
         kind(kl_in="loss", kl_estimator="k1")
     for place in ("reward", "advantage"):
@@ -232,41 +251,43 @@ def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("kind", "options", "message"),
     [
-        (lambda: GRPO(dual_clip=1.0), "dual_clip: input should be greater than 1"),
-        (lambda: GRPO(correction="clip"), "correction: input should be 'none', 'truncate' or 'mask'"),
-        (
-            lambda: GRPO(correction="mask", correction_low=3, correction_high=2),
-            "correction_low 3 and correction_high 2",
-        ),
-        (
-            lambda: GRPO(correction="mask", correction_low=2),
-            "correction_low 2 and correction_high 2.0 are not around 1",
-        ),
-        (
-            lambda: GRPO(correction="mask", correction_high=0.9),
-            "correction_high 0.9 are not around 1, the weight of equ",
-        ),
-        (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: no effect with correction 'trun"),
-        (lambda: GRPO(correction_low=0.5), "correction_low: no effect with correction 'none'"),
-        (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: no eff"),
-        (lambda: GRPO(entropy_coef=-1), "entropy_coef: input should be greater than or equal to 0"),
-        (lambda: PPO(averaging="constant"), "averaging: input should be 'token', 'sequence' or 'sum'"),
-        (lambda: GSPO(averaging="token"), "averaging: input should be 'sequence'"),
-        (lambda: CISPO(dual_clip=3.0), "dual_clip belongs to the clipped surrogate"),
-        (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),
-        (lambda: DAPO(overlong_buffer=5, max_tokens=4), "overlong_buffer 5 is above max_tokens 4"),
-        (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty needs overlong_buffer and max_tokens"),
-        (lambda: PPO(whiten=1), "whiten: input should be a valid boolean, got 1"),
-        (lambda: PPO(lam=1.5), "lam: input should be less than or equal to 1"),
-        (lambda: PPO(gamma=-0.1), "gamma: input should be greater than or equal to 0"),
-        (lambda: ReinforcePlusPlus(gamma=1.1), "gamma: input should be less than or equal to 1"),
+        (GRPO, {"clip_low": -0.1}, "clip_low: input should be greater than or equal to 0, got -0.1"),
+        (GRPO, {"clip_low": 1.0}, "clip_low: input should be less than 1"),
+        (GRPO, {"kl_coef": float("nan")}, "kl_coef: input should be greater than or equal to 0, got nan"),
+        (GRPO, {"kl_estimator": "k4"}, "kl_estimator: input should be 'k1', 'k2' or 'k3', got 'k4'"),
+        (GRPO, {"averaging": "constant"}, "averaging: input should be 'token' or 'sequence', got 'constant'"),
+        (GRPO, {"dual_clip": 1.0}, "dual_clip: input should be greater than 1"),
+        (GRPO, {"correction": "clip"}, "correction: input should be 'none', 'truncate' or 'mask'"),
+        (GRPO, {**MASK, "correction_low": 3, "correction_high": 2}, "correction_low 3 and correction_high 2"),
+        (GRPO, {**MASK, "correction_low": 2}, "correction_low 2 and correction_high 2.0 are not around 1"),
+        (GRPO, {**MASK, "correction_high": 0.9}, "correction_high 0.9 are not around 1, the weight of equ"),
+        (GRPO, {"correction": "truncate", "correction_low": 0.5}, "correction_low: no effect with correction 'trun"),
+        (GRPO, {"correction_low": 0.5}, "correction_low: no effect with correction 'none'"),
+        (GRPO, {"correction_level": "sequence", "correction_high": 2.0}, "correction_level, correction_high: no eff"),
+        (GRPO, {"entropy_coef": -1}, "entropy_coef: input should be greater than or equal to 0"),
+        (DrGRPO, {"averaging": "constant"}, "max_tokens goes with averaging 'constant'"),
+        (DrGRPO, {"max_tokens": 5}, "max_tokens goes with averaging 'constant'"),
+        (GSPO, {"averaging": "token"}, "averaging: input should be 'sequence'"),
+        (CISPO, {"dual_clip": 3.0}, "dual_clip belongs to the clipped surrogate"),
+        (DAPO, {"overlong_buffer": 3}, "max_tokens and overlong_buffer go together"),
+        (DAPO, {"overlong_buffer": 5, "max_tokens": 4}, "overlong_buffer 5 is above max_tokens 4"),
+        (DAPO, {"overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer and max_tokens"),
+        (PPO, {"whiten": 1}, "whiten: input should be a valid boolean, got 1"),
+        (PPO, {"lam": 1.5}, "lam: input should be less than or equal to 1"),
+        (PPO, {"gamma": -0.1}, "gamma: input should be greater than or equal to 0"),
+        (ReinforcePlusPlus, {"gamma": 1.1}, "gamma: input should be less than or equal to 1"),
+        (ValueLoss, {"clip": 0.0}, "clip: input should be greater than 0"),
+        (Distillation, {"kl_in": "reward"}, "distillation has no reward for a KL penalty"),
+        (DPO, {"beta": 0}, "beta: input should be greater than 0"),
+        (DPO, {"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
+        (DPO, {"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing goes with kind 'sigmoid'"),
     ],
 )
-def test_wrong_options_are_refused(make, what):
-    with pytest.raises(ValueError, match=what):
-        make()
+def test_algorithms_refuse_wrong_options(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
 
 
 @dataclass(frozen=True)
@@ -274,7 +295,131 @@ class Cautious(GRPO):
     correction_high: float = 1.5
 
 
-def test_a_class_may_have_bounds_of_its_own_for_when_there_is_a_correction():
+def test_correction_bounds_may_be_defaults_of_a_class():
     assert Cautious().correction_high == Cautious(correction="truncate").correction_high == 1.5
     with pytest.raises(ValueError, match="correction_high: no effect"):
         Cautious(correction_high=2.0)
+
+
+ON_SAMPLES = {
+    **CONFIGS,
+    "sft": SFT(),
+    "sft, sequences": SFT("sequence"),
+    "distillation": Distillation(averaging="sequence", entropy_coef=0.1),
+    "vocabulary_distillation": VocabularyDistillation(),
+}
+ON_PAIRS = {
+    "reward_model": RewardModel(),
+    "dpo": DPO(),
+    "conservative": DPO(label_smoothing=0.1),
+    "ipo": DPO(kind="ipo", token_means=True),
+}
+LAYOUTS = [(1, 10_000), (1, 12), (2, 20), (4, 1), (3, 30)]
+
+
+def candidates(batch):
+    generator = torch.Generator().manual_seed(3)
+    shape = (len(batch.ragged("tokens").values), TEACHERS)
+    return -1 - torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize("name", ON_SAMPLES)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_samples_changes_nothing(name, ranks, budget):
+    algorithm, batch = ON_SAMPLES[name], ragged_update(9)
+    logprobs = logprobs_for(batch, 9)
+    extra = {"entropy": entropies(batch), "candidate_logprobs": candidates(batch)}
+    order = np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, logprobs, **extra)
+    assert whole.gradient.abs().max() > 1e-3
+    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget, **extra), whole)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize("name", ON_PAIRS)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_pairs_changes_nothing(name, ranks, budget):
+    algorithm, batch = ON_PAIRS[name], pairs_update(5)
+    logprobs = logprobs_for(batch, 5)
+    order = np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, logprobs)
+    assert whole.gradient.abs().max() > 1e-3
+    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget), whole)
+
+
+@pytest.mark.feature(122)
+@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
+def test_layout_of_values_changes_nothing(ranks, budget):
+    algorithm, batch = PPO(), ragged_update(9)
+    scores, order = logprobs_for(batch, 9), np.random.default_rng(ranks).permutation(len(batch))
+    whole = outcome(algorithm, batch, scores, loss=algorithm.value_loss)
+    assert_same(outcome(algorithm, batch, scores, order, ranks, budget, loss=algorithm.value_loss), whole)
+
+
+@pytest.mark.feature(112)
+def test_grpo_of_equal_rewards_has_no_gradient():
+    annotated = GRPO().annotate(rows_of([1, 1, 1], [0.1, 0.1, 0.1], [1, 2, 3]))
+    assert annotated.dense("advantage").tolist() == [0, 0, 0]
+    logprobs = torch.full((6,), -1.0)
+    loss, gradient, _ = run(GRPO(), annotated, logprobs)
+    assert loss == 0
+    assert gradient.tolist() == [0] * 6
+
+
+def test_grpo_ignores_the_rounding_of_equal_rewards():
+    sums = [33.3 + 66.7, 99.9 + 0.1, 0.1 + 0.2 + 99.7, 100.0 + 1e-8]
+    rows = rows_of([1] * 4, sums, [1] * 4)
+    assert len(set(sums)) > 1
+    for normalize in ("none", "std", "std_unbiased"):
+        assert GRPO(normalize=normalize).annotate(rows).dense("advantage").tolist() == [0] * 4
+
+
+def test_grpo_penalty_needs_the_reference():
+    columns = {name: torch.zeros(1) for name in ("advantage", "weight", "old_logprobs")}
+    with pytest.raises(DataError, match="needs the column 'ref_logprobs'"):
+        GRPO(kl_coef=0.1).loss(torch.zeros(1), columns)
+    assert "kl" not in GRPO().loss(torch.zeros(1), columns)[1]
+
+
+PAPER = DrGRPO(averaging="constant", max_tokens=10)
+
+
+@pytest.mark.feature(111)
+@pytest.mark.parametrize(("algorithm", "divisor"), [(DrGRPO(), 4), (PAPER, 20)])
+def test_dr_grpo_by_hand(algorithm, divisor):
+    annotated = algorithm.annotate(rows_of([4, 4], [1, 0], [1, 3]))
+    assert annotated.dense("advantage").tolist() == [0.5, -0.5]
+    assert annotated.dense("weight") == pytest.approx([1 / divisor] * 2)
+    loss, gradient, metrics = run(algorithm, annotated, torch.full((4,), -1.0))
+    assert loss == pytest.approx((-0.5 + 3 * 0.5) / divisor)
+    assert gradient.tolist() == pytest.approx([-0.5 / divisor, *[0.5 / divisor] * 3])
+    assert metrics["weight"] == pytest.approx(4 / divisor)
+
+
+NAN = float("nan")
+
+
+def test_dapo_over_long_answers_lose_linearly_in_the_buffer():
+    rows = rows_of([1] * 6, [0] * 6, [1, 6, 7, 8, 10, 12])
+    rewards = DAPO(max_tokens=10, overlong_buffer=4).rewards(SampleView.of(rows))
+    assert rewards.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+
+
+ROWS = Batch({"action_tokens": np.array([1, 3, 0])})
+LOGPROBS = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+
+
+@pytest.mark.feature(121)
+@pytest.mark.parametrize(("averaging", "expected"), [("token", 10 / 4), ("sequence", (1 + 9 / 3) / 2)])
+def test_sft_by_hand(averaging, expected):
+    algorithm = SFT(averaging)
+    loss, _, metrics = run(algorithm, algorithm.annotate(ROWS), LOGPROBS)
+    assert loss == pytest.approx(expected)
+    assert metrics == {"nll": pytest.approx(expected)}
+
+
+def test_sft_needs_no_reward_and_takes_any_group_size():
+    SFT().check_group_size(1)
+    annotated = SFT().annotate(ROWS)
+    assert annotated.dense("weight").tolist() == [0.25, 0.25, 0]

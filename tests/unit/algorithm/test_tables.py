@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terms of the losses do to a policy that is a table: where they move it in 50 updates."""
+"""Losses train a policy that is a table, one distribution over a few tokens, for 50 updates."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,79 @@ from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
-from tests.support.policy_tables import VOCABULARY, divergence, entropy_of, table, trained
+from dlrover.python.rl.data.batch import Batch, Ragged
+from tests.support.loss_updates import outcome
+
+VOCABULARY = 7
+GROUPS, GROUP = 8, 16
+
+
+def table(seed: int) -> torch.Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def divergence(logits: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(logits || other)."""
+    own, target = logits.log_softmax(-1), other.log_softmax(-1)
+    return float((own.exp() * (own - target)).sum())
+
+
+def entropy_of(logits: torch.Tensor) -> torch.Tensor:
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum()
+
+
+def drawn(logits: torch.Tensor, reference: torch.Tensor, seed: int) -> tuple[Batch, torch.Tensor]:
+    """Draw samples of one token each; return them and their ids."""
+    rows, generator = GROUPS * GROUP, torch.Generator().manual_seed(seed)
+    ids = torch.multinomial(logits.softmax(-1), rows, replacement=True, generator=generator)
+    mask = Ragged.from_rows([[False, True]] * rows, dtype=np.bool_)
+
+    def column(values):
+        flat = np.zeros((2 * rows, *values.shape[1:]), dtype=np.float32)
+        flat[1::2] = values.numpy()
+        return mask.like(flat)
+
+    columns = {
+        "tokens": mask.like(np.arange(2 * rows)),
+        "action_mask": mask,
+        "prompt_id": np.repeat(np.arange(GROUPS), GROUP),
+        "reward": np.zeros(rows),
+        "action_tokens": np.ones(rows, dtype=np.int64),
+        "old_logprobs": column(logits.log_softmax(-1)[ids]),
+        "ref_logprobs": column(reference.log_softmax(-1)[ids]),
+        "values": column(torch.zeros(rows)),
+    }
+    return Batch(columns), ids
+
+
+def trained(algorithm, start, reference, steps=50, lr=1.0, more=lambda ids: {}, reward=None):
+    """Return the table after ``steps`` updates; ``more`` gives further columns of the samples, ``[rows, ...]``."""
+    logits = start.clone()
+    for step in range(steps):
+        rows, ids = drawn(logits, reference, step)
+        if reward is not None:
+            rows = rows.with_columns(reward=reward(ids).numpy())
+        mask = rows.ragged("action_mask")
+        extra = {name: mask.like(np.repeat(values.numpy(), 2, axis=0)) for name, values in more(ids).items()}
+        leaf = logits.clone().requires_grad_()
+        whole = leaf.log_softmax(-1)
+        extra_outputs = {"entropy": entropy_of(leaf).expand(2 * len(ids))}
+        if "candidates" in extra:
+            extra_outputs["candidate_logprobs"] = whole[torch.from_numpy(extra["candidates"].values)]
+        outputs = whole[ids.repeat_interleave(2)]
+        actual = outcome(
+            algorithm,
+            rows.with_columns(**extra),
+            outputs.detach(),
+            **{name: values.detach() for name, values in extra_outputs.items()},
+        )
+        tensors = [outputs, *extra_outputs.values()]
+        parts = actual.gradient.split([tensor.numel() for tensor in tensors])
+        torch.autograd.backward(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
+        logits -= lr * leaf.grad
+    return logits
+
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 TO_REFERENCE = {
@@ -28,7 +101,7 @@ TO_REFERENCE = {
 @pytest.mark.feature(117)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TO_REFERENCE)
-def test_the_kl_penalty_moves_the_policy_to_the_reference(name, seed):
+def test_kl_penalty_moves_the_policy_to_the_reference(name, seed):
     start, reference = table(seed), table(100 + seed)
     after = trained(TO_REFERENCE[name], start, reference)
     assert divergence(after, reference) < 0.3 * divergence(start, reference)
@@ -36,7 +109,7 @@ def test_the_kl_penalty_moves_the_policy_to_the_reference(name, seed):
 
 @pytest.mark.feature(120)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_entropy_bonus_raises_the_entropy(seed):
+def test_entropy_bonus_raises_the_entropy(seed):
     start = table(seed)
     after = trained(GRPO(entropy_coef=0.5), start, start)
     assert entropy_of(after) > entropy_of(start) + 0.05
@@ -50,7 +123,7 @@ FAMILY = [
 @pytest.mark.feature(127)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("algorithm", FAMILY, ids=lambda algorithm: type(algorithm).__name__)
-def test_every_policy_gradient_raises_the_reward(algorithm, seed):
+def test_policy_gradients_raise_the_reward(algorithm, seed):
     start = table(seed)
     wanted = int(start.argmin())
     after = trained(algorithm, start, start, lr=2.0, reward=lambda ids: (ids == wanted).double())
@@ -60,29 +133,27 @@ def test_every_policy_gradient_raises_the_reward(algorithm, seed):
 
 @pytest.mark.feature(124)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sampled_tokens_teach_what_the_teacher_knows(seed):
+def test_distillation_of_sampled_tokens_reaches_the_teacher(seed):
     start, teacher = table(seed), table(50 + seed)
-
-    def told(ids):
-        return {"teacher_logprobs": teacher.log_softmax(-1)[ids].float()}
-
-    after = trained(Distillation(), start, start, more=told)
+    after = trained(
+        Distillation(), start, start, more=lambda ids: {"teacher_logprobs": teacher.log_softmax(-1)[ids].float()}
+    )
     assert divergence(after, teacher) < 0.3 * divergence(start, teacher)
 
 
 @pytest.mark.feature(124)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("top", [2, VOCABULARY])
-def test_so_do_its_likeliest_ids(seed, top):
+def test_distillation_of_likely_ids_reaches_the_teacher(seed, top):
     start, teacher = table(seed), table(50 + seed)
-    known = teacher.log_softmax(-1).topk(top)
+    likeliest = teacher.log_softmax(-1).topk(top)
 
-    def told(ids):
-        return {
-            "candidates": known.indices.expand(len(ids), top),
-            "teacher_logprobs": known.values.float().expand(len(ids), top),
-        }
+    def more(ids):
+        columns = {"candidates": likeliest.indices, "teacher_logprobs": likeliest.values.float()}
+        return {name: values.expand(len(ids), top) for name, values in columns.items()}
 
-    after = trained(VocabularyDistillation(), start, start, more=told)
+    after = trained(VocabularyDistillation(), start, start, more=more)
     assert divergence(after, teacher) < (0.1 if top == VOCABULARY else 0.7) * divergence(start, teacher)
-    torch.testing.assert_close(after.softmax(-1)[known.indices], teacher.softmax(-1)[known.indices], rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        after.softmax(-1)[likeliest.indices], teacher.softmax(-1)[likeliest.indices], rtol=0, atol=0.1
+    )

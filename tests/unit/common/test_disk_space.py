@@ -41,16 +41,12 @@ OTHERS = [OSError(errno.EACCES, "refused"), RustError("os error 280"), ValueErro
 
 
 @pytest.mark.parametrize("error", FULL, ids=str)
-def test_a_full_disk_is_waited_for_and_logged_once(error, caplog):
+def test_full_disk_is_waited_for_then_raised(error, caplog):
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
     assert [record.getMessage() for record in caplog.records] == [
         f"no disk space for metrics.jsonl; waiting up to 20 s: {error}"
     ]
-
-
-@pytest.mark.parametrize("error", FULL, ids=str)
-def test_a_disk_that_stays_full_raises_its_error(error):
     with pytest.raises(OSError) as raised:
         retry_io(FailingWrite(1_000_000, error), FILE, SHORT)
     assert is_disk_full(raised.value)
@@ -58,7 +54,7 @@ def test_a_disk_that_stays_full_raises_its_error(error):
 
 
 @pytest.mark.parametrize("error", FALTERING, ids=lambda error: errno.errorcode[error.errno])
-def test_a_disk_that_falters_is_asked_again_and_one_that_goes_on_raises(error, caplog):
+def test_faltering_disk_is_asked_again_then_raised(error, caplog):
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
     assert [record.getMessage() for record in caplog.records] == [
@@ -70,14 +66,14 @@ def test_a_disk_that_falters_is_asked_again_and_one_that_goes_on_raises(error, c
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
-def test_any_other_error_is_raised_at_once(error, caplog):
+def test_other_errors_of_a_disk_are_raised_at_once(error, caplog):
     with pytest.raises(type(error)):
         retry_io(FailingWrite(1, error), FILE, QUICK, lambda in_use: True)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_files_that_are_not_needed_are_freed_before_waiting(number, caplog):
+def test_unneeded_files_are_freed_before_waiting(number, caplog):
     freed = [True, False]
     write = FailingWrite(1, OSError(number, "full"))
     assert retry_io(write, FILE, DiskWait(0.0), lambda in_use: freed.pop(0)) == 7
@@ -85,7 +81,7 @@ def test_files_that_are_not_needed_are_freed_before_waiting(number, caplog):
     assert not caplog.records
 
 
-def test_files_in_use_are_freed_after_the_wait_and_then_the_error_is_raised():
+def test_files_in_use_are_freed_after_the_wait():
     in_use_files = ["a copy", "another"]
 
     def free_space(in_use):
@@ -96,17 +92,11 @@ def test_files_in_use_are_freed_after_the_wait_and_then_the_error_is_raised():
     assert in_use_files == []
 
 
-def test_an_error_of_an_open_file_names_it(tmp_path):
+def test_disk_errors_name_the_file_and_the_bytes(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for error in (OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full", str(file))):
         with pytest.raises(OSError) as raised:
             retry_io(FailingWrite(1_000_000, error), file, DiskWait(0.0))
         assert str(raised.value) == f"[Errno {errno.ENOSPC}] full: '{file}'"
-
-
-def test_the_error_names_the_folder_and_the_bytes(tmp_path):
-    error = disk_full_error(errno.EDQUOT, tmp_path, 77)
-    assert error.errno == errno.EDQUOT
-    assert f"{tmp_path}" in str(error)
-    assert "77 bytes do not fit, " in str(error)
-    assert str(error).count("bytes are free") == 1
+    message = str(disk_full_error(errno.EDQUOT, tmp_path, 77))
+    assert f"{tmp_path}" in message and "77 bytes do not fit, " in message and message.count("bytes are free") == 1

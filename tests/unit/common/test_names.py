@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles, names, nearest-name hints."""
+"""Names of roles, jobs, processes and extensions, of a script's code, and names that moved; hints at the nearest."""
 
 import copy
+import dataclasses
+import importlib
+import json
 import pickle
+import subprocess
+import sys
+import threading
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.python.rl.common.by_value import label_of, name_for
+from dlrover.python.rl.common.errors import ClassNotFound
+from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.common.names import (
+    TRAINER_ID,
     WELL_KNOWN_ROLES,
+    ProcessId,
+    ProcessKind,
     RLRoleType,
     check_job_name,
     hint,
@@ -25,23 +38,10 @@ from dlrover.python.rl.common.names import (
 )
 
 
-def test_the_five_roles_of_the_guide_are_constants():
+def test_roles_of_the_guide_are_constants():
     assert [str(role) for role in WELL_KNOWN_ROLES] == ["ACTOR", "ROLLOUT", "REWARD", "REFERENCE", "CRITIC"]
     assert RLRoleType.ACTOR.name == RLRoleType.ACTOR.value == "ACTOR"
     assert repr(RLRoleType.CRITIC) == "RLRoleType.CRITIC"
-
-
-@pytest.mark.parametrize("written", ["judge_2", "Judge_2", "JUDGE_2"])
-def test_any_other_name_is_a_role_in_upper_case(written):
-    role = RLRoleType(written)
-    assert role == "JUDGE_2"
-    assert {role: 1}["JUDGE_2"] == 1
-
-
-@pytest.mark.parametrize("bad", ["", "2fast", "a-b", "a b", "_x", "é", "a.b", 3])
-def test_a_name_that_is_no_role_is_refused_with_the_rule(bad):
-    with pytest.raises(ValueError, match="is not a role name: use letters"):
-        RLRoleType(bad)
 
 
 @pytest.mark.parametrize("role", [*WELL_KNOWN_ROLES, RLRoleType("judge")])
@@ -51,18 +51,31 @@ def test_roles_stay_roles_when_copied_and_pickled(role):
         assert type(back) is RLRoleType
 
 
-@pytest.mark.parametrize("name", ["a", "my-job", "0", "a" * 63])
-def test_job_names_are_dns_labels(name):
-    assert check_job_name(name) == name
+@pytest.mark.parametrize(
+    ("check", "names", "refused", "rule"),
+    [
+        (
+            RLRoleType,
+            ["judge_2", "Judge_2"],
+            ["", "2fast", "a-b", "a b", "_x", "é", "a.b", 3],
+            "a role name: use letters",
+        ),
+        (
+            check_job_name,
+            ["a", "my-job", "0", "a" * 63],
+            ["", "-a", "a-", "My-Job", "a_b", "a/b", "a" * 64, "a\n"],
+            "a job name: use 1 to 63 of a-z",
+        ),
+    ],
+)
+def test_names_are_checked_by_their_rule(check, names, refused, rule):
+    assert [check(name) for name in names] == (names if check is check_job_name else ["JUDGE_2"] * 2)
+    for name in refused:
+        with pytest.raises(ValueError, match=f"is not {rule}"):
+            check(name)
 
 
-@pytest.mark.parametrize("name", ["", "-a", "a-", "My-Job", "a_b", "a/b", "a" * 64, "a\n"])
-def test_other_job_names_are_refused_with_the_rule(name):
-    with pytest.raises(ValueError, match="is not a job name: use 1 to 63 of a-z"):
-        check_job_name(name)
-
-
-def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
+def test_actor_names_carry_job_run_and_process_number():
     assert master_name("j") == "j/master"
     assert trainer_name("j", "1a2b", 2) == "j/1a2b/trainer/2"
     assert member_name("j", "1a2b", "ROLLOUT", 1, 3) == "j/1a2b/ROLLOUT-1/3"
@@ -71,31 +84,218 @@ def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
     assert run_of(member_name("j", "1a2b", "ROLLOUT", 1, 3)) == ("j", "1a2b")
 
 
-def test_a_command_to_resume_can_be_pasted():
+def test_resume_command_is_quoted_for_a_shell():
     assert resume_command("runs/it's mine") == """dlrover-rl resume 'runs/it'"'"'s mine'"""
     assert resume_command(Path("runs/j-1")) == "dlrover-rl resume runs/j-1"
 
 
-def test_the_nearest_name_is_given_without_regard_to_case():
+def test_nearest_path_compares_each_part():
+    names = ["config.seed", "config.optimizer.lr", "config.steps"]
+    assert nearest_path("config.nowhere", names) is None
+    assert nearest_path("config.optimiser.lr", names) == "config.optimizer.lr"
+    assert nearest_path("confg.stps", names) == "config.steps"
+    assert nearest_path("config.optimizer", names) is None
+
+
+def test_hint_is_the_nearest_name_or_all():
     assert nearest("GENERTE", ["generate", "update"]) == "generate"
     assert nearest("xyz", ["generate", "update"]) is None
-
-
-def test_a_dotted_key_is_near_if_each_of_its_parts_is():
-    known = ["config.seed", "config.optimizer.lr", "config.steps"]
-    assert nearest_path("config.nowhere", known) is None
-    assert nearest_path("config.optimiser.lr", known) == "config.optimizer.lr"
-    assert nearest_path("confg.stps", known) == "config.steps"
-    assert nearest_path("config.optimizer", known) is None
-
-
-def test_a_hint_is_the_nearest_name_or_all_of_them():
     assert hint("pre_function", ["post_func", "pre_func", "timeout"]) == "; did you mean 'pre_func'?"
     assert hint("zzz", ["b", "a"]) == "; known: a, b"
     assert hint("zzz", []) == ""
 
 
 @given(st.text(), st.lists(st.text()))
-def test_a_hint_never_fails(name, known):
-    assert isinstance(hint(name, known), str)
-    assert nearest(name, known) in [None, *known]
+def test_hint_of_any_text_is_text(name, names):
+    assert isinstance(hint(name, names), str)
+    assert nearest(name, names) in [None, *names]
+
+
+def test_process_id_spelling_and_pool():
+    ids = (ProcessId("ROLLOUT", 1), ProcessId.standby("ROLLOUT", 2), TRAINER_ID)
+    assert [str(process_id) for process_id in ids] == ["ROLLOUT[1]", "ROLLOUT-standby[2]", "trainer"]
+    assert [process_id.pool for process_id in ids] == ["ROLLOUT", "ROLLOUT-standby", "trainer"]
+
+
+@given(st.from_regex(r"[A-Z][A-Z_0-9]{0,9}", fullmatch=True), st.integers(-1, 10_000), st.booleans())
+def test_process_id_parse_reads_its_str(role, rank, standby):
+    process_id = ProcessId(role, rank, ProcessKind.STANDBY if standby else ProcessKind.MEMBER)
+    assert ProcessId.parse(str(process_id)) == process_id
+    assert ProcessId.parse("trainer") is TRAINER_ID
+
+
+@pytest.mark.parametrize("text", ["", "job", "ROLLOUT", "ROLLOUT-1", "ROLLOUT[x]", "ROLLOUT[1", "ROLLOUT[1]x", "[1]"])
+def test_process_id_of_another_text_is_refused(text):
+    with pytest.raises(ValueError, match="is not a process such as"):
+        ProcessId.parse(text)
+
+
+def test_process_ids_sort_by_role_and_rank():
+    ids = [ProcessId("ROLLOUT", 10), ProcessId("ROLLOUT", 2), ProcessId("ACTOR", 3)]
+    assert sorted(ids) == [ids[2], ids[1], ids[0]]
+
+
+POINT = ExtensionPoint("parser", "dlrover_rl_test.parsers", {"json": "json:loads"})
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package that registers the parsers ``toml`` and ``json``, as pip would have installed it."""
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dlrover_rl_test.parsers]\ntoml = tomllib:loads\njson = pickle:loads\n")
+    (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('oh')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_extension_is_built_in_installed_or_a_place(installed):
+    loaded = [POINT.load(name) for name in ("json", "toml", "pickle:loads")]
+    assert loaded == [json.loads, tomllib.loads, pickle.loads]
+    assert sorted(POINT.places()) == ["json", "toml"]
+
+
+def test_extension_place_is_found_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "never_imported.py").write_text("raise RuntimeError\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert POINT.place("never_imported:Thing") == "never_imported:Thing"
+    assert "never_imported" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("jsn", "no parser is called 'jsn'; did you mean 'json'?; there are json, toml, or give 'package.module:Name'"),
+        ("zzz", "no parser is called 'zzz'; there are json, toml"),
+        ("json:lods", "module 'json' has no 'lods'; did you mean 'loads'?"),
+        ("jsom:loads", "no module named 'jsom'; did you mean 'json'?"),
+        ("raises_on_import:Thing", "'raises_on_import' cannot be imported: RuntimeError: oh"),
+    ],
+)
+def test_unknown_extension_is_answered_with_the_nearest(name, message, installed):
+    with pytest.raises(ClassNotFound) as caught:
+        POINT.load(name)
+    assert message in str(caught.value)
+    with pytest.raises(ClassNotFound, match="'json' is not of the form 'package.module:Name'"):
+        load_object("json")
+
+
+def test_extension_place_of_earlier_versions_is_noted(caplog):
+    point = ExtensionPoint("parser", "dlrover_rl_test.parsers", {"json": "json:loads"}, {"old.json:loads": "json"})
+    assert point.place("old.json:loads") == "json:loads"
+    assert "the parser 'old.json:loads' is now called 'json'" in caplog.text
+    assert point.place("json") == "json:loads"
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SCALE_SCRIPT = """
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from dlrover.python.rl.common.by_value import name_for
+
+FACTOR = 3
+
+@dataclass(frozen=True)
+class Scale:
+    first: int
+    second: int = 5
+
+    def __call__(self, number):
+        return self.first * self.second * number * FACTOR
+
+print(name_for(Scale, Path(sys.argv[1])))
+print(name_for(lambda number: number + FACTOR, Path(sys.argv[1])))
+print(name_for(Scale(2), Path(sys.argv[1])))
+"""
+
+
+def at_the_top():
+    return "top"
+
+
+def test_name_for_importable_code_is_its_place(tmp_path):
+    assert name_for(at_the_top, tmp_path) == f"{__name__}:at_the_top"
+    assert load_object(name_for(Path, tmp_path)) is Path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_name_for_code_of_a_script_loads_its_globals(tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "in puts.1"
+    script.write_text(SCALE_SCRIPT)
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 0, done.stderr
+    kind, function, value = done.stdout.splitlines()
+    scale = load_object(kind)
+    assert scale(2)(1) == 2 * 5 * 3
+    assert dataclasses.fields(scale)[0].default is dataclasses.MISSING
+    assert load_object(function)(1) == 4
+    assert load_object(value)(1) == 30
+    assert [label_of(name) for name in (kind, function, value)] == ["Scale", "lambda", "Scale"]
+
+
+def test_name_for_the_same_code_is_one_file(tmp_path):
+    def inner():
+        return 1
+
+    assert name_for(inner, tmp_path) == name_for(inner, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    next(tmp_path.iterdir()).unlink()
+    with pytest.raises(ClassNotFound, match="inner"):
+        load_object(name_for(at_the_top, tmp_path).replace("at_the_top", "inner"))
+
+
+def test_name_for_code_of_unpicklable_values_is_refused(tmp_path):
+    lock = threading.Lock()
+
+    def locked():
+        return lock
+
+    with pytest.raises(TypeError, match="locked cannot be pickled: TypeError: cannot pickle '_thread.lock'"):
+        name_for(locked, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "label"), [("gsm8k", "gsm8k"), ("a.b:C.d", "d"), ("a.b:judge", "judge")])
+def test_label_of_a_name_is_its_last_part(name, label):
+    assert label_of(name) == label
+
+
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [
+        ("driver.main", "dlrover-rl submit"),
+        ("api.api", "from dlrover.rl import RLJobBuilder, RLJob"),
+        ("common.enums", "from dlrover.rl import RLRoleType"),
+        ("common.roles", "from dlrover.rl import RLRoleType"),
+        ("trainer.example.openrlhf", "examples/openrlhf and examples/verl"),
+        ("common.nowhere", "^No module named"),
+    ],
+)
+def test_module_of_upstream_names_its_new_place(module, hint):
+    with pytest.raises(ModuleNotFoundError, match=hint):
+        importlib.import_module(f"dlrover.python.rl.{module}")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        ("dlrover.rl", "RliteTrainEngine", "use 'TrainEngine'"),
+        ("dlrover.rl", "RliteInferenceEngine", "use 'InferenceEngine'"),
+        ("dlrover.rl.nn", "HuggingFaceFsdp2TrainModule", "use 'TrainModule'"),
+        ("dlrover.rl", "Nothing", "Nothing"),
+    ],
+)
+def test_name_of_rlite_names_its_new_one(module, name, hint):
+    with pytest.raises((AttributeError, ImportError), match=hint):
+        getattr(importlib.import_module(module), name)
+    with pytest.raises(ImportError, match=hint):
+        exec(f"from {module} import {name}")
+
+
+def test_both_modules_of_the_guide_have_its_names():
+    from dlrover.python.rl.trainer import trainer, workload
+
+    assert trainer.BaseWorkload is workload.BaseWorkload
+    assert trainer.trainer_invocation is workload.trainer_invocation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process of a job listens, whatever the others call its machine."""
+"""Addresses at which a process of a job listens."""
 
 import socket
 
@@ -19,7 +19,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
-def test_at_its_own_address_it_listens_there_alone(address):
+def test_listening_socket_at_an_own_address_is_there_only(address):
     with listening_socket(address, 4) as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
         socket.create_connection((address, server.getsockname()[1]), timeout=10).close()
@@ -28,18 +28,18 @@ def test_at_its_own_address_it_listens_there_alone(address):
 FOREIGN = "198.51.100.1"
 
 
-def test_at_an_address_of_another_machine_it_does_not_listen_at_all():
+def test_listening_socket_at_a_foreign_address_is_refused():
     with pytest.raises(InvalidJob, match=f"{FOREIGN}.*{LISTEN_ON_ALL}=1 to listen on all"):
         listening_socket(FOREIGN, 4)
 
 
-def test_it_listens_on_all_addresses_only_where_it_is_told_to(monkeypatch):
+def test_listening_socket_on_all_addresses_is_a_setting(monkeypatch):
     monkeypatch.setenv(LISTEN_ON_ALL, "1")
     with listening_socket(FOREIGN, 4) as server:
         assert server.getsockname()[0] == "0.0.0.0"
 
 
-def test_a_port_that_is_taken_is_no_reason_for_another_address():
+def test_listening_socket_at_a_taken_port_is_refused():
     with listening_socket("127.0.0.1", 4) as server, pytest.raises(OSError, match="in use"):
         listening_socket("127.0.0.1", 4, server.getsockname()[1])
 
@@ -51,7 +51,7 @@ class Weights:
         yield "weight", torch.zeros(1)
 
 
-def test_weights_are_handed_out_there_too(monkeypatch):
+def test_pull_transport_listens_by_the_same_rule(monkeypatch):
     weights = Weights()
 
     def offer(address):
@@ -71,12 +71,12 @@ def test_weights_are_handed_out_there_too(monkeypatch):
 
 
 @pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
-def test_addresses_of_the_machine_can_be_listened_at():
+def test_machine_addresses_can_be_listened_at():
     for address in machine_addresses():
         with listening_socket(address, 4) as server:
             assert not is_loopback(server.getsockname()[0])
 
 
-def test_the_interface_towards_a_host_is_the_one_that_packets_leave_by():
+def test_interface_towards_a_host_is_named():
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") == ""

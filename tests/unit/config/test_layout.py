@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a job file: every field's rule, and the way back to a file."""
+"""The layout of a job file: every field's rule, the way back to a file, and the builder."""
 
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import (
@@ -53,12 +54,16 @@ def trainer(**fields):
     return {"module": "m", "class": "T", **fields}
 
 
-def test_the_defaults():
+def test_layout_defaults():
     job = read(workload=actor())
     assert job.trainer == TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
     assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
     assert (job.name, job.job_dir) == ("default", RUNS)
+    with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
+        job_from_mapping(OmegaConf.create(layout()), "Bad Name")
     assert (job.groups, job.env, job.config) == ((), {}, {})
+    assert job.preferred_ports("ACTOR") == ()
+    assert read(workload_group=[{"actor": 2}]).collocation_of("ACTOR") == ()
     assert job.restart == RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
     assert job.checkpoint == CheckpointSpec(every=10, keep=2, resume="never")
     assert job.liveness == LivenessSpec(beat_s=0.5, lease_s=60.0, start_timeout_s=300.0)
@@ -68,7 +73,7 @@ def test_the_defaults():
     assert (job.placement_timeout_s, job.scheduling_strategy) == (120.0, "AUTO")
 
 
-def test_a_whole_job():
+def test_layout_of_a_whole_job():
     job = read(
         name="my-job",
         job_dir="/tmp/out",
@@ -108,98 +113,53 @@ def test_a_whole_job():
     assert job.job_dir == Path("/tmp/out")
 
 
-def test_preferred_ports_may_be_fewer_than_roles():
-    job = read(trainer=trainer(torch_master_port=[2001]))
-    assert [job.preferred_ports(role) for role in job.workloads] == [(2001,), ()]
-
-
-def test_a_group_of_one_role_shares_nothing():
-    assert read(workload_group=[{"actor": 2}]).collocation_of("ACTOR") == ()
-
-
 @pytest.mark.parametrize(
-    ("changes", "where", "said"),
+    ("changes", "where", "fault"),
     [
         ({"trainer": None}, "trainer", "is required"),
         ({"workload": None}, "workload", "is required"),
         ({"trainer": {"class": "T"}}, "trainer.module", "is required"),
-        ({"trainer": {"module": "m"}}, "trainer.class", "is required"),
         ({"trainer": trainer(node_number=0)}, "trainer.node_number", "greater than 0, got 0"),
         ({"trainer": trainer(device_per_node=-1)}, "trainer.device_per_node", "greater than 0, got -1"),
-        ({"trainer": trainer(device_per_node=1.5)}, "trainer.device_per_node", "got 1.5"),
         ({"trainer": trainer(device_type="TPU")}, "trainer.device_type", "'CPU' or 'GPU', got 'TPU'"),
         ({"trainer": trainer(torch_master_port=[80])}, "trainer.torch_master_port.0", "greater than 1000, got 80"),
         ({"trainer": trainer(class_name="x")}, "trainer.class_name", "unknown key 'class_name'; did you mean 'class'?"),
         ({"trainer": trainer(nodes=1)}, "trainer.nodes", "unknown key 'nodes'; known: class, device_per_node"),
         ({"trainer": 3}, "trainer", "must be a mapping with module, class, "),
         ({"workload": {}}, "workload", "the role 'actor' is required"),
-        (
-            {"workload": {"actr": {"module": "m", "class": "A"}}},
-            "workload",
-            "'actor' is required; did you mean 'actr'?",
-        ),
+        ({"workload": {"actr": actor()["actor"]}}, "workload", "'actor' is required; did you mean 'actr'?"),
         ({"workload": {**actor(), "2nd": {"module": "m", "class": "A"}}}, "workload.2nd", "is not a role name"),
         ({"workload": {**actor(), "ACTOR": {"module": "m", "class": "A"}}}, "workload.ACTOR", "'actor' occurs twice"),
         ({"workload": actor(num=0)}, "workload.actor.num", "greater than 0, got 0"),
-        ({"workload": actor(num="two")}, "workload.actor.num", "got 'two'"),
         ({"workload": actor(per_node=0)}, "workload.actor.per_node", "greater than 0, got 0"),
-        (
-            {"workload": actor(resource={"cpu": -1})},
-            "workload.actor.resource.cpu",
-            "greater than or equal to 0, got -1",
-        ),
+        ({"workload": actor(resource={"cpu": -1})}, "workload.actor.resource.cpu", "greater than or equal to 0, got"),
         ({"workload": actor(resource={"gpu": math.inf})}, "workload.actor.resource.gpu", "less than inf, got inf"),
-        ({"workload": actor(resource={"gpu": math.nan})}, "workload.actor.resource.gpu", "got nan"),
         ({"workload": actor(env={"A": 1})}, "workload.actor.env.A", "valid string, got 1"),
-        ({"workload": actor(resources={})}, "workload.actor.resources", "did you mean 'resource'?"),
         ({"workload_group": [{"actor": 0}]}, "workload_group.0.actor", "greater than 0, got 0"),
         ({"workload_group": [{"actr": 1}]}, "workload_group.0.actr", "no role 'actr'; did you mean 'actor'?"),
         ({"workload_group": [{"actor": 3}]}, "workload_group.0.actor", "4 workers cannot form groups of 3"),
         ({"workload_group": [{"actor": 1}, {"Actor": 1}]}, "workload_group.1.Actor", "already in workload_group.0"),
-        (
-            {"workload": actor(num="4"), "workload_group": [{"actor": 3}]},
-            "workload.actor.num",
-            "valid integer, got '4'",
-        ),
         ({"workload": actor(num=4.0), "workload_group": [{"actor": 3.0}]}, "workload_group.0.actor", "groups of 3"),
         ({"env": {"A": None}}, "env.A", "valid string, got None"),
         ({"name": "My Job"}, "name", "'My Job' is not a job name"),
         ({"restart": {"job_max_restart": -1}}, "restart.job_max_restart", "greater than or equal to 0"),
         ({"restart": {"backoff_s": -1}}, "restart.backoff_s", "greater than or equal to 0"),
-        ({"restart": {"backof_s": 1}}, "restart.backof_s", "did you mean 'backoff_s'?"),
         ({"restart": {"workload_max_restart": {"actr": 1}}}, "restart.workload_max_restart.actr", "no role 'actr'"),
         ({"restart": {"workload_max_restart": {"actor": -1}}}, "restart.workload_max_restart.actor", "got -1"),
         ({"restart": {"window_s": 0}}, "restart.window_s", "greater than 0, got 0"),
-        ({"restart": {"window_s": math.inf}}, "restart.window_s", "less than inf, got inf"),
         ({"restart": {"node_max_failures": 0}}, "restart.node_max_failures", "greater than 0, got 0"),
-        ({"restart": {"node_max_failure": 1}}, "restart.node_max_failure", "did you mean 'node_max_failures'?"),
         ({"workload": actor(standby=-1)}, "workload.actor.standby", "greater than or equal to 0, got -1"),
-        ({"workload": actor(standby=0.5)}, "workload.actor.standby", "got 0.5"),
-        ({"workload": actor(standbys=1)}, "workload.actor.standbys", "did you mean 'standby'?"),
         ({"workload": actor(hang_after_s=0)}, "workload.actor.hang_after_s", "greater than 0, got 0"),
         ({"workload": actor(hang_after_s=math.inf)}, "workload.actor.hang_after_s", "less than inf, got inf"),
-        ({"workload": actor(hang_after=9)}, "workload.actor.hang_after", "did you mean 'hang_after_s'?"),
-        (
-            {"workload": actor(hang_after_s=0.5)},
-            "workload.actor.hang_after_s",
-            "must be longer than liveness.beat_s, 0.5, got 0.5",
-        ),
+        ({"workload": actor(hang_after_s=0.5)}, "workload.actor.hang_after_s", "longer than liveness.beat_s, 0.5, got"),
         ({"trainer": trainer(hang_after_s=-1)}, "trainer.hang_after_s", "greater than 0, got -1"),
-        (
-            {"trainer": trainer(hang_after_s=2), "liveness": {"beat_s": 3}},
-            "trainer.hang_after_s",
-            "must be longer than liveness.beat_s, 3, got 2",
-        ),
         ({"checkpoint": {"every": 0}}, "checkpoint.every", "greater than 0, got 0"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep", "greater than 0, got 0"),
         ({"checkpoint": {"commit_to": "disk"}}, "checkpoint.commit_to", "'auto', 'memory' or 'job_dir', got 'disk'"),
         ({"checkpoint": {"resume": "always"}}, "checkpoint.resume", "'never' or 'latest', got 'always'"),
-        ({"checkpoint": {"evry": 1}}, "checkpoint.evry", "did you mean 'every'?"),
-        ({"checkpoints": {}}, "checkpoints", "did you mean 'checkpoint'?"),
         ({"liveness": {"beat_s": 0}}, "liveness.beat_s", "greater than 0, got 0"),
         ({"liveness": {"beat_s": 60}}, "liveness.lease_s", "must be longer than liveness.beat_s, 60, got 60"),
         ({"liveness": {"start_timeout_s": 0}}, "liveness.start_timeout_s", "greater than 0, got 0"),
-        ({"liveness": {"lease": 1}}, "liveness.lease", "did you mean 'lease_s'?"),
         ({"master": {"cpu": -1}}, "master.cpu", "greater than or equal to 0"),
         ({"master": {"max_restart": -2}}, "master.max_restart", "greater than or equal to -1, got -2"),
         ({"placement_timeout_s": 0}, "placement_timeout_s", "greater than 0"),
@@ -208,32 +168,8 @@ def test_a_group_of_one_role_shares_nothing():
         ({"workloads": {}}, "workloads", "unknown key 'workloads'; did you mean 'workload'?"),
     ],
 )
-def test_a_rule_of_the_layout(changes, where, said):
-    assert said in problems_of(**changes).get(where, "nothing"), problems_of(**changes)
-
-
-def test_everything_wrong_is_said_at_once():
-    found = problems_of(
-        trainer={"module": "m", "clas": "T", "node_number": 0},
-        workload={"rollout": {"module": "m", "class": "R", "num": -1, "nmu": 2}},
-        workload_group=[{"actor": 1}],
-        unknown=1,
-    )
-    assert set(found) == {
-        "trainer.class",
-        "trainer.clas",
-        "trainer.node_number",
-        "workload.rollout.num",
-        "workload.rollout.nmu",
-        "workload",
-        "workload_group.0.actor",
-        "unknown",
-    }
-
-
-def test_the_default_name_is_checked_too():
-    with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
-        job_from_mapping(OmegaConf.create(layout()), "Bad Name")
+def test_layout_refuses_a_wrong_field(changes, where, fault):
+    assert fault in problems_of(**changes).get(where, "nothing"), problems_of(**changes)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
@@ -290,34 +226,28 @@ VALUES = st.recursive(
         }
     )
 )
-def test_a_job_written_to_a_file_reads_back_as_itself(parts):
+def test_job_written_to_a_file_reads_back_as_itself(parts):
     job = job_from_mapping(OmegaConf.create(parts), "x", ("here",))
     assert load_job_text(job_to_yaml(job), job.name, search_path=("here",)) == job
 
 
-def test_references_of_the_users_config_are_written_as_references():
+def test_job_to_yaml_keeps_references_of_the_config():
     config = {"a": 1, "b": "${config.a}", "c": "${.a}", "d": "${trainer.node_number}"}
     back = load_job_text(job_to_yaml(read(config=config)), "x")
     assert OmegaConf.to_container(back.config, resolve=True) == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
+@example(r"${HOME} \${x} \\${y} $z")
 @given(st.text("a$\\{}: .'\n", max_size=12))
-def test_any_text_in_env_reads_back_as_itself(text):
-    job = replace(read(), env={"A": f"x{text}"}, search_path=("here",))
-    assert load_job_text(job_to_yaml(job), job.name, search_path=("here",)).env == job.env
+def test_env_of_any_text_reads_back_as_itself(text):
+    env = {"A": f"x{text}"}
+    job = read(workload=actor())
+    job = replace(job, env=env, workloads={"ACTOR": replace(job.workloads["ACTOR"], env=env)})
+    back = load_job_text(job_to_yaml(job), job.name)
+    assert back.env == back.workloads["ACTOR"].env == env
 
 
-def test_a_literal_dollar_brace_in_the_env_of_job_and_role_survives_the_file():
-    text = r"${HOME} \${x} \\${y} $z"
-    job = read(name="n")
-    actor_spec = replace(job.workloads[RLRoleType.ACTOR], env={"A": text})
-    job = replace(job, env={"A": text}, workloads={**job.workloads, RLRoleType.ACTOR: actor_spec})
-    back = load_job_text(job_to_yaml(job), "n", search_path=())
-    assert back.env == {"A": text}
-    assert back.workloads[RLRoleType.ACTOR].env == {"A": text}
-
-
-def test_secrets_can_be_left_out_of_the_file():
+def test_job_to_yaml_can_hide_secrets():
     names = ("HF_TOKEN", "aws_access_key_id", "MY_SECRET", "DB_PASSWORD", "db_passwd", "GOOGLE_CREDENTIALS")
     env = {name: "hush-hush" for name in names}
     workload = {"actor": {"module": "m", "class": "A", "env": {**env, "LEVEL": "1"}}}
@@ -328,3 +258,115 @@ def test_secrets_can_be_left_out_of_the_file():
     back = load_job_text(hidden, "x")
     assert back.env == {**dict.fromkeys(names, "***"), "OPEN": "yes"}
     assert back.workloads[RLRoleType.ACTOR].env == {**dict.fromkeys(names, "***"), "LEVEL": "1"}
+
+
+def minimal():
+    return JobBuilder().trainer("m", "T").actor("m", "A")
+
+
+def test_builder_makes_a_whole_job():
+    job = (
+        JobBuilder()
+        .node_num(2)
+        .device_per_node(4)
+        .device_type("CPU")
+        .config({"lr": 1e-6, "nothing": None, "path": "a\\b"})
+        .global_env({"A": "1"})
+        .global_env({"B": "2"})
+        .restart_limits(job_max_restart=3, workload_max_restart={"rollout": 5}, window_s=60, node_max_failures=2)
+        .checkpoint(every=5)
+        .checkpoint(keep=3, resume="latest", commit_to="job_dir")
+        .liveness(beat_s=0.1, lease_s=9)
+        .trainer("mod", "Trainer")
+        .trainer_hang_after(90)
+        .actor("mod", "Actor")
+        .total(4)
+        .per_node(2)
+        .resource(cpu=0.5, memory=256)
+        .env({"C": "3"})
+        .standby(2)
+        .hang_after(30)
+        .rollout("mod", "Rollout")
+        .total(2)
+        .standby()
+        .enable_ray_auto_visible_device()
+        .reference("mod", "Reference")
+        .reward("mod", "Reward")
+        .critic("mod", "Critic")
+        .role("judge", "mod", "Judge")
+        .spec("my-job", ("here",))
+    )
+    assert job.trainer == TrainerSpec("mod", "Trainer", 2, "CPU", 4, hang_after_s=90.0)
+    assert list(job.workloads) == ["ACTOR", "ROLLOUT", "REFERENCE", "REWARD", "CRITIC", "JUDGE"]
+    assert job.workloads["ACTOR"] == WorkloadSpec(
+        "mod", "Actor", 4, 2, {"cpu": 0.5, "memory": 256.0}, {"C": "3"}, 2, 30.0
+    )
+    assert (job.workloads["ROLLOUT"].standby, job.workloads["ROLLOUT"].hang_after_s) == (1, 600.0)
+    assert job.workloads["ROLLOUT"].env == {"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"}
+    assert job.env == {"A": "1", "B": "2"}
+    assert job.restart == RestartSpec(3, 10, {"rollout": 5}, window_s=60.0, node_max_failures=2)
+    assert job.checkpoint == CheckpointSpec(5, 3, "latest", "job_dir")
+    assert job.liveness == LivenessSpec(0.1, 9.0)
+    assert job.config == {"lr": 1e-6, "nothing": None, "path": "a\\b"}
+    assert (job.name, job.job_dir, job.search_path) == ("my-job", RUNS, ("here",))
+    assert load_job_text(job_to_yaml(job), "my-job", search_path=("here",)) == job
+
+
+@pytest.mark.parametrize(
+    ("config", "value"),
+    [
+        ({"a": 1, "key": "${.a}"}, 1),
+        ({"lr": 1e-3, "key": "${lr}"}, 1e-3),
+        ({"name": "mine", "key": "runs/${name}"}, "runs/mine"),
+        ({"lr": 1, "key": r"\${lr}"}, "${lr}"),
+        ({"name": None, "key": "${name}"}, None),
+        ({"key": "${name}"}, "j"),
+    ],
+)
+def test_builder_reads_references_in_the_config_then_the_job(config, value):
+    assert minimal().config(OmegaConf.create(config)).spec("j").config.key == value
+
+
+def test_builder_collocates_the_members_of_a_node():
+    job = minimal().total(4).per_node(2).rollout("m", "R").total(2).with_collocation("ACTOR", "rollout").spec("j")
+    assert job.groups == ({"ACTOR": 2, "ROLLOUT": 2},)
+    assert minimal().total(2).critic("m", "C").total(2).with_collocation_all().spec("j").groups == (
+        {"ACTOR": 2, "CRITIC": 2},
+    )
+
+
+@pytest.mark.parametrize(
+    "call", ["total", "per_node", "env", "resource", "enable_ray_auto_visible_device", "standby", "hang_after"]
+)
+def test_builder_calls_on_roles_need_a_role(call):
+    builder = JobBuilder()
+    arguments = {"total": (1,), "per_node": (1,), "env": ({},), "hang_after": (1,)}.get(call, ())
+    with pytest.raises(CallError, match=r"applies to a role: call actor\(\), rollout\(\), ... or role\(\) first"):
+        getattr(builder, call)(*arguments)
+
+
+def test_builder_lists_all_problems():
+    builder = (
+        JobBuilder()
+        .node_num(0)
+        .device_type("TPU")
+        .restart_limits(job_max_restarts=3)
+        .checkpoint(evry=1)
+        .liveness(beat_s=0)
+        .rollout("m", "R")
+        .total(-1)
+        .standby(-1)
+        .with_collocation("actr")
+    )
+    with pytest.raises(InvalidJob) as caught:
+        builder.spec("My Job")
+    assert {problem.where for problem in caught.value.errors} == {
+        "trainer.module", "trainer.class", "trainer.node_number", "trainer.device_type", "restart.job_max_restarts",
+        "checkpoint.evry", "liveness.beat_s", "workload.rollout.standby", "workload", "workload.rollout.num",
+        "workload_group.0.actr", "name",
+    }  # fmt: skip
+
+
+def test_builder_takes_a_role_named_twice_as_one():
+    job = minimal().total(3).rollout("m", "R").actor("m2", "A2").env({"A": "1"}).spec("j")
+    assert job.workloads["ACTOR"] == WorkloadSpec("m2", "A2", 3, None, {}, {"A": "1"})

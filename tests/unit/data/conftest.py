@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level tokenizer with a ChatML template, made from nothing; and that of SmolLM2-135M-Instruct."""
+"""Tokenizers: a byte-level one with a ChatML template, and SmolLM2-135M-Instruct's."""
 
 import tarfile
 from pathlib import Path

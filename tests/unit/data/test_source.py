@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reader for every kind of file."""
+"""Readers of every kind of file, JSON Lines among them, and the held-out split."""
 
 import csv
 import json
-from datetime import UTC, datetime, time, timedelta
+import sys
+from datetime import UTC, datetime, time
 from decimal import Decimal
-from uuid import UUID
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.common.errors import DataError, MissingExtra
 from dlrover.python.rl.common.hub import looking_up
-from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
-from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
+from dlrover.python.rl.data.conversation import SFT_ROWS, arguments_of_template, encode_sft
+from dlrover.python.rl.data.jsonl import raise_errors, scan_jsonl
+from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
-from dlrover.python.rl.data.source import as_plain, is_left_unread, scan_rows
+from dlrover.python.rl.data.source import hold_out, is_left_unread, scan_rows
 from dlrover.python.rl.data.state_tree import dump, load
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
@@ -33,7 +36,7 @@ KINDS = ["json", "jsonl", "csv", "parquet", "arrow", "stream.arrow", "folder", "
 
 
 def write(folder, kind, rows):
-    """The same rows in a source of ``kind``; returns its name."""
+    """Write the rows to a source of ``kind``; return its name."""
     path = folder / f"rows.{kind}"
     if kind == "json":
         path.write_text(json.dumps(rows, indent=1))
@@ -102,15 +105,16 @@ def tokens(batch):
 @pytest.mark.feature(65)
 @pytest.mark.parametrize("rows", [SFT, CHATS], ids=["raw", "messages"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
+def test_rows_of_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
     expected, _ = encode_sft(SFT_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
     batch, counts = encode_sft(SFT_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
     assert tokens(batch) == tokens(expected)
     assert counts.rows == 3
 
 
-def test_a_file_of_the_whole_name_is_no_split_of_another(tmp_path):
-    for name in ("v@2.jsonl", "train[1:]@2.jsonl", "2.jsonl"):
+def test_source_with_an_at_sign_may_be_a_file(tmp_path):
+    (tmp_path / "me@home").mkdir()
+    for name in ("me@home/2.jsonl", "v@2.jsonl", "train[1:]@2.jsonl", "2.jsonl"):
         (tmp_path / name).write_text(json.dumps({"prompt": name, "response": ""}))
         rows, errors = scan_rows(name)
         assert ([row["prompt"] for row in rows], errors) == ([name], [])
@@ -118,7 +122,7 @@ def test_a_file_of_the_whole_name_is_no_split_of_another(tmp_path):
 
 @pytest.mark.feature(74)
 @pytest.mark.parametrize("kind", KINDS)
-def test_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(tmp_path, kind):
+def test_extra_info_is_equal_from_each_kind_of_file(tmp_path, kind):
     rows = load_prompts(write(tmp_path, kind, PROBLEMS))
     assert [row.extra_info for row in rows] == [{"answer": "Beijing", "idx": 3}, {"answer": "1", "idx": 4}, {}]
     assert [row.answer for row in rows] == ["Beijing", "1", None]
@@ -127,7 +131,7 @@ def test_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(t
 
 @pytest.mark.feature(65)
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "folder"])
-def test_a_split_and_a_part_of_it(tmp_path, kind):
+def test_source_may_be_a_part_of_a_split(tmp_path, kind):
     place = write(tmp_path, kind, SFT)
 
     def prompts(where):
@@ -144,7 +148,7 @@ def test_a_split_and_a_part_of_it(tmp_path, kind):
         assert prompts(f"test@{place}") == every[:1]
 
 
-def test_a_split_that_is_not_there(tmp_path):
+def test_source_of_a_missing_split_is_a_problem(tmp_path):
     ((_, (problem,))) = scan_rows(f"tset@{write(tmp_path, 'jsonl', SFT)}")
     assert "it has no 'tset'" in problem.what
     if _has_datasets():
@@ -152,36 +156,17 @@ def test_a_split_that_is_not_there(tmp_path):
         assert problem.what == "has no split 'tset'; did you mean 'test'?"
 
 
-def test_an_at_sign_in_a_path_is_no_split(tmp_path):
-    (tmp_path / "me@home").mkdir()
-    rows, problems = scan_rows(write(tmp_path / "me@home", "jsonl", SFT))
-    assert (len(rows), problems) == (3, [])
-    assert rows.location(1).endswith("me@home/rows.jsonl:2")
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_columns_by_other_names(tmp_path, kind, caplog):
-    place = write(tmp_path, kind, [{"question": "1+1", "answer": "A: 2", "n": "2"}])
-    (row,) = (
-        load_prompts(place, {"prompt": "question", "answer": "n"})
-        if kind != "jsonl"
-        else load_prompts(
-            write(tmp_path, "jsonl", [{"question": "1+1", "n": "2"}]), {"prompt": "question", "answer": "n"}
-        )
-    )
+def test_source_columns_by_other_names(tmp_path, kind):
+    place = write(tmp_path, kind, [{"question": "1+1", "n": "2"}])
+    (row,) = load_prompts(place, {"prompt": "question", "answer": "n"})
     assert (row.prompt, row.answer) == ("1+1", "2")
     _, (problem, *_) = scan_rows(place, {"prompt": "qestion"})
     assert problem.what == "has no column 'qestion'; did you mean 'question'?"
 
 
-@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
-def test_what_a_prompt_has_besides_is_handed_on(tmp_path, kind):
-    (row,) = load_prompts(write(tmp_path, kind, [{"prompt": "a", "answer": "1", "source": "web"}]))
-    assert (row.answer, row.extra_info) == ("1", {"source": "web"})
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "place", "what"),
+    ("name", "content", "place", "fault"),
     [
         ("a.json", "[1, {}]", ":1", "not an object but int"),
         ("a.json", "[{]", "", "not JSON"),
@@ -197,43 +182,39 @@ def test_what_a_prompt_has_besides_is_handed_on(tmp_path, kind):
         ("a.arrow", "x", "", "cannot be read"),
     ],
 )
-def test_files_that_are_wrong_are_told_with_the_place(tmp_path, name, content, place, what):
+def test_wrong_file_is_reported_with_the_place(tmp_path, name, content, place, fault):
     if name.endswith(("parquet", "arrow")):
         pytest.importorskip("pyarrow")
     path = tmp_path / name
     path.write_text(content)
     _, (problem,) = scan_rows(path)
     assert problem.where == f"{path}{place}"
-    assert what in problem.what
+    assert fault in problem.what
 
 
-def test_a_csv_may_have_an_index_and_spaces_in_its_header(tmp_path):
+def test_csv_may_have_an_index_and_spaces_in_its_header(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(",prompt, answer,\n0,hi,1,\n1,ho,2,\n")
     rows = load_prompts(path)
     assert [(row.prompt, row.answer, row.extra_info) for row in rows] == [("hi", "1", {}), ("ho", "2", {})]
 
 
-def test_nulls_that_a_table_puts_into_the_arguments_of_calls_are_left_out(tmp_path):
+def test_nulls_of_a_table_in_arguments_of_calls_are_omitted(tmp_path):
     pytest.importorskip("pyarrow")
     arguments = {"look": {"city": "P"}, "sum": {"terms": [1, 2]}}
-    calls = [{"function": {"name": name, "arguments": given}} for name, given in arguments.items()]
+    calls = [{"function": {"name": name, "arguments": values}} for name, values in arguments.items()]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
     rows, errors = scan_rows(write(tmp_path, "parquet", [{"messages": messages}]))
     assert not errors
     (row,) = rows
     assert row["messages"][1]["tool_calls"] == calls
-
-
-def test_nulls_that_a_line_of_json_has_in_the_arguments_of_a_call_stay(tmp_path):
-    call = {"function": {"name": "look", "arguments": {"city": None}}}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls[0]["function"]["arguments"]["city"] = None  # which a line of JSON keeps
     rows, _ = scan_rows(write(tmp_path, "jsonl", [{"messages": messages}]))
-    assert rows.numbered[0][1]["messages"][1]["tool_calls"] == [call]
+    assert rows.numbered[0][1]["messages"][1]["tool_calls"] == calls
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])
-def test_a_file_that_is_not_there(tmp_path, kind):
+def test_missing_file_of_each_kind_names_the_nearest(tmp_path, kind):
     write(tmp_path, kind, SFT)
     _, (problem,) = scan_rows(str(tmp_path / f"row.{kind}"))
     assert problem.what == f"no such file; did you mean 'rows.{kind}'?"
@@ -245,7 +226,7 @@ TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf dow
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "fault"),
     [
         ("ok.txt", "no such file; did you mean 'ok.tsv'?"),
         ("ok.jsonl.gz", "no such file; did you mean 'ok.tsv'?"),
@@ -254,17 +235,17 @@ TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf dow
         ("here/train:main", f"no such file; {TO_CACHE}"),
     ],
 )
-def test_a_files_name_and_one_in_a_folder_here_are_none_of_the_hubs(tmp_path, monkeypatch, name, what):
+def test_local_names_are_none_of_the_hubs(tmp_path, monkeypatch, name, fault):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "ok.tsv").touch()
     with looking_up("none"):
         assert not is_left_unread(name)
     _, (problem,) = scan_rows(name)
-    assert problem.what == what
+    assert problem.what == fault
 
 
-def test_one_in_a_folder_here_is_the_hubs_if_its_cache_has_it(tmp_path, monkeypatch):
+def test_cached_name_is_the_hubs_beside_a_local_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "here").mkdir()
@@ -277,15 +258,7 @@ def test_one_in_a_folder_here_is_the_hubs_if_its_cache_has_it(tmp_path, monkeypa
     assert left == {"here/train": True, "here/train:main": True, "here/test": False, "other/train": True}
 
 
-def test_a_name_that_the_hub_does_not_have_is_a_problem_not_a_crash():
-    pytest.importorskip("datasets")
-    _, (problem,) = scan_rows("no-such-org/no-such-name")
-    assert problem.what.startswith("is no file or folder, and the hub cannot be reached: ")
-
-
-def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):
-    import sys
-
+def test_tables_without_their_extra_name_it(tmp_path, monkeypatch):
     for name in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
     for place in (tmp_path / "a.parquet", tmp_path):
@@ -296,16 +269,7 @@ def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):
     assert len(scan_rows(write(tmp_path, "jsonl", SFT))[0]) == 3
 
 
-@pytest.mark.feature(73)
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
-    rows = [{"messages": SAY[:1], "chosen": "Beijing.", "rejected": "Shanghai."}]
-    expected, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
-    batch, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
-    assert tokens(batch) == tokens(expected)
-
-
-def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
+def test_folder_without_data_or_with_broken_data_is_a_problem(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "README.md").touch()
     _, (error,) = scan_rows(tmp_path)
@@ -317,48 +281,159 @@ def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
-def test_dates_and_decimals_of_a_table_are_text_which_any_process_is_sent(tmp_path, kind):
+def test_dates_and_decimals_of_a_table_become_text(tmp_path, kind):
     when = datetime(2024, 2, 29, 12, 30, tzinfo=UTC)
     extra = {"when": when, "day": when.date(), "at": time(12, 30), "costs": [{"sum": Decimal("2.50")}], "raw": b"x"}
     rows = [{"prompt": "a", "answer": Decimal("0.10"), "day": when.date(), "extra_info": extra}]
     (row,) = load_prompts(write(tmp_path, kind, rows))
-    assert (row.answer, row.extra_info) == (
-        "0.10",
-        {
-            "when": "2024-02-29T12:30:00+00:00",
-            "day": "2024-02-29",
-            "at": "12:30:00",
-            "costs": [{"sum": "2.50"}],
-            "raw": b"x",
-        },
-    )
+    texts = {"when": "2024-02-29T12:30:00+00:00", "day": "2024-02-29", "at": "12:30:00", "costs": [{"sum": "2.50"}]}
+    assert (row.answer, row.extra_info) == ("0.10", {**texts, "raw": b"x"})
     assert load(*dump(row.extra_info)) == row.extra_info
 
 
-def test_every_cell_of_a_table_becomes_plain():
-    cells = {"gone": timedelta(days=1, seconds=2), "id": [UUID(int=1)], "other": (1, None)}
-    assert as_plain(cells) == {"gone": "1 day, 0:00:02", "id": [str(UUID(int=1))], "other": (1, None)}
-
-
 @pytest.mark.parametrize(
-    ("reader", "row", "keys", "what"),
+    ("reader", "row", "keys", "fault"),
     [
         (PROMPT_ROWS, {"q": "1"}, {"prompt": "q", "answer": "q"}, "'prompt' and 'answer' are both its column 'q'"),
         (SFT_ROWS, {"q": "1"}, {"prompt": "q", "response": "q"}, "'prompt' and 'response' are both its column 'q'"),
-        (
-            PAIR_ROWS,
-            {"prompt": "1", "a": "2"},
-            {"chosen": "a", "rejected": "a"},
-            "'chosen' and 'rejected' are both its column 'a'",
-        ),
+        (PAIR_ROWS, {"a": "2"}, {"chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are both its column 'a'"),
     ],
 )
-def test_two_keys_with_a_meaning_cannot_be_one_column(tmp_path, reader, row, keys, what):
+def test_source_column_cannot_have_two_keys_of_a_reader(tmp_path, reader, row, keys, fault):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert f"rows.jsonl: data.keys: {what}" in [str(error) for error in reader.scan("rows.jsonl", keys)[1]]
-
-
-def test_a_column_may_have_a_second_key_for_a_reward_function(tmp_path):
+    assert f"rows.jsonl: data.keys: {fault}" in [str(error) for error in reader.scan("rows.jsonl", keys)[1]]
     (tmp_path / "rows.jsonl").write_text('{"q": "1", "a": "2"}')
-    keys = {"prompt": "q", "answer": "a", "text": "q", "solution": "a"}
+    keys = {"prompt": "q", "answer": "a", "text": "q", "solution": "a"}  # the last two are a reward function's
     assert load_prompts("rows.jsonl", keys) == [PromptRow("1", "2", {"text": "1", "solution": "2"})]
+
+
+def read_jsonl(path):
+    rows, errors = scan_jsonl(path)
+    raise_errors(errors)
+    return [row for _, row in rows]
+
+
+def test_jsonl_reads_objects_and_skips_blank_lines(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('\ufeff{"a": "é\u2028"}\r\n\n  \n{"b": [1]}'.encode())
+    assert read_jsonl(path) == [{"a": "é\u2028"}, {"b": [1]}]
+
+
+def test_jsonl_reports_every_malformed_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    deep = b"[" * 200_000
+    path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\n{"a": "\xff"}\n{"a": NaN}\n' + deep)
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    faults = {problem.where.rpartition(":")[2]: problem.what for problem in caught.value.errors}
+    assert list(faults) == ["2", "3", "5", "6", "7"]
+    assert faults["2"].startswith("not JSON: Expecting value at column")
+    assert faults["3"] == "not an object but list"
+    assert faults["5"] == "not UTF-8 at byte 7"
+    assert faults["6"] == "not JSON: NaN is not a number"
+    assert faults["7"].startswith("not JSON")
+    assert all(problem.where.startswith(f"{path}:") for problem in caught.value.errors)
+
+
+def test_jsonl_shows_twenty_errors_and_counts_others(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{{{' ' * row}x\n" for row in range(25)))
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    assert len(caught.value.errors) == 21
+    assert str(caught.value.errors[-1]) == f"{path}: and 5 more errors"
+
+
+@pytest.mark.parametrize(("rows", "errors"), [(3, 3), (4, 1), (5000, 1)])
+def test_jsonl_counts_equal_errors(tmp_path, rows, errors):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x\n" * rows)
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    assert len(caught.value.errors) == errors
+    expected = f"not JSON: Expecting value at column 1 (the same in {rows - 1:,} more rows)"
+    assert errors > 1 or str(caught.value.errors[0]) == f"{path}:1: {expected}"
+
+
+def test_jsonl_names_the_nearest_of_a_missing_file(tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"):
+        read_jsonl(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match="no such file$"):
+        read_jsonl(tmp_path / "zzz")
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_jsonl(tmp_path)
+    with pytest.raises(DataError, match="no such file; there is no folder"):
+        read_jsonl(tmp_path / "nowhere" / "train.jsonl")
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.integers(0, 5), st.data())
+def test_hold_out_never_puts_a_prompt_on_both_sides(prompts, seed, data):
+    rows = list(prompts)
+    count = data.draw(st.integers(1, len(rows) - 1))
+    try:
+        train, held_out = hold_out(rows, count, seed)
+    except DataError:
+        return  # too few different prompts
+    assert sorted(train + held_out) == list(range(len(rows)))
+    assert len(held_out) >= count
+    assert train
+    assert not {prompts[index] for index in train} & {prompts[index] for index in held_out}
+
+
+@pytest.mark.feature(76)
+def test_hold_out_is_fixed_by_the_seed():
+    rows = [[{"role": "user", "content": str(index)}] for index in range(200)]
+    train, held_out = hold_out(rows, 0.03, seed=1)
+    assert len(held_out) == 6
+    assert len(train) == 194
+    assert hold_out(rows, 6, seed=1) == (train, held_out)
+    assert hold_out(rows, 0.03, seed=2)[1] != held_out
+    backwards = hold_out(rows[::-1], 0.03, seed=1)[1]
+    assert sorted(199 - index for index in backwards) == held_out
+
+
+@pytest.mark.parametrize("size", [0, 3, -1, 0.0, 1.0, float("nan")])
+def test_hold_out_leaves_both_sides_a_row(size):
+    with pytest.raises(ValueError, match="held"):
+        hold_out(["a", "b", "c"], size, 0)
+    with pytest.raises(DataError, match="too few prompts"):
+        hold_out(["a"] * 3, 1, 0)
+
+
+ROLES = ("user", "assistant", "assistant")
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
+ASK, SO, NO = (
+    {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
+)
+CHAT, PAIR = {"messages": [ASK, SO]}, {"prompt": [ASK], "chosen": [SO], "rejected": [NO]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_template_arguments_stay_with_prompts(tmp_path, kind):
+    other = [{"type": "function", "function": {"name": "moon", "parameters": {"required": ["day"]}}}]
+    rows = [{"messages": [ASK], "tools": tools, "source": "web"} for tools in (TOOLS, other)]
+    loaded = load_prompts(write(tmp_path, kind, rows))
+    names = [[tool["function"] for tool in arguments_of_template(row.extra_info)["tools"]] for row in loaded]
+    assert [function["name"] for (function,) in names] == ["tide", "moon"]
+    assert "required" not in names[0][0]["parameters"], "a null of the table"
+    assert [row.extra_info["source"] for row in loaded] == ["web", "web"]
+    (text,) = load_prompts(write(tmp_path, "jsonl", [{"prompt": "Q", "tools": "hammer"}]))
+    assert (text.extra_info, arguments_of_template(text.extra_info)) == ({"tools": "hammer"}, {})
+    (error,) = PROMPT_ROWS.scan(write(tmp_path, "jsonl", [{"messages": [ASK], "tools": "hammer"}]))[1]
+    assert "'tools' must be a list of" in error.what
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("reader", "row", "keys", "unused"),
+    [
+        (SFT_ROWS, {**CHAT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"]),
+        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"]),
+        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"]),
+        (PAIR_ROWS, PAIR, {}, []),
+        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, []),
+    ],
+)
+def test_unread_columns_are_named(tmp_path, kind, reader, row, keys, unused):
+    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state tree: every plain value there and back, the same bits and type; all else is refused by name."""
+"""State trees: plain values there and back with the same bits and types, others refused; bytes of a device."""
 
 import enum
-import json
 import struct
+import subprocess
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.state_tree import MAX_DEPTH, dump, load
+from dlrover.python.rl.data import device_bytes
+from dlrover.python.rl.data.device_bytes import DeviceBytes
+from dlrover.python.rl.data.state_tree import MAX_DEPTH, StateTree, dump, load
+from dlrover.python.rl.runtime.checkpoint import state_file
+from dlrover.python.rl.runtime.checkpoint.state_file import read_state, write_state
 
 
 def there_and_back(tree):
@@ -73,13 +77,13 @@ TREES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(TREES)
-def test_a_tree_comes_back_the_same(tree):
+def test_state_tree_comes_back_the_same(tree):
     assert same(there_and_back(tree), tree)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(2, 2**20))
-def test_floats_keep_their_bits_and_integers_their_digits(bits, exponent):
+def test_state_tree_keeps_bits_and_digits_of_numbers(bits, exponent):
     number = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
     assert same(there_and_back([number, -number]), [number, -number])
     assert there_and_back([2**exponent + 1, -(2**exponent)]) == [2**exponent + 1, -(2**exponent)]
@@ -89,20 +93,12 @@ SCALARS = sorted(set(np.sctypeDict.values()) - {np.object_, np.void}, key=lambda
 
 
 @pytest.mark.parametrize("kind", SCALARS, ids=lambda kind: kind.__name__)
-def test_every_scalar_of_numpy_keeps_its_type(kind):
-    value = kind("3") if issubclass(kind, np.str_ | np.timedelta64 | np.datetime64) else kind(3)
-    if kind is np.timedelta64:
-        value = np.timedelta64(3, "ms")
+def test_state_tree_keeps_types_of_numpy_scalars(kind):
+    value = kind("3") if issubclass(kind, np.str_ | np.datetime64) else kind(3)
+    value = np.timedelta64(3, "ms") if kind is np.timedelta64 else value
     back = there_and_back({"x": value, "array": np.array([value])})
     assert same(back["x"], value)
     assert same(back["array"], np.array([value]))
-
-
-def test_texts_of_numpy_keep_trailing_zeros():
-    for value in (np.bytes_(b"a\0\0"), np.str_("a\0")):
-        back = there_and_back([value])[0]
-        assert type(back) is type(value)
-        assert bytes(back) == bytes(value) if isinstance(value, bytes) else str(back) == str(value)
 
 
 @pytest.mark.parametrize(
@@ -118,29 +114,11 @@ def test_texts_of_numpy_keep_trailing_zeros():
     ],
     ids=["fortran", "strided", "transposed", "broadcast", "0-d", "empty", "big-endian"],
 )
-def test_arrays_come_back_contiguous_and_writable(array):
+def test_state_tree_arrays_are_contiguous_and_writable(array):
     back = there_and_back({"a": array})["a"]
     assert same(back, array)
     assert back.flags.c_contiguous
     assert back.flags.writeable
-
-
-def test_the_random_states_of_numpy_and_python_go_on_where_they_stood():
-    import random
-
-    old, new, plain = np.random.RandomState(7), np.random.default_rng(7), random.Random(7)
-    for generator in (old, new, plain):
-        generator.random()
-    states = there_and_back({"old": old.get_state(), "new": new.bit_generator.state, "plain": plain.getstate()})
-    again_old, again_new, again_plain = np.random.RandomState(), np.random.default_rng(), random.Random()
-    again_old.set_state(states["old"])
-    again_new.bit_generator.state = states["new"]
-    again_plain.setstate(states["plain"])
-    assert (old.random(), new.random(), plain.random()) == (
-        again_old.random(),
-        again_new.random(),
-        again_plain.random(),
-    )
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -154,7 +132,7 @@ TENSOR_DTYPES = [
 
 @pytest.mark.parametrize("dtype", sorted(set(TENSOR_DTYPES), key=str), ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)], ids=str)
-def test_tensors_of_every_dtype_come_back(dtype, shape):
+def test_state_tree_keeps_tensors_of_every_dtype(dtype, shape):
     count = int(np.prod(shape)) * dtype.itemsize
     bits = torch.arange(count, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
     tensor = bits.view(dtype).reshape(shape)
@@ -162,45 +140,22 @@ def test_tensors_of_every_dtype_come_back(dtype, shape):
     assert same(back, tensor)
 
 
-def test_views_parameters_and_gradients_come_back_as_plain_dense_tensors():
+def test_state_tree_makes_views_plain_dense_tensors():
     base = torch.arange(12.0).reshape(3, 4)
     parameter = torch.nn.Parameter(base.clone())
     complex_view = torch.complex(base, -base).conj()
     back = there_and_back([base.t(), base[1], base[:, ::2], parameter, complex_view, complex_view.imag])
     originals = [base.t(), base[1], base[:, ::2], base, complex_view, complex_view.imag]
-    for found, original in zip(back, originals, strict=True):
-        assert torch.equal(found, original.resolve_conj().resolve_neg())
-        assert type(found) is torch.Tensor
-        assert found.is_contiguous()
-        assert not found.requires_grad
+    for tensor, original in zip(back, originals, strict=True):
+        assert torch.equal(tensor, original.resolve_conj().resolve_neg())
+        assert type(tensor) is torch.Tensor
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
     back[0][0, 0] = 99
     assert back[2][0, 0] == 0, "they share no storage any more"
 
 
-def test_an_optimizer_goes_on_to_the_bit():
-    def trained(model, optimizer, steps):
-        for step in range(steps):
-            optimizer.zero_grad()
-            model(torch.full((2, 3), float(step))).sum().backward()
-            optimizer.step()
-
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    trained(model, optimizer, 3)
-    saved = there_and_back({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    again = torch.nn.Linear(3, 2)
-    again.load_state_dict(saved["model"])
-    optimizer_again = torch.optim.AdamW(again.parameters(), lr=0.5)
-    optimizer_again.load_state_dict(saved["optimizer"])
-    trained(model, optimizer, 2)
-    trained(again, optimizer_again, 2)
-    assert same(again.state_dict(), model.state_dict())
-    assert same(optimizer_again.state_dict(), optimizer.state_dict())
-
-
-def test_torch_is_not_imported_for_a_tree_without_tensors():
-    import subprocess
-
+def test_state_tree_without_tensors_imports_no_torch():
     code = (
         "import sys; from dlrover.python.rl.data.state_tree import dump, load; import numpy as np;"
         "load(*dump({'a': np.ones(3), 'b': [1, b'x']})); sys.exit('torch' in sys.modules)"
@@ -211,7 +166,7 @@ def test_torch_is_not_imported_for_a_tree_without_tensors():
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_contiguous_values_are_not_copied():
+def test_state_tree_copies_no_contiguous_values():
     array, tensor, text = np.zeros(1000), torch.zeros(1000), bytes(1000)
     _, buffers = dump([array, tensor, text])
     addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
@@ -220,12 +175,8 @@ def test_contiguous_values_are_not_copied():
     loaded = load(dump(array).skeleton, [writable])
     loaded[0] = 1.0
     assert bytes(writable[:8]) == struct.pack("<d", 1.0)
-
-
-def test_views_of_what_cannot_be_written_to_are_copied():
-    skeleton, _ = dump({"a": np.zeros(2), "t": torch.zeros(2)})
-    back = load(skeleton, [memoryview(bytes(16)), memoryview(bytes(8))])
-    back["a"][0] = back["t"][0] = 1
+    back = load(dump({"a": np.zeros(2)}).skeleton, [memoryview(bytes(16))])
+    back["a"][0] = 1  # a copy: that memory is read-only
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -258,7 +209,7 @@ for _ in range(MAX_DEPTH + 1):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_cannot_be_saved_is_named_by_its_place(value):
+def test_state_tree_names_the_place_of_a_refused_value(value):
     with pytest.raises(DataError) as caught:
         dump({"optimizer": [0, 1, 2, value], ("a", 1): {"fine": 1}})
     (problem,) = caught.value.errors
@@ -267,7 +218,7 @@ def test_what_cannot_be_saved_is_named_by_its_place(value):
     assert "cannot be saved" in problem.what
 
 
-def test_every_place_is_listed_and_keys_are_looked_at_too():
+def test_state_tree_lists_every_refused_place_and_key():
     with pytest.raises(DataError) as caught:
         dump({"a": {1}, "b": {2.5: 0, b"x": {3: set()}, ("ok", 1.5): 1}})
     assert [problem.where for problem in caught.value.errors] == [
@@ -280,16 +231,10 @@ def test_every_place_is_listed_and_keys_are_looked_at_too():
 
 
 @pytest.mark.parametrize("tree", [LOOP, DEEP], ids=["a loop", "too deep"])
-def test_a_tree_without_an_end_is_refused(tree):
+def test_state_tree_without_an_end_is_refused(tree):
     with pytest.raises(DataError, match="levels deep, or it contains itself"):
         dump(tree)
-
-
-def test_the_deepest_tree_that_is_allowed_works():
-    tree = ()
-    for level in range(MAX_DEPTH - 1):
-        tree = {"x": tree} if level % 2 else (tree,)
-    assert same(there_and_back(tree), tree)
+    assert same(there_and_back(DEEP[0][0]), DEEP[0][0]), "the deepest that is allowed"
 
 
 @pytest.mark.parametrize(
@@ -301,12 +246,60 @@ def test_the_deepest_tree_that_is_allowed_works():
         b'{"float": "zz"}', b"\xff", b'{"dict": [[{"dict": []}, 1]]}', b'{"array": 1}', b'{"float": "00"}',
     ],
 )  # fmt: skip
-def test_a_skeleton_that_is_none_or_does_not_fit_is_refused(skeleton):
+def test_state_tree_refuses_a_wrong_skeleton(skeleton):
     with pytest.raises(DataError, match="not a saved state"):
         load(skeleton, [memoryview(bytes(8))])
 
 
-def test_the_skeleton_is_json():
-    skeleton, buffers = dump({"lr": 0.1, "steps": [1, 2], 3: (None, True)})
-    assert buffers == []
-    assert json.loads(skeleton) == {"dict": [["lr", 0.1], ["steps", [1, 2]], [3, {"tuple": [None, True]}]]}
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(device_bytes, "PIECE", 1000)
+    monkeypatch.setattr(device_bytes, "_buffers", {})
+
+
+@pytest.mark.parametrize("length", [0, 1, 999, 1000, 1001, 2000, 2001, 5432])
+@pytest.mark.usefixtures("small_pieces")
+def test_device_bytes_pieces_are_the_whole(length):
+    flat = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    source = DeviceBytes(flat)
+    assert len(source) == length
+    assert b"".join(map(bytes, source.pieces())) == flat.numpy().tobytes()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_device_bytes_use_two_buffers():
+    flat = torch.arange(10_000).to(torch.uint8)
+    seen = set()
+    for _ in range(3):
+        seen.update(torch.frombuffer(piece, dtype=torch.uint8).data_ptr() for piece in DeviceBytes(flat).pieces())
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_device_bytes_make_the_same_state_file(tmp_path):
+    state = {"a": torch.randn(700), "b": torch.arange(9, dtype=torch.int16), "none": torch.empty(0), "c": b"xyz"}
+    whole = write_state(tmp_path / "whole", {"role": "ACTOR"}, state, durable=False)
+    skeleton, buffers = dump(state)
+    pieces = [
+        DeviceBytes(torch.frombuffer(buffer, dtype=torch.uint8)) if len(buffer) > 9 else buffer for buffer in buffers
+    ]
+    written = write_state(tmp_path / "pieces", {"role": "ACTOR"}, StateTree(skeleton, pieces), durable=False)
+    assert (written.nbytes, written.checksum) == (whole.nbytes, whole.checksum)
+    read = read_state(tmp_path / "pieces", written)
+    assert all(torch.equal(read[name], state[name]) for name in ("a", "b", "none")) and read["c"] == b"xyz"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_device_bytes_of_a_failed_write_free_the_buffers(monkeypatch, tmp_path):
+    def refuse(chunk, checksum):
+        if device_bytes._one_reader.locked():  # the piece comes from the device
+            raise OSError("no such luck")
+        return checksum
+
+    monkeypatch.setattr(state_file, "crc32", refuse)
+    skeleton, buffers = dump([torch.ones(700)])
+    flat = torch.frombuffer(buffers[0], dtype=torch.uint8)
+    with pytest.raises(OSError, match="no such luck") as caught:
+        write_state(tmp_path / "x", {}, StateTree(skeleton, [DeviceBytes(flat)]), durable=False)
+    assert caught.tb is not None, "what was under way is still referred to"
+    assert not device_bytes._one_reader.locked()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Final answers in hostile text."""
+"""Answers and numbers in hostile text, and the arithmetic task."""
 
-import random
+import re
 import time
 
 import pytest
@@ -9,54 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.environment.core.functions import load_function
-from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, last_number
-from dlrover.python.rl.environment.verifiers import gsm8k
+from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, join_groups, last_number, plain_text
+from dlrover.python.rl.environment.verifiers import exact, gsm8k, math
+from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase, MathDataset
 
 
 @pytest.mark.feature(79)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed {7}", "7"),
-        (r"\boxed{}", ""),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{a \boxed{b} c}", "b"),
-        (r"{ \boxed{5} { \boxed{6}", "6"),
-        (r"} \boxed{5} }", "5"),
-        (r"\boxed{8} \boxed{9", "8"),
-        (r"\boxed{9", None),
-        (r"\boxed", None),
-        (r"\boxed5", None),
-        ("no box {3}", None),
-        ("", None),
+        (r"so \boxed{42}.", "42"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed {7}", "7"), (r"\boxed{}", ""), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{a \boxed{b} c}", "b"),
+        (r"{ \boxed{5} { \boxed{6}", "6"), (r"} \boxed{5} }", "5"), (r"\boxed{8} \boxed{9", "8"), (r"\boxed{9", None),
+        (r"\boxed", None), (r"\boxed5", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_boxed_answers(text, expected):
     assert boxed_answer(text) == expected
 
 
 @pytest.mark.feature(79)
 @given(st.recursive(st.text(alphabet="ab 1", max_size=4), lambda inner: inner.map(lambda text: "{" + text + "}")))
-def test_any_balanced_content_comes_back(content):
+def test_boxed_answers_of_any_balanced_content(content):
     assert boxed_answer(rf"{{x}} \boxed{{{content}}} }}{{") == content
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("3 apples and 4.50 pears.", "4.50"),
-        ("it is 1,234,567.", "1,234,567"),
-        ("it is 12,34", None),
-        ("at -5", "-5"),
-        ("5-3", "3"),
-        ("x = +.5", "+.5"),
-        ("6e23 of them", "6e23"),
-        ("none", None),
+        ("3 apples and 4.50 pears.", "4.50"), ("it is 1,234,567.", "1,234,567"), ("it is 12,34", None),
+        ("at -5", "-5"), ("5-3", "3"), ("x = +.5", "+.5"), ("6e23 of them", "6e23"), ("none", None),
+        ("3 or 3\u00b2", None), ("about 1\u202f234.5 m", "1\u00a0234.5"), (r"it is $2~\frac{1}{2}$", "2 1/2"),
+        ("the 3 1/25", "3 1/25"), (r"2,\,100", "100"), (r"one\\ 250", "250"),
     ],
-)
+)  # fmt: skip
 def test_last_number(text, expected):
     assert last_number(text) == expected
 
@@ -64,48 +50,29 @@ def test_last_number(text, expected):
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        (r"It is \boxed{19}.", "19", 1.0),
-        (r"\boxed{019}", "19", 1.0),
-        (r"\boxed{ 1,000.0 }", "1000", 1.0),
-        (r"\boxed{1e3}", "1000", 1.0),
-        (r"19, so \boxed{18}", "19", 0.0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{1/2}", "0.5", 0.0),
-        ("  Paris\n", "Paris", 1.0),
-        ("Paris, of course", "Paris", 0.0),
-        ("the sum is 42.", "42", 1.0),
-        ("42 or rather 43", "42", 0.0),
-        ("0.1", "0.10000000000000000001", 0.0),
-        ("", "0", 0.0),
-        ("NaN", "nan", 0.0),
-        ("Infinity", "inf", 0.0),
-        ("1e99999999999999999999", "1", 0.0),
-        ("٤٢", "42", 0.0),
-        ("72", "48 / 2 = <<48/2=24>>24 clips in May.\n#### 72", 1.0),
-        (r"\boxed{72}", "24 clips in May.\n#### 72", 1.0),
-        (r"so \boxed{72}", r"it is \boxed{72}", 1.0),
-        ("#### 72", "72", 1.0),
-        ("#### 73", "24 clips in May.\n#### 72", 0.0),
-        ("The answer is \u22125.", "-5", 1.0),
-        ("The answer is \u22125.", "5", 0.0),
-        ("\\boxed{\u22125}", "-5", 1.0),
-        (r"\boxed{18.}", "18", 1.0),
-        (r"\boxed{1{,}000}", "1000", 1.0),
-        (r"\boxed{\$19}", "19", 1.0),
+        (r"It is \boxed{19}.", "19", 1.0), (r"\boxed{019}", "19", 1.0), (r"\boxed{ 1,000.0 }", "1000", 1.0),
+        (r"19, so \boxed{18}", "19", 0.0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1/2}", "0.5", 0.0), ("  Paris\n", "Paris", 1.0), ("the sum is 42.", "42", 1.0),
+        ("42 or rather 43", "42", 0.0), ("", "0", 0.0), ("NaN", "nan", 0.0), ("1e99999999999999999999", "1", 0.0),
+        ("٤٢", "42", 0.0), ("72", "48 / 2 = <<48/2=24>>24 clips in May.\n#### 72", 1.0),
+        (r"\boxed{72}", "24 clips in May.\n#### 72", 1.0), (r"so \boxed{72}", r"it is \boxed{72}", 1.0),
+        ("#### 72", "72", 1.0), ("#### 73", "24 clips in May.\n#### 72", 0.0), ("The answer is \u22125.", "-5", 1.0),
+        ("The answer is \u22125.", "5", 0.0), ("\\boxed{\u22125}", "-5", 1.0), (r"\boxed{18.}", "18", 1.0),
+        (r"\boxed{1{,}000}", "1000", 1.0), (r"\boxed{\$19}", "19", 1.0),
     ],
-)
+)  # fmt: skip
 def test_exact_answer(completion, answer, reward):
     assert exact_answer(completion, answer) == reward
 
 
 @pytest.mark.parametrize("answer", ["", " \n"])
-def test_an_empty_reference_is_refused(answer):
+def test_exact_answer_refuses_an_empty_reference(answer):
     with pytest.raises(ValueError, match="no reference answer"):
         exact_answer("", answer)
 
 
 @pytest.mark.feature(98)
-def test_nothing_is_evaluated():
+def test_answers_are_never_evaluated():
     started = time.perf_counter()
     assert exact_answer(r"\boxed{9**9**9}", "5") == 0.0
     assert exact_answer(r"\boxed{1e999999999}", "5") == 0.0
@@ -137,84 +104,28 @@ LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs", "th
 
 @pytest.mark.feature(98)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])
-def test_ten_megabytes_take_seconds(name):
+def test_answers_of_ten_megabytes_take_seconds(name):
     text = HOSTILE[name](10_000_000)
     started = time.process_time()
     assert exact_answer(text, "5") == gsm8k(text, "5", {}) == 0.0
-    assert time.process_time() - started < 10  # A quadratic step would take hours.
-
-
-def _gsm8k_pair(rng):
-    """A worked solution and its number, in a spelling that a model or the data may use."""
-    number = rng.choice((rng.randint(-9_999_999, 9_999_999), rng.randint(0, 99), rng.randint(1, 99_999) / 4))
-    plain = str(number)
-    grouped = f"{number:,}"
-    before, after = rng.choice(
-        (("", ""), ("$", ""), ("", "%"), ("", " meters"), ("€", ""), ("", " clips."), ("", " m^2"), ("", " ft2"))
-    )
-    spellings = [before + text + after for text in (plain, grouped)]
-    if number < 0:
-        spellings += [f"-{before}{text[1:]}{after}" for text in (plain, grouped)]
-        spellings += [f"\u2212{before}{text[1:]}{after}" for text in (plain, grouped)]
-    return number, spellings
-
-
-def _solution(rng, text):
-    steps = f"Natalia sold 48/2 = <<48/2=24>>24 clips, then {rng.randint(1, 99)} more.\n"
-    latex = text.replace(",", "{,}").replace("$", r"\$").replace("%", r"\%")
-    return steps + rng.choice((f"#### {text}", f"####{text}", rf"\boxed{{{latex}}}", rf"\boxed{{\text{{{latex}}}}}"))
-
-
-def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
-    rng = random.Random(0)
-    for _ in range(1_000):
-        number, spellings = _gsm8k_pair(rng)
-        completion = _solution(rng, rng.choice(spellings))
-        assert gsm8k(completion, _solution(rng, rng.choice(spellings)), {}) == 1.0, completion
-        changed = _solution(rng, f"{number + rng.choice((-1, 1, 0.5, 1_000)):,}")
-        assert gsm8k(completion, changed, {}) == 0.0, (completion, changed)
+    assert time.process_time() - started < 10  # a quadratic step would take hours
 
 
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        ("#### -$5", "-5"),
-        ("The answer is -$1,200.", "#### -1,200"),
-        (r"\boxed{-\$5}", "-5"),
-        ("It is \u22125", "-5"),
-        ("#### 10 m^2", "10"),
-        ("#### 72 m2", "72"),
-        ("from 5-$7", "7"),
-        ("a box of 2x3", "3"),
-        ("\u20135", "-5"),
-        (r"\boxed{18 \text{ cm}^2}", "18"),
-        (r"\boxed{18\,\text{m}^2}", "18"),
-        (r"\boxed{18\ \mathrm{m^2}}", "18"),
-        (r"\boxed{\text{2}}", "2"),
-        (r"\boxed{1/2}", "0.5"),
-        (r"\boxed{\frac{36}{2}}", "18"),
-        ("#### Step 1\n9\n#### Step 2: Add both\nSo the total is 18.", "18"),
-        ("#### 1. Add\n9+9=18", "18"),
-        ("9+9\n#### **$1,800**", "1800"),
-        ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"),
-        (r"\boxed{- 5}", "-5"),
-        (r"\boxed{x = - 5}", "-5"),
-        (r"\boxed{\frac{-1}{2}}", "-0.5"),
-        (r"\boxed{-\dfrac{1}{2}}", "-0.5"),
-        (r"\boxed{\frac12}", "0.5"),
-        (r"\boxed{3\frac{1}{2}}", "3.5"),
-        (r"\boxed{-3 1/2}", "-3.5"),
-        (r"\boxed{$\frac{1}{2}$}", "0.5"),
-        (r"\boxed{1/2 cups}", "0.5"),
-        (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
-        (r"\boxed{\frac{2}{4}}", "#### 1/2"),
-        (r"\boxed{3 \times 4 = 12}", "12"),
-        (r"\boxed{60\text{ miles}/\text{hour}}", "60"),
-        (r"\boxed{12 \frac{\text{miles}}{\text{hour}}}", "12"),
-        (r"\boxed{60\ \frac{\mathrm{km}}{\mathrm{h}}}", "60"),
+        ("#### -$5", "-5"), ("The answer is -$1,200.", "#### -1,200"), (r"\boxed{-\$5}", "-5"),
+        ("It is \u22125", "-5"), ("#### 10 m^2", "10"), ("from 5-$7", "7"), ("a box of 2x3", "3"), ("\u20135", "-5"),
+        (r"\boxed{18\,\text{m}^2}", "18"), (r"\boxed{\text{2}}", "2"), (r"\boxed{\frac{36}{2}}", "18"),
+        ("#### Step 1\n9\n#### Step 2: Add both\nSo the total is 18.", "18"), ("9+9\n#### **$1,800**", "1800"),
+        ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"), (r"\boxed{x = - 5}", "-5"),
+        (r"\boxed{\frac{-1}{2}}", "-0.5"), (r"\boxed{\frac12}", "0.5"), (r"\boxed{3\frac{1}{2}}", "3.5"),
+        (r"\boxed{$\frac{1}{2}$}", "0.5"), (r"\boxed{1/2 cups}", "0.5"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{\frac{2}{4}}", "#### 1/2"), (r"\boxed{3 \times 4 = 12}", "12"),
+        (r"\boxed{60\text{ miles}/\text{hour}}", "60"), (r"\boxed{12 \frac{\text{miles}}{\text{hour}}}", "12"),
         (r"\boxed{60\times}", "60"),
     ],
-)
+)  # fmt: skip
 def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
     assert gsm8k(completion, answer, {}) == 1.0
 
@@ -222,25 +133,13 @@ def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        (r"\boxed{\frac{1}{2}}", "2"),
-        (r"\boxed{1/2}", "2"),
-        ("#### Step 2: Add both\nSo the total is 18.", "2"),
-        (r"\boxed{- 5}", "5"),
-        (r"\boxed{\frac{-1}{2}}", "2"),
-        (r"\boxed{\frac12}", "12"),
-        (r"\boxed{3\frac{1}{2}}", "2"),
-        (r"\boxed{3 1/2}", "2"),
-        (r"\boxed{$\frac{1}{2}$}", "2"),
-        (r"\boxed{1/2 cups}", "2"),
-        (r"\boxed{10^3}", "3"),
-        (r"\boxed{2^{10}}", "10"),
-        (r"\boxed{2\sqrt{3}}", "3"),
-        (r"\boxed{3 \times 4}", "4"),
-        (r"\boxed{\frac{1}{2}}", "1e999999999"),
-        (r"\boxed{2}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{\frac{1}{2}}", "2"), ("#### Step 2: Add both\nSo the total is 18.", "2"), (r"\boxed{- 5}", "5"),
+        (r"\boxed{\frac{-1}{2}}", "2"), (r"\boxed{\frac12}", "12"), (r"\boxed{3\frac{1}{2}}", "2"),
+        (r"\boxed{1/2 cups}", "2"), (r"\boxed{10^3}", "3"), (r"\boxed{2\sqrt{3}}", "3"), (r"\boxed{3 \times 4}", "4"),
+        (r"\boxed{\frac{1}{2}}", "1e999999999"), (r"\boxed{2}", r"\boxed{\frac{1}{2}}"),
     ],
-)
-def test_gsm8k_takes_no_part_of_something_else(completion, answer):
+)  # fmt: skip
+def test_gsm8k_takes_no_part_of_an_expression(completion, answer):
     assert gsm8k(completion, answer, {}) == 0.0
 
 
@@ -255,5 +154,162 @@ def test_gsm8k_needs_a_number_in_the_reference():
 
 
 @pytest.mark.parametrize(("name", "reward"), [("gsm8k", 1.0), ("exact", 1.0)])
-def test_rewards_are_named_in_a_job_file(name, reward):
+def test_rewards_have_names_of_job_files(name, reward):
     assert load_function(name)("It is 72.", "24 clips in May.\n#### 72", {}) == reward
+
+
+# completion, reference, reward
+GROUPED = [
+    ("Altogether that makes 7\u202f250 tickets.", "7250", 1.0), ("#### 4,50,000", "450000", 1.0),
+    (r"\boxed{7 250}", "250", 0.0), ("It is 9\u202f000.", "#### 4\u202f000", 0.0),
+    ("12\u2019500.75", "12500.75", 1.0), (r"\boxed{1\thinspace000\thinspace000}", "1000000", 1.0),
+    ("It is 8 50 000.", "It is 2 50 000.", 0.0), ("in 2024 100 people", "100", 1.0),
+    ("in 2024 100 000 people", "100000", 1.0), ("They are 1, 2, 3", "3", 1.0), ("It is 12, 500", "500", 1.0),
+    (r"\boxed{12, 500}", "500", 0.0),
+]  # fmt: skip
+NO_NUMBER = [
+    ("It is 12,34", "34", 0.0), ("It is 1.234,56", "56", 0.0), ("0,500", "500", 0.0), (r"\boxed{7\,25}", "725", 0.0),
+    ("It is 1,000 500", "500", 0.0), ("So 17 or \uff17250", "250", 0.0), ("It is 3\u00bd", "3", 0.0),
+    ("It is 10^3", "3", 0.0), ("It is 6:30", "30", 0.0), (r"\boxed{10-12}", "12", 0.0), ("1, 2, 3", "3", 0.0),
+    ("It is 1/4.", "4", 0.0), (r"It is $-\frac{1}{4}$", "0.25", 0.0), ("It is 1 000/3", "3", 0.0),
+    ("5", "6:30", "refused"), ("5", "#### 8,0,0", "refused"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("completion", "answer", "reward"), [*GROUPED, *NO_NUMBER])
+def test_gsm8k_reads_numbers_whole_or_not_at_all(completion, answer, reward):
+    if reward == "refused":
+        with pytest.raises(ValueError, match="has no number"):
+            gsm8k(completion, answer, {})
+    else:
+        assert gsm8k(completion, answer, {}) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "joined"),
+    [
+        (r"(1\,000,5) 7,250", "(1000,5) 7,250"), (r"\{1,200\} 8,00,000", r"\{1,200\} 800000"),
+        ("x_1 7'250 a^{2}", "x_1 7250 a^{2}"), (r"\log_2\,100", "\\log_2\u00a0100"), ("7_25 1_000,5", "7_25 1000,5"),
+    ],
+)  # fmt: skip
+def test_join_groups_in_an_expression(text, joined):
+    assert join_groups(plain_text(text)) == joined
+
+
+MARKS = [",", "{,}", r"\,", r"\;", r"\:", r"\ ", "~", "'", "\u2019", "_", r",\!", "\u00a0", "\u2009", "\u202f"]
+
+
+@st.composite
+def spellings(draw, number, marks=(*MARKS, " ")):
+    """``number`` (``-1234567.5``) with any separator in groups of three, the Indian way, or without."""
+    whole, point, places = number.lstrip("-").partition(".")
+    mark, size = draw(st.sampled_from(["", *marks])), draw(st.sampled_from([2, 3]))
+    groups, head = [whole[-3:]], whole[:-3]
+    while head:
+        groups, head = [head[-size:], *groups], head[:-size]
+    return "-" * number.startswith("-") + mark.join(groups) + point + places
+
+
+NUMBERS = st.builds(
+    lambda whole, places: f"{whole}{places}", st.integers(-(10**12), 10**12), st.sampled_from(["", ".25"])
+)
+
+
+@given(st.data(), NUMBERS, st.integers(1, 10**6))
+def test_spelling_of_a_number_changes_nothing(data, number, change):
+    completion = data.draw(st.sampled_from(["{}", r"so \boxed{{{}}}", "It makes {} \u20ac"])).format(
+        data.draw(spellings(number))
+    )
+    whole, point, places = number.partition(".")
+    for other, reward in ((number, 1.0), (f"{int(whole) + change}{point}{places}", 0.0)):
+        answer = data.draw(st.sampled_from(["{}", r"\boxed{{{}}}", "Thus.\n#### {}"])).format(
+            data.draw(spellings(other))
+        )
+        assert exact(completion, answer, {}) == gsm8k(completion, answer, {}) == reward
+
+
+@given(st.data(), st.integers(1, 10**7), st.integers(1, 10**7), st.sampled_from(["", "-"]))
+def test_spelling_of_a_fraction_changes_nothing(data, above, below, sign):
+    pytest.importorskip("math_verify")
+    parts = [data.draw(spellings(str(part), MARKS)) for part in (above, below)]
+    completion = rf"\boxed{{{sign}\frac{{{parts[0]}}}{{{parts[1]}}}}}"
+    for factor, reward in ((1, 1.0), (2, 0.0)):
+        answer = f"{sign}{data.draw(spellings(str(2 * above * factor), MARKS))}/{2 * below}"
+        assert gsm8k(completion, answer, {}) == math(completion, answer, {}) == reward
+
+
+PYTHON = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+
+
+def operands(problem) -> tuple[int, str, int]:
+    left, symbol, right = re.search(r"(-?\d+) ([-+*/]) (-?\d+)\?", problem.prompt[0]["content"]).groups()
+    return int(left), symbol, int(right)
+
+
+@pytest.mark.feature(78)
+def test_arithmetic_makes_two_hundred_additions():
+    dataset = MathDataset()
+    assert len(dataset) == 200
+    for problem in dataset:
+        left, symbol, right = operands(problem)
+        assert symbol == "+"
+        assert problem.answer == left + right
+        assert 0 <= min(left, right) <= max(left, right) <= 200
+
+
+@pytest.mark.feature(78)
+@pytest.mark.parametrize("operand", ["add", "mult", "substraction", "subtraction", "division"])
+def test_arithmetic_rewards_the_right_answer_most(operand):
+    for problem in MathDataset(20, -9, 9, operand):
+        left, symbol, right = operands(problem)
+        assert PYTHON[symbol](left, right) == problem.answer
+        assert symbol != "/" or left % right == 0
+        rewards = {error: problem.get_reward(rf"\boxed{{{problem.answer + error}}}") for error in range(-5, 6)}
+        assert rewards == {error: -(error**2) for error in range(-5, 6)}
+        assert max(rewards.values()) == rewards[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7", -101.0), (r"\boxed{seven}", -101.0), (r"\boxed{9**9**9}", -101.0), (r"\boxed{1e999999}", -100.0),
+        (r"\boxed{5000}", -100.0), (r"\boxed{10}", -100.0), (r"\boxed{9}", -81.0), (r"\boxed{1e-200}", -1e-12),
+        (r"\boxed{0.0}", 0.0),
+    ],
+)  # fmt: skip
+def test_arithmetic_answers_far_off_or_unreadable(text, reward):
+    (problem,) = MathDataset(1, 0, 0)
+    assert problem.get_reward(text) == reward
+
+
+def test_arithmetic_depends_on_the_seed():
+    def questions(seed):
+        return [problem.question for problem in MathDataset(5, seed=seed)]
+
+    assert questions(1) == questions(1) != questions(2)
+    assert [problem.question for problem in MathDataset(5, seed=1)[1:3]] == questions(1)[1:3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"operand": "addd"}, "unknown operand 'addd'; did you mean 'add'"),
+        ({"num_samples": -1}, "cannot sample -1 questions"),
+        ({"min_val": 3, "max_val": 2}, "from 3 to 2"),
+        ({"min_val": 0, "max_val": 0, "operand": "division"}, "cannot divide by 0"),
+    ],
+)
+def test_arithmetic_refuses_wrong_arguments(arguments, fault):
+    with pytest.raises(ValueError, match=fault):
+        MathDataset(**arguments)
+
+
+@pytest.mark.feature(77)
+def test_arithmetic_problem_may_be_the_users():
+    class Shout(EnvBase):
+        def get_reward(self, text: str) -> float:
+            return float(text.isupper())
+
+    assert Shout([{"role": "user", "content": "shout"}]).get_reward("HEY") == 1.0
+    with pytest.raises(NotImplementedError, match=r"EnvBase must define get_reward"):
+        EnvBase(prompt=[], answer=3).get_reward("3")

@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a model wrote."""
+"""Programs that a model wrote: how they are found, run, confined and tested."""
 
 import os
+import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.environment.sandbox.confinement import LIMITS, remove_tree, scratch_folder
+from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.environment.sandbox import confinement
+from dlrover.python.rl.environment.sandbox.confinement import (
+    BUBBLEWRAP,
+    LEVELS,
+    LIMITS,
+    SETTING,
+    remove_tree,
+    scratch_folder,
+)
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import (
     ProgramLimits,
@@ -18,36 +32,23 @@ from dlrover.python.rl.environment.verifiers.code import (
     python_tests,
     run_python,
 )
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone, or just going
-        return False
+from tests.support.processes import wait_until_gone
 
 
 def fenced(program, language="python"):
     return f"Here it is:\n```{language}\n{program}\n```\nDone."
 
 
-def test_a_program_reads_and_prints():
+def test_program_reads_and_prints():
     ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\n", "abc\n")
     assert (ran.stdout, ran.stderr, ran.code, ran.succeeded) == ("cba\n", "oh\n", 0, True)
     ran = run_python("raise SystemExit(3)")
     assert (ran.code, ran.succeeded) == (3, False)
 
 
-def test_a_program_sees_nothing_of_this_process(monkeypatch):
-    monkeypatch.setenv("SECRET_KEY", "hunter2")
-    ran = run_python("import os, sys\nprint(dict(os.environ), sys.path, os.listdir(), os.getcwd())\n")
-    assert ran.succeeded
-    assert "hunter2" not in ran.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.feature(98)
-def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
+def test_program_without_an_end_is_ended_with_its_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(code, "confinement", lambda: LIMITS)  # so that it can tell its number
     program = f"""
 import os, signal
@@ -64,65 +65,52 @@ os.wait()
     ran = run_python(program, limits=ProgramLimits(timeout_s=2.0))
     assert (ran.timed_out, ran.succeeded) == (True, False)
     assert time.monotonic() - began < 10
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "a process outlived its program"
-        os.sched_yield()
-
-
-def test_memory_and_output_are_limited():
-    ran = run_python("bytearray(1 << 34)")
-    assert "MemoryError" in ran.stderr
-    assert not ran.succeeded
-    ran = run_python("while True: print('x' * 1000)", limits=ProgramLimits(output_bytes=10_000))
-    assert len(ran.stdout) <= 10_000
-    assert not ran.succeeded
+    wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("act", ["os.mkfifo('stdout')", "os.symlink('/dev/zero', 'stdout')"])
-def test_what_a_program_puts_in_its_outputs_place_is_not_read(act):
+def test_program_replacing_its_output_file_is_not_read(act):
     result = run_python(f"import os\nos.remove('stdout')\n{act}")
     assert (result.stdout, result.timed_out) == ("", False)
 
 
 FENCE = "`" * 3
 BLOCKS = {
-    # Text, its program, and its program before the commit that added the row.
-    "python": (fenced("x = 1"), "x = 1\n", "x = 1\n"),
-    "no language": (fenced("x = 1", ""), "x = 1\n", "x = 1\n"),
-    "the last": (fenced("a") + fenced("b", "py"), "b\n", "b\n"),
-    "the last of Python": (fenced("a") + fenced("b", ""), "a\n", "a\n"),
-    "another language": (fenced("rm", "bash"), None, None),
-    "none": ("no code", None, None),
-    "a version": (fenced("x = 1", "python3.11 title=x"), "x = 1\n", "x = 1\n"),
-    "a span in prose": (f"We call {FENCE}input(){FENCE} once:\n\n" + fenced("x = 1"), "x = 1\n", None),
-    "a span that begins a line": (f"{FENCE}input(){FENCE} is called:\n" + fenced("x = 1"), "x = 1\n", None),
-    "a mention in prose": (f"I open it with {FENCE} now.\n" + fenced("x = 1"), "x = 1\n", None),
-    "a string": (fenced(f"mark = '{FENCE}'"), f"mark = '{FENCE}'\n", "mark = '"),
-    "a docstring": (fenced(f"def f():\n    {FENCE}\n    x"), f"def f():\n    {FENCE}\n    x\n", "def f():\n"),
-    "an end with text": (fenced(f"x = 1\n{FENCE}python\ny"), f"x = 1\n{FENCE}python\ny\n", "x = 1\n"),
-    "tildes": (f"~~~python\nx = 1\n{FENCE}\n~~~", f"x = 1\n{FENCE}\n", None),
-    "three columns": (f"   {FENCE}py\n   x = 1\n  y = 2\n {FENCE}", "x = 1\ny = 2\n", " x = 1\ny = 2\n"),
-    "four columns": (f"Text:\n\n    {FENCE}py\n    x = 1\n    {FENCE}", None, "x = 1\n"),
-    "a list": (f"10. Do\n\n    {FENCE}py\n    x = 1\n    {FENCE}", "x = 1\n", "x = 1\n"),
-    "no end": (f"{FENCE}py\nx = 1\ny = 2", "x = 1\ny = 2\n", None),
-    "ends of lines": (f"{FENCE}py\r\nx = 1\r\n{FENCE}\r\ny", "x = 1\n", "x = 1\r\n"),
+    # text, its program
+    "python": (fenced("x = 1"), "x = 1\n"),
+    "no language": (fenced("x = 1", ""), "x = 1\n"),
+    "the last": (fenced("a") + fenced("b", "py"), "b\n"),
+    "the last of Python": (fenced("a") + fenced("b", ""), "a\n"),
+    "another language": (fenced("rm", "bash"), None),
+    "none": ("no code", None),
+    "a version": (fenced("x = 1", "python3.11 title=x"), "x = 1\n"),
+    "a span in prose": (f"We call {FENCE}input(){FENCE} once:\n\n" + fenced("x = 1"), "x = 1\n"),
+    "a span that begins a line": (f"{FENCE}input(){FENCE} is called:\n" + fenced("x = 1"), "x = 1\n"),
+    "a mention in prose": (f"I open it with {FENCE} now.\n" + fenced("x = 1"), "x = 1\n"),
+    "a string": (fenced(f"mark = '{FENCE}'"), f"mark = '{FENCE}'\n"),
+    "a docstring": (fenced(f"def f():\n    {FENCE}\n    x"), f"def f():\n    {FENCE}\n    x\n"),
+    "an end with text": (fenced(f"x = 1\n{FENCE}python\ny"), f"x = 1\n{FENCE}python\ny\n"),
+    "tildes": (f"~~~python\nx = 1\n{FENCE}\n~~~", f"x = 1\n{FENCE}\n"),
+    "three columns": (f"   {FENCE}py\n   x = 1\n  y = 2\n {FENCE}", "x = 1\ny = 2\n"),
+    "four columns": (f"Text:\n\n    {FENCE}py\n    x = 1\n    {FENCE}", None),
+    "a list": (f"10. Do\n\n    {FENCE}py\n    x = 1\n    {FENCE}", "x = 1\n"),
+    "no end": (f"{FENCE}py\nx = 1\ny = 2", "x = 1\ny = 2\n"),
+    "ends of lines": (f"{FENCE}py\r\nx = 1\r\n{FENCE}\r\ny", "x = 1\n"),
 }
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_program_is_found_by_the_rule_for_fences(block):
-    text, program, before = BLOCKS[block]
-    assert code_block(text) == program, f"before: {before!r}"
+def test_code_block_follows_the_rule_for_fences(block):
+    text, program = BLOCKS[block]
+    assert code_block(text) == program
 
 
 ENDS = [("", "\n"), ("> ", "\nx\n"), ("- ", "\n"), ("", "`\n~~~\n")]
-HOSTILE = ["`", "~", " ", "\t", "- ", "1. ", "> ", "- a\n", *(f"{start}{FENCE}{end}" for start, end in ENDS)]
+HOSTILE_UNITS = ["`", "~", " ", "\t", "- ", "1. ", "> ", "- a\n", *(f"{start}{FENCE}{end}" for start, end in ENDS)]
 
 
-@pytest.mark.parametrize("unit", HOSTILE)
-def test_blocks_are_found_in_linear_time(unit):
+@pytest.mark.parametrize("unit", HOSTILE_UNITS)
+def test_code_block_takes_linear_time(unit):
     began_s = time.process_time()
     code_block(unit * (400_000 // len(unit)))
     assert time.process_time() - began_s < 10
@@ -133,12 +121,12 @@ LITERAL = "assert double(2) == 4\nassert double(-1) == -2\n"
 
 @pytest.fixture
 def patient(monkeypatch):
-    """What is judged is the program, not how busy the machine is."""
+    """Give programs time on a busy machine."""
     monkeypatch.setattr(code, "ProgramLimits", partial(ProgramLimits, timeout_s=60.0))
 
 
 @pytest.mark.feature(98)
-def test_what_is_expected_is_never_where_the_program_is():
+def test_expected_values_are_hidden_from_the_program():
     knows_the_protocol = """
 import os, sys
 
@@ -159,12 +147,8 @@ def double(x):
     called = "def check(double):\n    assert double(2) == 4, 'it is 4'\ncheck(double)"
     assert python_tests(fenced(knows_the_protocol), None, {"tests": called}) == 0.0
     assert "4" not in hide_expected(called).text
-    assert (
-        python_tests(
-            fenced("class Alike(int):\n    __eq__ = lambda *_: True\ndouble = Alike"), None, {"tests": LITERAL}
-        )
-        == 0.0
-    )
+    alike = fenced("class Alike(int):\n    __eq__ = lambda *_: True\ndouble = Alike")
+    assert python_tests(alike, None, {"tests": LITERAL}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -177,30 +161,20 @@ def double(x):
         ("def f(x): raise KeyError(x)", "try:\n    f(1)\n    assert 1 == 2\nexcept KeyError: pass"),
         ("def f(x): return x", "for x in range(3):\n    assert f(x) == x\n    if x > 1: assert f(x) == 2"),
         ("def f(): return __name__, __file__[-10:]", "assert f() == ('program', 'program.py')"),
-        (
-            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'",
-            "assert P(1) == P(1)\nassert P(1).x == 1",
-        ),
+        ("def f(x): return int(not x)", "assert f(0) == True\nassert not (f(0) is True)"),
         ("f = 1\nif __name__ == '__main__':\n    f = input()", "assert f == 1"),
         ("def f(x): return x", "def check(c): assert c(2) == 5\ncheck = lambda c: None\ncheck(f)\nassert f(2) == 2"),
         ("def f(x): return not x", "assert f(0) is True\nassert not (f(0) is 1)"),
     ],
 )
 @pytest.mark.usefixtures("patient")
-def test_tests_mean_what_they_say(program, tests):
+def test_python_tests_pass_right_and_fail_wrong_programs(program, tests):
     assert python_tests(fenced(program), None, {"tests": tests}) == 1.0
     assert python_tests(fenced(program), None, {"tests": f"{tests}\nassert 1 == 2"}) == 0.0
 
 
 @pytest.mark.usefixtures("patient")
-def test_one_is_not_true():
-    program = fenced("def f(x): return int(not x)")
-    assert python_tests(program, None, {"tests": "assert f(0) == True"}) == 1.0
-    assert python_tests(program, None, {"tests": "assert f(0) is True"}) == 0.0
-
-
-@pytest.mark.usefixtures("patient")
-def test_what_has_to_have_been_compared():
+def test_python_tests_need_all_due_comparisons():
     tests = """
 def check(f):
     assert f(0) == 1
@@ -225,12 +199,12 @@ assert f(8) == 9
     assert python_tests(fenced("f = lambda x: x + 1"), None, {"tests": tests}) == 1.0
 
 
-def test_tests_that_are_no_python_are_no_programs_fault():
+def test_python_tests_of_wrong_syntax_are_refused():
     with pytest.raises(ValueError, match="the tests are not Python: line 1"):
         python_tests(fenced("x = 1"), None, {"tests": "assert ("})
 
 
-def test_cases_of_input_and_output():
+def test_python_tests_of_input_and_output():
     tests = {"tests": [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10 \n"}]}
     assert python_tests(fenced("print(2 * int(input()))"), None, tests) == 1.0
     assert python_tests(fenced("print(4)"), None, tests) == 0.0
@@ -240,17 +214,12 @@ def test_cases_of_input_and_output():
             python_tests(fenced("x"), None, wrong)
 
 
-def test_all_cases_have_one_deadline_together():
+def test_python_tests_have_one_deadline_together():
     waits = fenced("import time\ntime.sleep(0.3)")
     tests = {"tests": [{"input": "", "output": ""}] * 4}
     assert python_tests(waits, None, {**tests, "timeout_s": 1.0}) == 0.0
-    for given in (60.0, None):  # null, as in a row that lacks it
-        assert python_tests(waits, None, {**tests, "timeout_s": given}) == 1.0
-
-
-def test_tests_that_hang_end_at_their_deadline():
-    tests = {"tests": "assert f() is None", "timeout_s": 0.5}
-    assert python_tests(fenced("def f():\n    while True: pass"), None, tests) == 0.0
+    for timeout_s in (60.0, None):  # null, as in a row that lacks it
+        assert python_tests(waits, None, {**tests, "timeout_s": timeout_s}) == 1.0
 
 
 DOUBLE, WRONG = (f"```python\ndef double(x):\n    return {factor} * x\n```" for factor in (2, 3))
@@ -270,7 +239,7 @@ CASES = '[{"input": "1\\n", "output": "2\\n"}]'
         ("1. Do\n   ```python\n   def double(x):\n       return 2 * x\n   ```", "assert double(2) == 4", 1.0),
     ],
 )
-def test_tests_are_cases_as_text_or_functions_and_blocks_may_be_indented(completion, tests, reward):
+def test_python_tests_of_every_form_score_a_block(completion, tests, reward):
     assert python_tests(completion, None, {"tests": tests}) == reward
 
 
@@ -278,7 +247,7 @@ NEST = "import os\nfor _ in range(3000):\n    os.mkdir('a', 0o300)\n    os.chdir
 
 
 @pytest.mark.parametrize("tests", [CASES, "assert double(2) == 4"])
-def test_a_program_that_nests_folders_is_scored_and_its_folder_removed(tests, tmp_path, monkeypatch):
+def test_program_nesting_folders_is_scored_and_removed(tests, tmp_path, monkeypatch):
     monkeypatch.setattr(code, "confinement", lambda: LIMITS)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = f"{NEST}def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(double(int(input())))"
@@ -286,16 +255,136 @@ def test_a_program_that_nests_folders_is_scored_and_its_folder_removed(tests, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_removed_folder_was_replaced_by_is_not_followed(tmp_path):
-    (kept := tmp_path / "kept").mkdir()
-    (kept / "file").touch()
-    (link := tmp_path / "link").symlink_to(kept)
+def test_remove_tree_follows_no_links(tmp_path):
+    (target := tmp_path / "kept").mkdir()
+    (target / "file").touch()
+    (link := tmp_path / "link").symlink_to(target)
     remove_tree(link)
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
 
 
-def test_a_folder_that_cannot_be_removed_fails_nothing(tmp_path, monkeypatch, caplog):
+def test_scratch_folder_not_removable_fails_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with scratch_folder("program-") as folder:
         folder.rmdir()
     assert "could not be removed" in caplog.text
+
+
+NONE = "none"
+BOTH = {BUBBLEWRAP, LIMITS}
+ONLY_BUBBLEWRAP = {BUBBLEWRAP}
+
+ATTACKS = {
+    # a harmless program, which prints "done" if it succeeds; the levels that stop it
+    "read a token": ("print('done' if open('{folder}/token').read() else '')", ONLY_BUBBLEWRAP),
+    "write outside": ("open('{folder}/written', 'w').write('x'); print('done')", ONLY_BUBBLEWRAP),
+    "see a process": ("import os; os.kill({pid}, 0); print('done')", ONLY_BUBBLEWRAP),
+    "read an environment": ("print('done' if b'CANARY' in open('/proc/{pid}/environ', 'rb').read() else '')", BOTH),
+    "connect": ("import socket; socket.create_connection(('127.0.0.1', {port}), 3); print('done')", BOTH),
+    "use a descriptor": ("import os; print('done' if os.fstat({descriptor}) else '')", BOTH),
+    "see the environment": ("import os; print('done' if 'CANARY' in os.environ else '')", BOTH),
+    "open many files": ("files = [open('/dev/null') for _ in range(500)]; print('done')", BOTH),
+    "write a large file": ("open('large', 'wb').write(bytes(4 << 20)); print('done')", BOTH),
+    "take much memory": ("taken = bytearray(2 << 30); print('done')", BOTH),
+    "gain privileges": ("print('done' if 'NoNewPrivs:\\t0' in open('/proc/self/status').read() else '')", BOTH),
+    "have many processes": (
+        "import resource as r; print('done' if r.getrlimit(r.RLIMIT_NPROC)[0] % 2**31 > 9999 else '')",
+        BOTH,
+    ),
+}
+
+
+@pytest.fixture
+def canaries(tmp_path):
+    """A private file, another process of this user with a secret, a server on loopback, an open file."""
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    sleeper = subprocess.Popen(["sleep", "60"], env={"CANARY": "secret"})
+    server = socket.create_server(("127.0.0.1", 0))
+    descriptor = os.open(tmp_path / "token", os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    yield {"folder": tmp_path, "pid": sleeper.pid, "port": server.getsockname()[1], "descriptor": descriptor}
+    os.close(descriptor)
+    server.close()
+    sleeper.kill()
+    sleeper.wait()
+
+
+def has_done(program, level, monkeypatch):
+    if level == NONE:
+        environment = {**os.environ, "CANARY": "x"}
+        options = {"timeout": 60, "env": environment, "close_fds": False, "check": False}
+        return (
+            "done" in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options).stdout
+        )
+    monkeypatch.setenv("CANARY", "x")
+    monkeypatch.setattr(code, "confinement", lambda: level)
+    return "done" in run_python(program, limits=ProgramLimits(timeout_s=20.0, memory_mb=1024)).stdout
+
+
+def needs(level):
+    if level == BUBBLEWRAP and confinement.find_bubblewrap_fault():
+        pytest.skip(confinement.find_bubblewrap_fault())
+
+
+@pytest.mark.parametrize("level", [NONE, *LEVELS])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_confinement_level_stops_its_attacks(attack, level, canaries, tmp_path, monkeypatch):
+    needs(level)
+    monkeypatch.chdir(tmp_path)
+    text, stopped_by = ATTACKS[attack]
+    program = text
+    for name, value in canaries.items():
+        program = program.replace(f"{{{name}}}", str(value))
+    assert has_done(program, level, monkeypatch) == (level not in stopped_by)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_confinement_limits_output_and_time(level, monkeypatch):
+    needs(level)
+    monkeypatch.setattr(code, "confinement", lambda: level)
+    ran = run_python("while True: print('x' * 1000)", limits=ProgramLimits(timeout_s=10.0, output_bytes=1 << 16))
+    assert not ran.succeeded and len(ran.stdout) == 1 << 16
+    began_s = time.monotonic()
+    ran = run_python("import time; time.sleep(60)", limits=ProgramLimits(timeout_s=1.0))
+    assert ran.timed_out and time.monotonic() - began_s < 20
+
+
+def test_confinement_by_bubblewrap_limits_files_together(monkeypatch):
+    needs(BUBBLEWRAP)
+    monkeypatch.setattr(code, "confinement", lambda: BUBBLEWRAP)
+    program = "for n in range(20): open(str(n), 'wb').write(bytes(1 << 18))\nprint('done')"
+    ran = run_python(program, limits=ProgramLimits(output_bytes=1 << 20))
+    assert "No space left" in ran.stderr and "done" not in ran.stdout
+
+
+@pytest.mark.parametrize(("function", "is_named"), [("python_tests", True), ("exact", False)])
+def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, function, is_named):
+    monkeypatch.delenv(SETTING, raising=False)
+    monkeypatch.setenv("PATH", "")  # without bubblewrap
+    with closing(DeadlineVerifier(function, timeout_s=20.0)) as verifier:
+        assert confinement.sandbox_level() != "bubblewrap"
+        for _ in range(2):
+            verifier("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
+    message = "programs that a model wrote are confined by limits (bubblewrap is not installed)"
+    assert capfd.readouterr().err.count(message) == is_named
+
+
+def test_confinement_level_not_available_is_an_error(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv(SETTING, "bubblewrap")
+    confinement.confinement.cache_clear()
+    with pytest.raises(VerifierError, match="cannot confine programs: bubblewrap is not installed"):
+        confinement.confinement()
+    assert confinement.sandbox_level() == "none"
+    monkeypatch.setenv(SETTING, "firejail")
+    with pytest.raises(VerifierError, match="'firejail' is neither bubblewrap nor limits"):
+        confinement.confinement()
+    monkeypatch.delenv(SETTING)
+    assert confinement.confinement() == LIMITS
+    for flag in ("_CLONE_NEWUSER", "_CLONE_NEWNET", "_CLONE_NEWIPC"):
+        monkeypatch.setattr(confinement, flag, 0)  # which every kernel permits
+    assert confinement.sandbox_level() == "namespaces"
+    monkeypatch.setattr(confinement, "_CLONE_NEWNET", 1)  # which none does
+    assert confinement.sandbox_level() == "limits"
+    confinement.confinement.cache_clear()

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments found by name."""
+"""Environments and reward functions by name, and their results."""
 
 import asyncio
 import sys
 import threading
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.common import extensions
+from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError
 from dlrover.python.rl.environment.core.base import (
     MAX_STATE_LENGTH,
     EnvironmentTraits,
@@ -20,32 +22,27 @@ from dlrover.python.rl.environment.core.base import (
     validate_step,
 )
 from dlrover.python.rl.environment.core.functions import (
+    ENVIRONMENTS,
     call_async,
     find_environment,
     load_environment,
+    load_function,
     run_in_thread,
 )
+from dlrover.python.rl.environment.core.tools import ToolEnvironment
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
+from dlrover.python.rl.environment.verifiers import exact
 from tests.support import user_environments
 
 SCRIPT = Path(user_environments.__file__)
 README = """
 async def step(state, action, extra_info):
-    env_response = {
-        "next_state": None,
-        "reward": 0.0,
-        "score": 0.0,
-        "done": False,
-        "extra_info": extra_info
-    }
+    env_response = {"next_state": None, "reward": 0.0, "score": 0.0, "done": False, "extra_info": extra_info}
     if action.startswith("search "):
-        passage = " (found: Beijing) "
-        env_response["next_state"] = state + action + passage
+        env_response["next_state"] = state + action + " (found: Beijing) "
     elif action.startswith("answer "):
-        pred = action.removeprefix("answer ")
-        reward = float(pred == extra_info["answer"])
-        env_response["reward"] = reward
-        env_response["score"] = 2 * reward
-        env_response["done"] = True
+        reward = float(action.removeprefix("answer ") == extra_info["answer"])
+        env_response |= {"reward": reward, "score": 2 * reward, "done": True}
     return env_response
 """
 
@@ -55,23 +52,23 @@ def run(coroutine):
 
 
 @pytest.mark.feature(86)
-def test_the_readmes_environment_made_runnable_loads_from_a_path(tmp_path):
+def test_environment_of_the_readme_loads_from_a_path(tmp_path):
     path = tmp_path / "search.py"
     path.write_text(README)
     environment = load_environment(str(path))
     info = {"answer": "Beijing", "list": [1, (2, 3)]}
     assert run(environment.reset(info)) is None
-    found = run(environment.step("Q? ", "search China", info))
-    assert found == StepResult("Q? search China (found: Beijing) ", 0.0, 0.0, False, info)
-    assert found.extra_info is info
-    right = run(environment.step(found.next_state, "answer Beijing", info))
+    result = run(environment.step("Q? ", "search China", info))
+    assert result == StepResult("Q? search China (found: Beijing) ", 0.0, 0.0, False, info)
+    assert result.extra_info is info
+    right = run(environment.step(result.next_state, "answer Beijing", info))
     assert (right.reward, right.score, right.done, right.next_state) == (1.0, 2.0, True, None)
     assert run(environment.step("Q? ", "hm", info)) == StepResult(None, 0.0, 0.0, True, info)
 
 
 @pytest.mark.feature(86)
 @pytest.mark.parametrize("where", [str(SCRIPT), "tests.support.user_environments"])
-def test_a_script_or_a_module_with_reset_and_close(where):
+def test_environment_is_a_script_or_a_module(where):
     environment = load_environment(where)
     info = {"first": "begin "}
     assert run(environment.reset(info)) == "begin "
@@ -83,7 +80,7 @@ def test_a_script_or_a_module_with_reset_and_close(where):
     run(environment.shutdown())
 
 
-def test_a_class_with_options_and_sync_calls():
+def test_environment_is_a_class_with_options():
     environment = load_environment(f"{SCRIPT}:Counting", {"start": 3})
     assert environment.traits == EnvironmentTraits(episodes=2)
     assert run(environment.reset({})) == "3"
@@ -92,55 +89,33 @@ def test_a_class_with_options_and_sync_calls():
     run(environment.close({}))
 
 
+MODULE = "tests.support.user_environments"
+
+
 @pytest.mark.parametrize(
-    ("where", "options", "what"),
+    ("where", "options", "message"),
     [
         ("/nowhere/env.py", None, "no such file: /nowhere/env.py"),
         (str(SCRIPT.with_name("user_environment.py")), None, "did you mean 'user_environments.py'"),
         ("tests.support.user_environmnts", None, "did you mean 'tests.support.user_environments'"),
-        ("tests.support.user_environments:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
-        (
-            "tests.support.user_environments:Counting",
-            {"strt": 1},
-            "an unexpected keyword argument 'strt'; did you mean 'start'",
-        ),
-        ("tests.support.user_environments:Without", None, "has no function 'step'; did you mean 'stpe'"),
-        (
-            "tests.support.user_environments:TooFew",
-            None,
-            "step is called with (state, action, extra_info): too many positional arg",
-        ),
-        (
-            "tests.support.user_environments:TooMany",
-            None,
-            "reset is called with (extra_info): missing a required argument",
-        ),
-        ("tests.support.user_environments", {"a": 1}, "take no options: a"),
+        (f"{MODULE}:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
+        (f"{MODULE}:Counting", {"strt": 1}, "an unexpected keyword argument 'strt'; did you mean 'start'"),
+        (f"{MODULE}:Without", None, "has no function 'step'; did you mean 'stpe'"),
+        (f"{MODULE}:TooFew", None, "step is called with (state, action, extra_info): too many positional arg"),
+        (f"{MODULE}:TooMany", None, "reset is called with (extra_info): missing a required argument"),
+        (MODULE, {"a": 1}, "take no options: a"),
+        ("tols", None, "did you mean 'tools'"),
     ],
 )
-def test_what_is_not_there_is_named(where, options, what):
+def test_environment_failing_to_load_is_named(where, options, message):
     for load in (find_environment, load_environment):
         with pytest.raises(EnvironmentFailed) as caught:
             load(where, options)
-        assert what in str(caught.value)
-
-
-def test_a_script_that_raises_names_itself(tmp_path):
-    (tmp_path / "bad.py").write_text("import sys\nsys.exit(3)\n")
-    for _ in range(2):
-        with pytest.raises(EnvironmentFailed, match=r"bad.py cannot be loaded: SystemExit: 3"):
-            load_environment(str(tmp_path / "bad.py"))
-
-
-def test_a_script_may_import_its_neighbour(tmp_path):
-    (tmp_path / "some_neighbour_of_it.py").write_text("answer = 42\n")
-    (tmp_path / "it.py").write_text("from some_neighbour_of_it import answer\ndef step(s, a, e):\n    return answer\n")
-    with pytest.raises(EnvironmentFailed, match="step returned int"):
-        run(load_environment(str(tmp_path / "it.py")).step("", "", {}))
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("returned", "what"),
+    ("returned", "message"),
     [
         (None, "step returned None, not a StepResult or a dict of its fields"),
         ({"reward": 1, "done": True, "dne": 1}, "unknown field 'dne'; did you mean 'done'"),
@@ -148,23 +123,32 @@ def test_a_script_may_import_its_neighbour(tmp_path):
         ({"next_state": "x", "reward": "much"}, "step returned str as 'reward'"),
         ({"next_state": "x", "reward": 1, "score": float("inf")}, "step returned inf as 'score'"),
         ({"next_state": "x", "reward": 1, "done": "no"}, "step returned str as 'done', not True or False: no"),
-        ({"next_state": "x", "reward": 1, "done": 1}, "step returned int as 'done', not True or False: 1"),
         ({"next_state": "x", "reward": 1, "done": np.ones(2) > 0}, "step returned numpy.ndarray as 'done'"),
         ({"next_state": "x", "reward": np.ones(2)}, "step returned numpy.ndarray as 'reward', not a number"),
         ({"next_state": 3, "reward": 1}, "next_state is int, not text"),
         ({"next_state": "x" * (MAX_STATE_LENGTH + 1), "reward": 1}, "characters, 4000000 at most"),
         ({"next_state": "x", "reward": 1, "extra_info": None}, "step returned None as 'extra_info'"),
         (StepResult(None, 0.0, 0.0, False), "no 'next_state', and is not done"),
-        (StepResult("x", float("nan"), 0.0, False), "step returned nan as 'reward'"),
     ],
 )
-def test_results_that_are_none(returned, what):
+def test_step_result_of_a_wrong_type_is_refused(returned, message):
     with pytest.raises(EnvironmentFailed) as caught:
         validate_step(returned, {})
-    assert what in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_sync_call_that_is_given_up_does_not_go_on_computing():
+def test_environment_script_may_import_and_fail(tmp_path):
+    (tmp_path / "some_neighbour_of_it.py").write_text("answer = 42\n")
+    (tmp_path / "it.py").write_text("from some_neighbour_of_it import answer\ndef step(s, a, e):\n    return answer\n")
+    with pytest.raises(EnvironmentFailed, match="step returned int"):
+        run(load_environment(str(tmp_path / "it.py")).step("", "", {}))
+    (tmp_path / "bad.py").write_text("import sys\nsys.exit(3)\n")
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailed, match=r"bad.py cannot be loaded: SystemExit: 3"):
+            load_environment(str(tmp_path / "bad.py"))
+
+
+def test_sync_call_is_interrupted_when_cancelled():
     ended = threading.Event()
 
     def compute():
@@ -181,39 +165,65 @@ def test_a_sync_call_that_is_given_up_does_not_go_on_computing():
         assert await asyncio.to_thread(ended.wait, 20)
 
     asyncio.run(give_up())
-
-
-def test_leaving_the_process_is_an_error_of_the_call():
     with pytest.raises(RuntimeError, match="SystemExit: no config"):
         asyncio.run(call_async(sys.exit, "no config"))
 
 
 @pytest.mark.feature(89)
-def test_the_score_is_the_reward_by_default_and_apart_from_it_where_given():
+def test_step_score_is_the_reward_by_default():
     assert validate_step({"reward": 1, "done": True}, {"k": 1}) == StepResult(None, 1.0, 1.0, True, {"k": 1})
     result = validate_step({"reward": 1, "score": 0, "next_state": "x", "extra_info": {}}, {"k": 1})
     assert (result.reward, result.score, result.extra_info) == (1.0, 0.0, {})
 
 
-def test_the_module_is_the_one_that_tests_import():
-    environment = load_environment("tests.support.user_environments")
-    run(environment.close({"who": "me"}))
-    assert {"who": "me"} in user_environments.log
-
-
 @pytest.mark.feature(86)
 @pytest.mark.parametrize("library", [np.asarray, torch.asarray])
-def test_numbers_and_truth_values_of_arrays_are_as_good_as_pythons(library):
-    found = library([0.0, 0.5])
-    result = validate_step({"reward": found.max(), "score": found.sum(), "done": found.max() > 0}, {})
+def test_step_values_may_be_of_arrays(library):
+    array = library([0.0, 0.5])
+    result = validate_step({"reward": array.max(), "score": array.sum(), "done": array.max() > 0}, {})
     assert result == StepResult(None, 0.5, 0.5, True, {})
     assert [type(value) for value in (result.reward, result.score, result.done)] == [float, float, bool]
-    assert not validate_step(StepResult("x", found.max(), 0.0, found.max() > 1), {}).done
+    assert not validate_step(StepResult("x", array.max(), 0.0, array.max() > 1), {}).done
 
 
-def test_half_a_character_in_a_state_is_replaced():
+def test_state_with_half_a_character_is_replaced():
     calls = [{"function": {"name": "f\ud83d", "arguments": {"\udc00": ["x\ud83d", ("y\ud83d", 1)]}}}]
     message = {"role": "assistant", "content": "half \ud83d", "tool_calls": calls}
     whole = [{"function": {"name": "f\ufffd", "arguments": {"\ufffd": ["x\ufffd", ["y\ufffd", 1]]}}}]
     assert validate_state("it", "\ud83d\ud83d\U0001f600") == "\ufffd\ufffd\U0001f600"
     assert validate_state("it", [message]) == [{"role": "assistant", "content": "half \ufffd", "tool_calls": whole}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dlrover.python.rl.environment.verifiers:exct", "no 'exct'; did you mean 'exact'"),
+        ("dlrove:exact", "no module named 'dlrove'; did you mean 'dlrover'"),
+        ("dlrover.python.rl.environment.core.functions:__name__", "is str, not a function"),
+        ("json", "no reward function is called 'json'"),
+        ("exct", "did you mean 'exact'"),
+        ("needs_another:f", "no module named 'qqq_absent_zzz'$"),
+    ],
+)
+def test_unknown_function_is_answered_with_the_nearest_name(name, message, tmp_path, monkeypatch):
+    (tmp_path / "needs_another.py").write_text("import qqq_absent_zzz\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(VerifierError, match=message):
+        load_function(name)
+
+
+def test_verifier_process_searches_the_folders_of_its_parent(tmp_path, monkeypatch):
+    (tmp_path / "beside_the_job.py").write_text("def reward(completion, answer, extra_info):\n    return 0.25\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with DeadlineVerifier("beside_the_job:reward", timeout_s=10) as verifier:
+        assert verifier("", None) == 0.25
+
+
+def test_environment_has_a_name_or_an_entry_point(tmp_path, monkeypatch):
+    (tmp_path / "installed_world.py").write_text("async def step(state, action, extra_info):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    point = EntryPoint("world", "installed_world", ENVIRONMENTS.group)
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == point.group else [])
+    assert find_environment("world").__name__ == "installed_world"
+    assert find_environment("tools", {"tools": {}, "judge": ""}) is ToolEnvironment
+    assert load_function("dlrover.python.rl.environment.verifiers:exact") is load_function("exact") is exact

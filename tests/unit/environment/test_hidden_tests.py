@@ -51,100 +51,94 @@ CALLED = "def run():\n    assert add(20, 3) == 23\n"
 CHECK = "def check(candidate):\n    assert candidate(20, 3) == 23\n"
 
 FORMS = {
-
-    # Test text, and the rewards of RIGHT and WRONG before the commit that added the row.
-    "functions only": (ONE, "1/0"),
-    "a statement beside functions": ("import random\nrandom.seed(4)\n" + ONE, "1/1"),
-    "an object beside functions": ("pot = Pot()\ndef test_add():\n    assert pot.add(20, 3) == 23\n", "1/1"),
-    "an optional import": ("try:\n    import nowhere\nexcept ImportError:\n    nowhere = None\n" + ONE, "1/1"),
-    "an asynchronous function": ("async def test_add():\n    assert await slow_add(20, 3) == 23\n", "refused"),
+    "functions only": ONE,
+    "a statement beside functions": "import random\nrandom.seed(4)\n" + ONE,
+    "an object beside functions": "pot = Pot()\ndef test_add():\n    assert pot.add(20, 3) == 23\n",
+    "an optional import": "try:\n    import nowhere\nexcept ImportError:\n    nowhere = None\n" + ONE,
+    "an asynchronous function": "async def test_add():\n    assert await slow_add(20, 3) == 23\n",
     "a decorated function": (PYTEST + "@pytest.mark.parametrize('a, c', [(1, 4), (20, 23)])\n"
-                             "def test_add(a, c):\n    assert add(a, 3) == c\n", "refused"),
-    "a name twice": ("def test_add():\n    assert add(1, 1) == 3\n" + ONE, "1/0"),
+        "def test_add(a, c):\n    assert add(a, 3) == c\n"),
+    "a name twice": "def test_add():\n    assert add(1, 1) == 3\n" + ONE,
     "a function and a class": (ONE.replace("add(20, 3) == 23", "add(3, 4) == 7")
-                               + "class TestAdd:\n    def test_add(self):\n        assert add(20, 3) == 23\n", "1/1"),
+        + "class TestAdd:\n    def test_add(self):\n        assert add(20, 3) == 23\n"),
     "a class with a setup": ("class TestPot:\n    def setup_method(self):\n        self.pot = Pot()\n"
-                             "    def test_put(self):\n        self.pot.put(3)\n"
-                             "        assert 3 in self.pot\n", "refused"),
+        "    def test_put(self):\n        self.pot.put(3)\n        assert 3 in self.pot\n"),
     "an inherited method": ("class Base:\n    def test_add(self):\n        assert add(20, 3) == self.sum\n"
-                            "class TestAdd(Base):\n    sum = 23\n", "refused"),
+        "class TestAdd(Base):\n    sum = 23\n"),
     "a class in a class": ("class TestAll:\n    class TestAdd:\n        def test_add(self):\n"
-                           "            assert add(20, 3) == 23\n", "refused"),
-    "unittest": (SUITE + "self.assertEqual(add(20, 3), 23)\n", "refused"),
+        "            assert add(20, 3) == 23\n"),
+    "unittest": SUITE + "self.assertEqual(add(20, 3), 23)\n",
     "unittest, set up": (SUITE.replace("def test", "def setUp(self): self.pot = Pot()\n    def test")
-                         + "self.assertTrue(self.pot.add(20, 3) == 23)\n", "refused"),
+        + "self.assertTrue(self.pot.add(20, 3) == 23)\n"),
     "unittest, a loop": (SUITE + "for a in range(3):\n            with self.subTest(a=a):\n"
-                         "                self.assertEqual(add(a, 1), a + 1)\n", "refused"),
-    "unittest, nearly": (SUITE + "self.assertAlmostEqual(half(0.3), 0.15)\n", "refused"),
+        "                self.assertEqual(add(a, 1), a + 1)\n"),
+    "unittest, nearly": SUITE + "self.assertAlmostEqual(half(0.3), 0.15)\n",
     "unittest, other methods": (SUITE + "self.assertCountEqual([add(1, 2), 4], [4, 3])\n"
-                                "        self.assertEqual(first=add(20, 3), second=23)\n", "refused"),
+        "        self.assertEqual(first=add(20, 3), second=23)\n"),
     "unittest, asynchronous": (SUITE.replace("Test", "IsolatedAsyncioTest").replace("def test", "async def test")
-                               + "self.assertEqual(await slow_add(20, 3), 23)\n", "refused"),
-    "unittest.main()": (SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main()\n", "0/0"),
-    "unittest.main(exit=False)": (SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main(exit=False)\n", "1/1"),
-    "a runner that nobody reads": (SUITE + "self.assertEqual(add(20, 3), 23)\nloader = unittest.TestLoader()\n"
-                                   "unittest.TextTestRunner().run(loader.loadTestsFromTestCase(Check))\n", "1/1"),
+        + "self.assertEqual(await slow_add(20, 3), 23)\n"),
+    "unittest.main()": SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main()\n",
+    "unittest.main(exit=False)": SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main(exit=False)\n",
+    "a runner that is not read": (SUITE + "self.assertEqual(add(20, 3), 23)\nloader = unittest.TestLoader()\n"
+        "unittest.TextTestRunner().run(loader.loadTestsFromTestCase(Check))\n"),
     "a runner that is read": (SUITE + "self.assertEqual(add(20, 3), 23)\nif __name__ == '__main__':\n    import sys\n"
-                              "    sys.exit(not unittest.main(exit=False).result.wasSuccessful())\n", "1/1"),
+        "    sys.exit(not unittest.main(exit=False).result.wasSuccessful())\n"),
     "a guard with unittest": (SUITE + "self.assertEqual(add(20, 3), 23)\n"
-                              "if __name__ == '__main__':\n    unittest.main()\n", "1/1"),
-    "a guard with calls": (CALLED + "if __name__ == '__main__':\n    run()\n", "1/1"),
+        "if __name__ == '__main__':\n    unittest.main()\n"),
+    "a guard with calls": CALLED + "if __name__ == '__main__':\n    run()\n",
     "a guard with pytest": (ONE + "if __name__ == '__main__':\n    import sys, pytest\n"
-                            "    sys.exit(pytest.main([__file__]))\n", "1/1"),
-    "a guard the other way round": (CALLED + "if '__main__' == __name__:\n    run()\n", "1/1"),
-    "a guard with a loop": (CALLED + "if __name__ == '__main__':\n    for f in [run]:\n        f()\n", "1/1"),
-    "sys.exit(0)": ("import sys\nassert add(20, 3) == 23\nsys.exit(0)\n", "0/0"),
-    "raise SystemExit": ("assert add(20, 3) == 23\nraise SystemExit\n", "0/0"),
-    "an exit status": ("import sys\nsys.exit(0 if add(20, 3) == 23 else 1)\n", "0/0"),
+        "    sys.exit(pytest.main([__file__]))\n"),
+    "a guard the other way round": CALLED + "if '__main__' == __name__:\n    run()\n",
+    "a guard with a loop": CALLED + "if __name__ == '__main__':\n    for f in [run]:\n        f()\n",
+    "sys.exit(0)": "import sys\nassert add(20, 3) == 23\nsys.exit(0)\n",
+    "raise SystemExit": "assert add(20, 3) == 23\nraise SystemExit\n",
+    "an exit status": "import sys\nsys.exit(0 if add(20, 3) == 23 else 1)\n",
     "an exit in a function": ("def main():\n    if add(20, 3) != 23:\n        exit(1)\n"
-                              "    assert add(1, 1) == 2\nmain()\n", "1/0"),
-    "from solution import add": ("from solution import add\n" + ONE, "0/0"),
-    "import solution as s": ("import solution as s\ndef test_add():\n    assert s.add(20, 3) == 23\n", "0/0"),
-    "from .solution import *": ("from .solution import *\n" + ONE, "0/0"),
-    "from main import add as f": ("from main import add as f\ndef test_add():\n    assert f(20, 3) == 23\n", "0/0"),
-    "check(candidate)": ("METADATA = dict(author='x')\n" + CHECK, "1/1"),
-    "check(candidate) that is called": (CHECK + "check(add)\n", "1/0"),
-    "check(candidate) with a helper": ("def near(a, b): return abs(a - b) < 1e-6\n" + CHECK.replace(
-        "candidate(20, 3) == 23", "near(candidate(20, 3), 23)"), "refused"),
-    "a table": ("for a, c in [(1, 4), (20, 23)]:\n    assert add(a, 3) == c\n", "1/0"),
+        "    assert add(1, 1) == 2\nmain()\n"),
+    "from solution import add": "from solution import add\n" + ONE,
+    "import solution as s": "import solution as s\ndef test_add():\n    assert s.add(20, 3) == 23\n",
+    "from .solution import *": "from .solution import *\n" + ONE,
+    "from main import add as f": "from main import add as f\ndef test_add():\n    assert f(20, 3) == 23\n",
+    "check(candidate)": "METADATA = dict(author='x')\n" + CHECK,
+    "check(candidate) that is called": CHECK + "check(add)\n",
+    "check(candidate) with a helper": ("def near(a, b): return abs(a - b) < 1e-6\n"
+        + CHECK.replace("candidate(20, 3) == 23", "near(candidate(20, 3), 23)")),
+    "a table": "for a, c in [(1, 4), (20, 23)]:\n    assert add(a, 3) == c\n",
     "swallowed failures": ("bad = 0\nfor a, c in [(1, 4), (20, 23)]:\n    try:\n        assert add(a, 3) == c\n"
-                           "    except AssertionError:\n        bad += 1\nprint(bad)\n", "1/1"),
-    "an expected error": ("try:\n    add(None, 1)\n    assert False, 'none'\nexcept ValueError:\n    pass\n", "1/0"),
+        "    except AssertionError:\n        bad += 1\nprint(bad)\n"),
+    "an expected error": "try:\n    add(None, 1)\n    assert False, 'none'\nexcept ValueError:\n    pass\n",
     "pytest.raises": (PYTEST + "def test_add():\n    with pytest.raises(ValueError, match='no num') as info:\n"
-                      "        add(None, 1)\n    assert 'number' in str(info.value)\n", "1/0"),
-    "assertRaises": (SUITE + "self.assertRaises(ValueError, add, None, 1)\n", "refused"),
+        "        add(None, 1)\n    assert 'number' in str(info.value)\n"),
+    "assertRaises": SUITE + "self.assertRaises(ValueError, add, None, 1)\n",
     "pytest.approx": (PYTEST + "def test_half():\n    third = 0.3\n    assert half(third) == pytest.approx(0.15)\n"
-                      "    assert [half(third)] == pytest.approx([third / 2])\n", "1/0"),
+        "    assert [half(third)] == pytest.approx([third / 2])\n"),
     "numpy.testing": ("import numpy as np\nnp.testing.assert_allclose(add(np.ones(2), 3), [4, 4])\n"
-                      "assert (add(np.ones(2), 3) == np.array([4, 4])).all()\n", "1/0"),
-    "objects of the program": ("assert tokens('a b') == [Token('a'), Token('b')]\nassert not Pot()\n", "1/0"),
+        "assert (add(np.ones(2), 3) == np.array([4, 4])).all()\n"),
+    "objects of the program": "assert tokens('a b') == [Token('a'), Token('b')]\nassert not Pot()\n",
     "a class of the tests": ("class Node:\n    def __init__(self, value): self.value = value\n"
-                             "assert build(3).value == 3\n", "1/0"),
+        "assert build(3).value == 3\n"),
     "patched input": ("from unittest.mock import patch\ndef test_read():\n"
-                      "    with patch('builtins.input', side_effect='ab'):\n"
-                      "        assert read() == ['a', 'b']\n", "1/0"),
+        "    with patch('builtins.input', side_effect='ab'):\n        assert read() == ['a', 'b']\n"),
     "decimals and infinity": ("from decimal import Decimal\nassert add(Decimal('0.5'), 0) == 0.5\n"
-                              "assert add(1, Decimal(2)) == 3\nassert add(1e999, 0) == 1e999\n"
-                              "assert (add(Decimal('0.1'), 0) == 0.1) is False\n", "0/0"),
+        "assert add(1, Decimal(2)) == 3\nassert add(1e999, 0) == 1e999\n"
+        "assert (add(Decimal('0.1'), 0) == 0.1) is False\n"),
     "objects that differ": (SUITE + "self.assertNotEqual(tokens('a'), tokens('b'))\n        "
-                            "self.assertNotIn(tokens('a')[0], tokens('b'))\n        "
-                            "self.assertGreater(add(20, 3), 22)", "0/0"),
+        "self.assertNotIn(tokens('a')[0], tokens('b'))\n        " "self.assertGreater(add(20, 3), 22)"),
     "a raised assertion": ("for a in (1, 2):\n    if add(a, 3) != a + 3:\n        a = 0\n        raise AssertionError\n"
-                           "if add(20, 3) != 23:\n    raise AssertionError\n", "0/0"),
+        "if add(20, 3) != 23:\n    raise AssertionError\n"),
     "failing where anything is raised": (SUITE + "try:\n            tokens('a')[0].text\n"
-                                         "        except Exception:\n            self.fail('x')", "0/0"),
+        "        except Exception:\n            self.fail('x')"),
     "named arguments of parametrize": (PYTEST + "@pytest.mark.parametrize(argnames='a', argvalues=[20], "
-                                       "scope='module')\ndef test_add(a):\n    assert add(a, 3) == 23\n", "0/0"),
+        "scope='module')\ndef test_add(a):\n    assert add(a, 3) == 23\n"),
     "what an exception says": (PYTEST + "def test_none():\n    with pytest.raises(ValueError) as raised:\n"
-                               "        add(None, 1)\n    raised.match('no n')\n"
-                               "    assert raised.typename == 'ValueError'\n", "0/0"),
-    "an assertion 100,000 times": ("for _ in range(100_000): assert add(20, 3) == 23", "0/0"),
+        "        add(None, 1)\n    raised.match('no n')\n    assert raised.typename == 'ValueError'\n"),
+    "an assertion 100,000 times": "for _ in range(100_000): assert add(20, 3) == 23",
     "a method of pytest": ("class TestAdd:\n    def setup_method(self, method):\n        self.a = 20\n"
-                           "    def test_add(self):\n        assert add(self.a, 3) == 23\n", "refused"),
+        "    def test_add(self):\n        assert add(self.a, 3) == 23\n"),
     "marks that change nothing": (PYTEST + "@pytest.mark.asyncio\n@pytest.mark.timeout(5)\nasync def test_add():\n"
-                                  "    assert await slow_add(20, 3) == 23\n", "refused"),
-    "a function of numpy": ("from numpy.testing import assert_allclose\nassert_allclose(add(20, 3), 23)\n", "refused"),
-    "lines": (["assert add(20, 3) == 23", "assert add(1, 1) == 2"], "refused"),
+        "    assert await slow_add(20, 3) == 23\n"),
+    "a function of numpy": "from numpy.testing import assert_allclose\nassert_allclose(add(20, 3), 23)\n",
+    "lines": ["assert add(20, 3) == 23", "assert add(1, 1) == 2"],
 }  # fmt: skip
 
 REFUSED = {
@@ -184,32 +178,31 @@ def patient(monkeypatch):
 
 @pytest.mark.feature(98)
 @pytest.mark.parametrize("form", FORMS)
-def test_tests_of_every_form_tell_right_from_wrong(form):
-    extra_info = {"tests": FORMS[form][0], "entry_point": "add"}
-    rewards = [python_tests(fenced(program), None, extra_info) for program in (RIGHT, WRONG)]
-    assert rewards == [1.0, 0.0], f"before: {FORMS[form][1]}"
+def test_hidden_tests_of_every_form_tell_right_from_wrong(form):
+    extra_info = {"tests": FORMS[form], "entry_point": "add"}
+    assert [python_tests(fenced(program), None, extra_info) for program in (RIGHT, WRONG)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("tests", REFUSED)
-def test_tests_that_would_not_all_run_are_refused(tests):
+def test_hidden_tests_not_run_whole_are_refused(tests):
     text, message = REFUSED[tests]
     for completion in (fenced(RIGHT), "no program"):
         with pytest.raises(ValueError, match=message):
             python_tests(completion, None, {"tests": text})
 
 
-def test_a_module_that_only_this_process_finds_is_refused():
+def test_hidden_tests_of_a_local_module_are_refused():
     with pytest.raises(ValueError, match="import import_rules .*, which fails in the program's process"):
         python_tests(fenced(RIGHT), None, {"tests": "import import_rules\n" + ONE})
 
 
 @pytest.mark.parametrize("tests", ["for x in numbers():\n    assert x == 1", "def f(): assert g() == 1\nif g(): f()"])
-def test_a_run_without_an_assertion_is_no_pass(tests):
+def test_hidden_tests_without_an_assertion_are_no_pass(tests):
     assert python_tests(fenced("def numbers(): return []\ndef g(): return 0"), None, {"tests": tests}) == 0.0
     assert python_tests(fenced("def numbers(): return [1]\ndef g(): return 1"), None, {"tests": tests}) == 1.0
 
 
-def test_every_assertion_that_surely_runs_is_due():
+def test_hidden_assertions_on_every_path_are_due():
     tests = SUITE + "self.assertEqual(add(1, 2), 3)\n        self.assertIn(add(1, 2), given)\n" + ONE + "assert add\n"
     hidden = hide_expected(tests)
     assert hidden.expected == (3, CHECKED, 23, CHECKED)
@@ -217,7 +210,7 @@ def test_every_assertion_that_surely_runs_is_due():
     assert "23" not in hidden.text
 
 
-# What the cheats below are tried on: one kind of assertion each, for 20 first, so that a program may earn trust.
+# one kind of assertion each, for 20 first, so that a program may earn trust.
 LOOP = "for a in (20, 1):\n    "
 CHEATED = {
     "functions": "def test_add():\n    for a in (20, 1):\n        result = add(a, 3)\n        assert result == a + 3\n",
@@ -363,16 +356,16 @@ def add(a, b):
     "form", [pytest.param(form, marks=[pytest.mark.slow] * (form not in ("functions", "unittest"))) for form in CHEATED]
 )
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_a_program_that_cheats_earns_nothing(cheat, form):
+def test_cheating_program_earns_nothing(cheat, form):
     assert python_tests(fenced(CHEATS[cheat]), None, {"tests": CHEATED[form], "entry_point": "add"}) == 0.0
 
 
 @pytest.mark.parametrize("form", CHEATED)
-def test_a_program_that_does_not_cheat_passes(form):
+def test_honest_program_passes(form):
     assert python_tests(fenced(RIGHT), None, {"tests": CHEATED[form], "entry_point": "add"}) == 1.0
 
 
 @pytest.mark.parametrize("form", ["literals", "unittest with literals"])
-def test_a_program_that_reads_frames_finds_no_literal(form):
+def test_program_reading_frames_finds_no_literal(form):
     tests = CHEATED.get(form, SUITE + "self.assertEqual(add(20, 3), 23)\n        assert add(1, 1) == 2\n")
     assert python_tests(fenced(FRAMES), None, {"tests": tests}) == 0.0

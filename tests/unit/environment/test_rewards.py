@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several reward functions as one."""
+"""Several reward functions as one, and a language model as the judge."""
 
 import asyncio
+import json
 import re
 import threading
 import time
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.environment.core.functions import count_abandoned
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
+from dlrover.python.rl.environment.verifiers.llm_judge import LLMJudge
 from tests.support import verifiers
 
 
@@ -36,27 +39,22 @@ FUNCTIONS = {"length": length, "soon": soon}
 
 
 @pytest.mark.parametrize("way", ["now", "score"])
-def test_the_weighted_sum_of_sync_and_async_functions(way):
+def test_rewards_are_the_weighted_sum_of_functions(way):
     rewards = WeightedRewards(FUNCTIONS, {"length": 0.5, "soon": -2.0})
     sample = Completed("four", None, {"soon": 3})
-    found = asyncio.run(rewards.score(sample)) if way == "score" else rewards.now([sample])[0]
-    assert found == Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
+    reward = asyncio.run(rewards.score(sample)) if way == "score" else rewards.now([sample])[0]
+    assert reward == Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
 
 
-def test_functions_wait_side_by_side():
+def test_rewards_run_functions_side_by_side():
     functions = {f"{name}{at}": function for name, function in (("a", soon), ("b", slowly)) for at in range(3)}
     rewards = WeightedRewards(functions, dict.fromkeys(functions, 1.0))
-
-    async def many():
-        return await asyncio.gather(*(rewards.score(Completed("x")) for _ in range(1)))
-
     began = time.monotonic()
-    (found,) = asyncio.run(many())
-    assert found.total == 6.0
+    assert asyncio.run(rewards.score(Completed("x"))).total == 6.0
     assert time.monotonic() - began < 1.0
 
 
-def test_functions_that_are_given_up_take_no_others_place_and_are_counted():
+def test_rewards_abandoned_block_no_others_and_are_counted():
     stop, before = threading.Event(), count_abandoned()
     hanging = WeightedRewards({"hangs": lambda *_: float(stop.wait(60))}, {"hangs": 1.0})
     fine = WeightedRewards({"length": length}, {"length": 1.0})
@@ -69,21 +67,24 @@ def test_functions_that_are_given_up_take_no_others_place_and_are_counted():
             return gone, count_abandoned() - before, await fine.score(Completed("four"))
 
     try:
-        gone, abandoned, found = asyncio.run(many())
+        gone, abandoned, reward = asyncio.run(many())
     finally:
         stop.set()
     assert all(isinstance(error, TimeoutError) for error in gone)
-    assert (abandoned, found.total) == (50, 4.0)
+    assert (abandoned, reward.total) == (50, 4.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_part_that_is_no_reward_leaves_none(bad):
+def test_rewards_need_finite_parts_and_weights(bad):
+    for weights in ({}, {"length": 1.0}, {"length": 1.0, "soon": bad}):
+        with pytest.raises(ValueError, match="weight"):
+            WeightedRewards(FUNCTIONS, weights)
     rewards = WeightedRewards(FUNCTIONS, {"length": 1.0, "soon": 0.0})
     with pytest.raises(VerifierError, match="which is not a reward: soon"):
         rewards.now([Completed("x", None, {"soon": bad})])
 
 
-def test_a_text_is_no_reward_and_a_function_of_a_script_has_its_own_name(tmp_path):
+def test_rewards_refuse_text_and_name_the_function(tmp_path):
     name = name_for(lambda completion: "0.5", tmp_path)
     with pytest.raises(VerifierError, match=r"^returned the text '0.5', which is not a reward$"):
         WeightedRewards.load({name: 1.0}).now([Completed("x")])
@@ -92,9 +93,9 @@ def test_a_text_is_no_reward_and_a_function_of_a_script_has_its_own_name(tmp_pat
     assert readable_name("some.module:function") == "some.module:function"
 
 
-def test_a_column_that_a_function_asks_for_is_missed_beforehand():
+def test_reward_function_misses_columns_beforehand():
     def graded(completion, grade): ...
-    def in_batch(completions, prompts, grade, **others): ...
+    def in_batch(completions, prompts, grade, **columns): ...
     def at_will(completion, grade=1): ...
 
     def whole(completions, prompt): ...
@@ -102,9 +103,8 @@ def test_a_column_that_a_function_asks_for_is_missed_beforehand():
 
     functions = [RewardFunction(function) for function in (graded, in_batch, first, at_will, by_position)]
     assert [function.find_missing({"grade"}) for function in functions] == [""] * 5
-    found = [function.find_missing({"grad"}) for function in functions]
-    assert ["did you mean 'grad'" in what for what in found[:3]] == [True] * 3
-    assert found[3:] == [""] * 2
+    messages = [function.find_missing({"grad"}) for function in functions]
+    assert ["did you mean 'grad'" in message for message in messages] == [True] * 3 + [False] * 2
     assert "did you mean 'prompts'" in RewardFunction(whole).find_missing({"grade"})
     assert RewardFunction(lambda completion, /, grade: grade).on(Completed("x", None, {"grade": 2.0})) == 2.0
 
@@ -115,14 +115,6 @@ SAMPLE = Completed("42", "42", {"difficulty": 3}, "6 x 7?")
 
 def by_position(text, gold, info):
     return text, gold, info
-
-
-def by_one(text):
-    return text
-
-
-def by_name(completion, answer):
-    return completion, answer
 
 
 def by_column(text, difficulty, unknown=5):
@@ -146,23 +138,23 @@ def by_the_rest(text, **columns):
 
 
 @pytest.mark.parametrize(
-    ("function", "given"),
+    ("function", "arguments"),
     [
         (by_position, ("42", "42", {"difficulty": 3})),
-        (by_one, "42"),
-        (by_name, ("42", "42")),
+        (lambda text: text, "42"),
+        (lambda completion, answer: (completion, answer), ("42", "42")),
         (by_column, ("42", 3, 5)),
         (by_keyword, ("6 x 7?", "42", {"difficulty": 3})),
         (by_the_rest, ("42", 3, "42", "6 x 7?")),
         (lambda *fields: fields, ("42", "42", {"difficulty": 3})),
     ],
 )
-def test_a_function_is_called_by_its_signature(function, given):
+def test_reward_function_is_called_by_its_signature(function, arguments):
     RewardFunction(function).check("mine")
-    assert RewardFunction(function).on(SAMPLE) == given
+    assert RewardFunction(function).on(SAMPLE) == arguments
 
 
-def test_verls_functions_are_called_by_verls_names():
+def test_reward_function_of_verl_is_called_by_its_names():
     row = {"data_source": "gsm8k", "solution_str": "40"}
     sample = Completed("42", "43", row, "6 x 7?")
     assert RewardFunction(verls).on(sample) == ("gsm8k", "42", "43", row)
@@ -171,12 +163,10 @@ def test_verls_functions_are_called_by_verls_names():
     assert "'data_source', which is not a column of its row" in RewardFunction(verls).find_missing({"level"})
 
 
-def by_level(completion, answer, level=1):
-    return answer, level
+def test_reward_function_column_of_null_has_its_default():
+    def function(text, answer, level=1):
+        return answer, level
 
-
-@pytest.mark.parametrize("function", [by_level, lambda text, answer, level=1: (answer, level)])
-def test_a_column_that_is_null_in_a_row_has_its_default_there(function):
     scored = RewardFunction(function, ["level", "source"])
     for row, level in ({"level": 3}, 3), ({"source": "x"}, 1), ({}, 1):
         assert scored.on(SAMPLE._replace(extra_info=row)) == ("42", level)
@@ -184,28 +174,19 @@ def test_a_column_that_is_null_in_a_row_has_its_default_there(function):
     assert RewardFunction(function, ["source"]).on(SAMPLE) == ("42", SAMPLE.extra_info)
 
 
-def test_a_verifiers_process_knows_the_columns_of_all_rows():
+def test_verifier_process_knows_the_columns_of_all_rows():
     with DeadlineVerifier("tests.support.verifiers:level", timeout_s=20, columns={"level"}) as verifier:
         assert [verifier("x", None, row) for row in ({"level": 3}, {})] == [3.0, 1.0]
 
 
-def by_other_names(response, difficulty):
-    return response, difficulty
-
-
-@pytest.mark.parametrize(
-    ("function", "given"),
-    [
-        (by_keyword, ("6 x 7?", "42", {**SAMPLE.extra_info, "prompt": "?", "completion": "41", "response": "40"})),
-        (by_other_names, ("42", 3)),
-    ],
-)
-def test_a_column_of_the_row_does_not_take_the_samples_place(function, given):
+def test_reward_function_takes_the_sample_before_columns():
     row = {**SAMPLE.extra_info, "prompt": "?", "completion": "41", "response": "40"}
-    assert RewardFunction(function).on(SAMPLE._replace(extra_info=row)) == given
+    sample = SAMPLE._replace(extra_info=row)
+    assert RewardFunction(by_keyword).on(sample) == ("6 x 7?", "42", row)
+    assert RewardFunction(lambda response, difficulty: (response, difficulty)).on(sample) == ("42", 3)
 
 
-def test_what_a_function_asks_for_and_its_row_lacks_is_named():
+def test_reward_function_names_a_missing_column():
     with pytest.raises(VerifierError, match="needs 'dificulty', .* did you mean 'difficulty'"):
         RewardFunction(lambda text, dificulty: 1.0).on(SAMPLE)
     with pytest.raises(VerifierError, match="'mine' takes no completion"):
@@ -222,7 +203,7 @@ async def later_in_batches(completions, **_):
     return [1.0] * len(completions)
 
 
-def test_trls_functions_are_given_all_samples_at_once():
+def test_reward_function_of_trl_gets_all_samples_at_once():
     rewards = WeightedRewards({"a": in_batches, "b": later_in_batches}, {"a": 1.0, "b": 2.0})
     assert rewards.compares
     samples = [SAMPLE, SAMPLE._replace(completion="41", extra_info={"difficulty": 4}), SAMPLE]
@@ -247,14 +228,14 @@ async def later_as_one(completions):
         (later_as_one, "1.0"),
     ],
 )
-def test_trls_functions_are_told_what_to_return(function, shown):
-    what = f"returned {shown}, not a list of 2: a function of 'completions' must return a number for each"
-    with pytest.raises(VerifierError, match=f"^{re.escape(what)}: one$"):
+def test_reward_function_of_trl_must_return_a_list(function, shown):
+    message = f"returned {shown}, not a list of 2: a function of 'completions' must return a number for each"
+    with pytest.raises(VerifierError, match=f"^{re.escape(message)}: one$"):
         WeightedRewards({"one": function, "a": in_batches}, {"one": 1.0, "a": 1.0}).now([SAMPLE, SAMPLE])
 
 
 @pytest.mark.parametrize(("prompt", "shown"), [("6 x 7?", "42"), (TALK, [{"role": "assistant", "content": "42"}])])
-def test_trls_functions_see_messages_where_prompts_are(prompt, shown):
+def test_reward_function_of_trl_sees_messages(prompt, shown):
     def judge(prompts, completions):
         assert (prompts, completions) == ([prompt], [shown])
         return [1.0]
@@ -262,13 +243,7 @@ def test_trls_functions_see_messages_where_prompts_are(prompt, shown):
     assert RewardFunction(judge).on_all([SAMPLE._replace(prompt=prompt)]) == [1.0]
 
 
-@pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"length": 1.0, "soon": float("nan")}])
-def test_every_function_needs_a_finite_weight(weights):
-    with pytest.raises(ValueError, match="weight"):
-        WeightedRewards(FUNCTIONS, weights)
-
-
-def test_they_run_in_a_verifiers_process_by_name():
+def test_rewards_run_in_a_verifier_process_by_name():
     weights = {"tests.support.verifiers:length": 0.25, "tests.support.verifiers:awaited": 2.0}
     with DeadlineVerifier(weights, timeout_s=20) as verifier:
         assert verifier.score_all([Completed("four", None, {"bonus": 4})]) == [
@@ -281,7 +256,7 @@ def test_they_run_in_a_verifiers_process_by_name():
         DeadlineVerifier({verifiers.length: 1.0, "tests.support.verifiers:lenth": 1.0}, timeout_s=20)
 
 
-def test_a_verifiers_process_is_asked_once_for_a_batch():
+def test_verifier_process_is_asked_once_for_a_batch():
     pool = VerifierPool(2, partial(DeadlineVerifier, "tests.support.verifiers:place_in_batch", timeout_s=20))
     try:
         assert [reward.total for reward in pool.score(Completed(text) for text in "abc")] == [0.0, 1.0, 2.0]
@@ -294,3 +269,122 @@ def test_a_verifiers_process_is_asked_once_for_a_batch():
         assert pool.score([]) == []
     finally:
         pool.close()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the next of ``replies``, text or a status; the last one is repeated."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies, self.requests = [r"Good. \boxed{8}"], []
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        server.requests.append((self.path, dict(self.headers), body))
+        reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+        status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
+        choice = {"message": {"content": text}, "finish_reason": "length" if text.endswith("...") else "stop"}
+        content = json.dumps({"choices": [choice]} if status == 200 else {"error": text})
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *_):
+        """Quiet."""
+
+
+@pytest.fixture
+def server():
+    with Server() as running:
+        yield running
+        running.shutdown()
+
+
+def ask_judge(judge, completion="4", answer="4", **info):
+    return asyncio.run(judge(completion, answer, info))
+
+
+def test_judge_turns_a_mark_into_a_reward(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    judge = LLMJudge(server.url, "big", api_key_env="JUDGE_KEY")
+    assert ask_judge(judge, "It is {answer} \\boxed{10}", "four", question="2+2?") == 0.8
+    ((path, headers, body),) = server.requests
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer sk-1"
+    assert (body["model"], body["temperature"]) == ("big", 0.0)
+    question = body["messages"][0]["content"]
+    assert "2+2?" in question
+    assert "It is {answer} \\boxed{10}" in question  # nothing of the completion is filled in
+    assert "Reference answer:\nfour" in question
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    ask_judge(LLMJudge(server.url, "m"))
+    assert "Authorization" not in server.requests[1][1]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(VerifierError, match="gave no mark: ConnectError"):
+        ask_judge(LLMJudge(server.url, "m", attempts=1, timeout_s=5))
+
+
+@pytest.mark.slow
+def test_judge_asks_again_without_a_mark(server):
+    server.replies = [503, "no mark here", r"\boxed{11}", r"\boxed{5}"]
+    assert ask_judge(LLMJudge(server.url, "m", attempts=4)) == 0.5
+    assert len(server.requests) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replies", "message", "count"),
+    [
+        ([401], "refuses: 401", 1),
+        ([500], "gave no mark: 500", 2),
+        ([r"\boxed{-1}"], "no mark from 0 to 10", 2),
+        ([r"\boxed{9**9**9}"], "no mark from 0 to 10", 2),
+    ],
+)
+def test_judge_without_a_mark_gives_no_reward(server, replies, message, count):
+    server.replies = replies
+    with pytest.raises(VerifierError, match=message):
+        ask_judge(LLMJudge(server.url, "m", attempts=2))
+    assert len(server.requests) == count
+
+
+def test_judge_is_a_reward_function_among_others(server):
+    rewards = WeightedRewards({"judge": LLMJudge(server.url, "m"), "one": lambda *_: 1.0}, {"judge": 1.0, "one": 0.5})
+    assert asyncio.run(rewards.score(Completed("4", "4"))).total == pytest.approx(1.3)
+    assert rewards.now([Completed("4", "4")])[0].parts == {"judge": 0.8, "one": 1.0}
+
+
+def test_judge_takes_no_mark_from_thoughts_or_cut_replies(server):
+    server.replies = [
+        r"The student says \boxed{10}. Let me see whether that is ...",
+        r"<think>\boxed{10}</think> \boxed{3}",
+    ]
+    assert ask_judge(LLMJudge(server.url, "judge")) == 0.3
+    server.replies = [r"<think>The student says \boxed{10}.</think> Wrong."]
+    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
+        ask_judge(LLMJudge(server.url, "judge", attempts=1))
+    server.replies = [r"<think>The student says \boxed{10}."]
+    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
+        ask_judge(LLMJudge(server.url, "judge", attempts=1))
+
+
+def test_judge_is_asked_about_the_answer_behind_thoughts(server):
+    judge = LLMJudge(server.url, "m", template="{completion}")
+    samples = [Completed("<think>a</think>b"), Completed("c", think_prefix="<think>\n"), Completed("d</think>")]
+    rewards = WeightedRewards({"judge": judge}, {"judge": 1.0})
+    values = [rewards.now([sample])[0].total for sample in [*samples, samples[0]._replace(think_prefix=None)]]
+    assert values == [0.8, 0.0, 0.8, 0.8]
+    assert ask_judge(judge, "<think>e") == 0.0
+    assert [body["messages"][0]["content"] for _, _, body in server.requests] == ["b", "", "<think>a</think>b"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts earn nothing and call nothing; rows have the value that commit d3d8fc39 gave."""
+"""Thoughts earn nothing and call nothing."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
 from dlrover.python.rl.environment.core.tools import ToolEnvironment
 from tests.support import some_tools
 
-ANSWERS = [  # completion, reference, value before, reward
+ANSWERS = [  # completion, reference, reward where thoughts are scored, reward
     (r"<think>Is it \boxed{31}?</think>It is \boxed{46}.", "46", 1.0, 1.0),
     (r"<think>Is it \boxed{31}?</think>It is 46.", "46", 0.0, 1.0),
     (r"<think>Is it \boxed{31}?</think>It is 46.", "31", 1.0, 0.0),
@@ -38,32 +38,32 @@ ANSWERS = [  # completion, reference, value before, reward
 
 
 @pytest.mark.parametrize("verifier", ["exact", "gsm8k", "math"])
-@pytest.mark.parametrize(("completion", "reference", "before", "expected"), ANSWERS)
-def test_verifiers_score_the_answer_behind_thoughts(verifier, completion, reference, before, expected):
+@pytest.mark.parametrize(("completion", "reference", "scored", "expected"), ANSWERS)
+def test_verifiers_score_the_answer_behind_thoughts(verifier, completion, reference, scored, expected):
     if verifier == "math":
         pytest.importorskip("math_verify")
     function = load_function(verifier)
-    assert function(completion, reference, {}) == expected, f"it was {before}"
+    assert function(completion, reference, {}) == expected
     assert RewardFunction(function).on(Completed(completion, reference)) == expected
-    assert RewardFunction(function).on(Completed(completion, reference, think_prefix=None)) == before
+    assert RewardFunction(function).on(Completed(completion, reference, think_prefix=None)) == scored
 
 
 PROGRAM, WRONG = "```python\nprint(int(input()) - 4)\n```", "```python\nprint(0)\n```"
 SPLITS = "```python\nprint(len(input().split('</think>')[-1]) + 4)\n```"
 PROGRAMS = [
-    (f"<think>{PROGRAM}</think>I give up.", 1.0, 0.0),
-    (f"<think>{PROGRAM} or rather", 1.0, 0.0),
-    (f"<think>{WRONG}</think>{PROGRAM}", 1.0, 1.0),
-    (f"{PROGRAM}</think>I give up.", 1.0, 0.0),
-    (f"<think>{PROGRAM}</think>{WRONG}", 0.0, 0.0),
-    (f"<think>{WRONG}</think>{SPLITS}\nIt reads what follows `</think>`.", 1.0, 1.0),
+    (f"<think>{PROGRAM}</think>I give up.", 0.0),
+    (f"<think>{PROGRAM} or rather", 0.0),
+    (f"<think>{WRONG}</think>{PROGRAM}", 1.0),
+    (f"{PROGRAM}</think>I give up.", 0.0),
+    (f"<think>{PROGRAM}</think>{WRONG}", 0.0),
+    (f"<think>{WRONG}</think>{SPLITS}\nIt reads what follows `</think>`.", 1.0),
 ]
 
 
-@pytest.mark.parametrize(("completion", "before", "expected"), PROGRAMS)
-def test_python_tests_runs_no_program_of_thoughts(completion, before, expected):
+@pytest.mark.parametrize(("completion", "expected"), PROGRAMS)
+def test_python_tests_runs_no_program_of_thoughts(completion, expected):
     reward = load_function("python_tests")(completion, None, {"tests": [{"input": "10", "output": "6"}]})
-    assert reward == expected, f"it was {before}"
+    assert reward == expected
 
 
 def call(text, name="note"):
@@ -71,60 +71,60 @@ def call(text, name="note"):
 
 
 A, B = call("a"), call("b")
-ACTIONS = [  # action, calls made before, calls made, the episode ends
-    (A, ["a"], ["a"], False),
-    (f"<think>Perhaps {A}. No.</think>It is 63.", ["a"], [], True),
-    (f"<think>Perhaps {A}. Rather b.</think>{B}", ["a", "b"], ["b"], False),
-    (f"Perhaps {A}. No.</think>It is 63.", ["a"], [], True),
-    ("<think>No <tool_call> is needed.</think>It is 63.", ["error"], [], True),
-    (f"<think>I need a <tool_call> now.</think>{B}", ["error"], ["b"], False),
-    (f"<think>Perhaps {A} or", ["a"], [], True),
-    (f"<think>x</think>{A}\n<think>y</think>{B}", ["a", "b"], ["b"], False),
-    (f"[THINK]Perhaps {A}[/THINK]It is 63.", ["a"], [], True),
-    ("No <tool_call> is needed: it is 63.", ["error"], [], True),
-    ("A call is between `<tool_call>` and `</tool_call>`; it is 63.", ["error"], [], True),
-    (f"I need a <tool_call> now.\n{B}", ["error"], ["b"], False),
-    ("<think>b?</think><tool_call>note(b)</tool_call>", ["error"], ["error"], False),
+ACTIONS = [  # action, calls, the episode ends
+    (A, ["a"], False),
+    (f"<think>Perhaps {A}. No.</think>It is 63.", [], True),
+    (f"<think>Perhaps {A}. Rather b.</think>{B}", ["b"], False),
+    (f"Perhaps {A}. No.</think>It is 63.", [], True),
+    ("<think>No <tool_call> is needed.</think>It is 63.", [], True),
+    (f"<think>I need a <tool_call> now.</think>{B}", ["b"], False),
+    (f"<think>Perhaps {A} or", [], True),
+    (f"<think>x</think>{A}\n<think>y</think>{B}", ["b"], False),
+    (f"[THINK]Perhaps {A}[/THINK]It is 63.", [], True),
+    ("No <tool_call> is needed: it is 63.", [], True),
+    ("A call is between `<tool_call>` and `</tool_call>`; it is 63.", [], True),
+    (f"I need a <tool_call> now.\n{B}", ["b"], False),
+    ("<think>b?</think><tool_call>note(b)</tool_call>", ["error"], False),
 ]
-ARGUMENTS = [  # arguments of the calls of an action, calls made before
-    (["plain"], ["plain"]),
-    (["ends with </tool_call>"], ["error"]),
-    (["<tool_call>{}</tool_call>"], ["error"]),
-    (["x </tool_call> y", "z"], ["z", "error"]),
-    (["opens <tool_call> only"], ["opens <tool_call> only"]),
-    (["a </think> b"], ["a </think> b"]),
-    (["<think>a</think>", "</tool_call>"], ["<think>a</think>", "error"]),
-    (['a "quoted" </tool_call>\n\\', "{[</tool_call>"], ["error", "error"]),
-    ([{"deep": ["</tool_call>", {"</tool_call>": 1.5e-3}]}], ["error"]),
+ARGUMENTS = [  # arguments of the calls of an action
+    ["plain"],
+    ["ends with </tool_call>"],
+    ["<tool_call>{}</tool_call>"],
+    ["x </tool_call> y", "z"],
+    ["opens <tool_call> only"],
+    ["a </think> b"],
+    ["<think>a</think>", "</tool_call>"],
+    ['a "quoted" </tool_call>\n\\', "{[</tool_call>"],
+    [{"deep": ["</tool_call>", {"</tool_call>": 1.5e-3}]}],
 ]
 
 
 def take_step(action, state):
     """The calls made, errors as "error", and the step's result."""
-    some_tools.asked.clear()
+    some_tools.calls.clear()
     environment = ToolEnvironment({"note": "tests.support.some_tools:note"}, "exact")
     action = make_assistant_message(action) if isinstance(state, list) else action
     step = asyncio.run(environment.step(state, action, {"answer": "63", "tool_calls": 0}))
     errors = str(step.next_state).removeprefix(str(state)).count("error: the call is not JSON: ")
-    return some_tools.asked + ["error"] * errors, step
+    return some_tools.calls + ["error"] * errors, step
 
 
 STATES = pytest.mark.parametrize("state", ["?", [{"role": "user", "content": "?"}]], ids=["text", "messages"])
 
 
 @STATES
-@pytest.mark.parametrize(("action", "before", "calls", "ends"), ACTIONS)
-def test_tools_makes_no_call_of_thoughts(state, action, before, calls, ends):
+@pytest.mark.parametrize(("action", "calls", "ends"), ACTIONS)
+def test_tools_makes_no_call_of_thoughts(state, action, calls, ends):
     requests, step = take_step(action, state)
-    assert (requests, step.done) == (calls, ends), f"it made {before}"
+    assert (requests, step.done) == (calls, ends)
     assert step.reward == float(ends and "63" in action)
 
 
 @STATES
-@pytest.mark.parametrize(("arguments", "before"), ARGUMENTS)
-def test_tools_reads_a_call_to_the_end_of_its_json(state, arguments, before):
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_tools_reads_a_call_to_the_end_of_its_json(state, arguments):
     requests, step = take_step("\n".join(map(call, arguments)), state)
-    assert requests == arguments, f"it made {before}"
+    assert requests == arguments
     assert not step.done
 
 
@@ -137,7 +137,7 @@ def test_tools_thoughts_opened_by_the_prompt_are_drafts():
     assert (step.done, step.reward) == (True, 1.0)
 
 
-def test_a_malformed_call_is_an_error_and_others_keep_their_ids():
+def test_malformed_call_is_an_error_others_keep_their_ids():
     action = f"<think>{A}</think>{A}<tool_call>{{'b'}}</tool_call>{B}"
     message = make_assistant_message(action, turn=2)
     assert [item["id"] for item in message["tool_calls"]] == ["call00200", "call00202"]
@@ -180,7 +180,7 @@ def test_user_functions_get_thoughts_unless_decorated(function, rewards):
     assert [reward.total for reward in weighted.now([*samples, samples[0]._replace(think_prefix=None)])] == rewards
 
 
-def test_a_game_gets_the_move_behind_thoughts():
+def test_game_gets_the_move_behind_thoughts():
     moves = []
     world = SimpleNamespace(
         reset=lambda seed: ("go", {}), step=lambda move: (moves.append(move) or "on", 0.0, False, False, {})

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a trajectory stand in which sequence, and who wrote them."""
+"""Guarded episodes, whose faults stay with their samples; tokens of a trajectory, and who wrote them."""
+
+import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +12,10 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import GENERATED, ColumnSpec, SequenceColumns
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
-from dlrover.python.rl.environment.core.turns import Trajectory
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.turns import Guard, Trajectory
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from tests.support import user_environments
 
 
 def encode(text):
@@ -21,10 +27,10 @@ def wrote(tokens, version=1):
 
 
 @pytest.mark.feature(87)
-def test_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_untouched():
+def test_trajectory_continued_is_one_sequence():
     trajectory = Trajectory(encode, "ask ")
     assert trajectory.context == encode("ask ")
-    trajectory.act("word", *wrote([900, 901]))  # Not what the text would be encoded to.
+    trajectory.act("word", *wrote([900, 901]))  # not the text's own tokens
     trajectory.reward(0.25)
     trajectory.observe("ask word seen ")
     trajectory.act("end", *wrote([902], version=2))
@@ -38,7 +44,7 @@ def test_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_unto
 
 
 @pytest.mark.feature(88)
-def test_another_state_begins_another_sequence_of_the_same_trajectory():
+def test_trajectory_of_another_state_begins_a_sequence():
     trajectory = Trajectory(encode, "ask ")
     trajectory.act("word", *wrote([900]))
     trajectory.observe("summary")
@@ -47,23 +53,13 @@ def test_another_state_begins_another_sequence_of_the_same_trajectory():
     assert first.tokens == [*encode("ask "), 900]
     assert second.tokens == [*encode("summary"), 901]
     assert trajectory.context == second.tokens
-
-
-def test_a_state_without_the_whole_action_is_another_one():
-    trajectory = Trajectory(encode, "ask ")
+    trajectory = Trajectory(encode, "ask ", tokens=[7, 8])
     trajectory.act("word<end>", *wrote([900]))
     trajectory.observe("ask word more")
-    assert len(trajectory.sequences) == 2
+    assert [sequence.tokens for sequence in trajectory.sequences] == [[7, 8, 900], encode("ask word more")]
 
 
-def test_the_first_states_tokens_may_be_known():
-    trajectory = Trajectory(encode, "ask", tokens=[7, 8])
-    trajectory.act("a", *wrote([9]))
-    trajectory.observe("askab")
-    assert trajectory.context == [7, 8, 9, ord("b")]
-
-
-def test_what_cannot_be():
+def test_trajectory_refuses_wrong_columns():
     trajectory = Trajectory(encode, "ask")
     for columns, fault in (
         ({"logprobs": [0.0], "versions": [0, 0]}, "1 logprobs for 2 tokens"),
@@ -77,7 +73,7 @@ def test_what_cannot_be():
         trajectory.reward(1.0)
 
 
-def test_engine_columns_over_turns_are_filled_as_declared():
+def test_trajectory_fills_engine_columns_as_declared():
     columns = {
         "experts": ColumnSpec("int16", fill=-1, shape=(2, 1)),
         "margin": ColumnSpec("float64", fill=9),
@@ -96,11 +92,11 @@ def test_engine_columns_over_turns_are_filled_as_declared():
 
 
 @given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.text("cd", max_size=4), st.booleans()), max_size=6))
-def test_every_column_is_as_long_as_the_tokens_and_actions_are_whole(turns):
+def test_trajectory_columns_are_as_long_as_the_tokens(turns):
     trajectory, state = Trajectory(encode, "s"), "s"
-    for action, seen, goes_on in turns:
+    for action, seen, continues in turns:
         trajectory.act(action, *wrote([1000 + at for at in range(len(action))]))
-        state = state + action + seen if goes_on else f"new {seen}"
+        state = state + action + seen if continues else f"new {seen}"
         trajectory.observe(state)
     for sequence in trajectory.sequences:
         columns = [values for values in sequence.values.values() if isinstance(values, list)]
@@ -110,12 +106,11 @@ def test_every_column_is_as_long_as_the_tokens_and_actions_are_whole(turns):
     assert sum(map(sum, (sequence.values["action_mask"] for sequence in trajectory.sequences))) == sum(
         len(a) for a, _, _ in turns
     )
-    assert len(trajectory.sequences) == 1 + sum(not goes_on for _, _, goes_on in turns)
+    assert len(trajectory.sequences) == 1 + sum(not continues for _, _, continues in turns)
 
 
-def test_a_chat_of_several_turns_has_the_tokens_of_its_template():
-    """The sampled end marker is a token of each answer, and the template's own is not encoded beside it; an answer that
-    was cut off gets the template's."""
+def test_trajectory_of_a_chat_has_the_tokens_of_its_template():
+    """A sampled end marker replaces the template's; an answer that was cut off gets the template's."""
     tokenizer = make_byte_tokenizer()
     messages = [{"role": "user", "content": "1+1?"}]
     answers = [("is it 2", True), ("or 3, and so", False), ("2", True)]
@@ -137,3 +132,220 @@ def test_a_chat_of_several_turns_has_the_tokens_of_its_template():
     whole = tokenizer(render(messages).rstrip("\n"), add_special_tokens=False)["input_ids"]
     assert sequence.tokens == whole
     assert sum(sequence.values["action_mask"]) == sum(len(text) + ended for text, ended in answers)
+
+
+SCRIPT = user_environments.__file__
+WORDS = {
+    "raise": "step raised RuntimeError: out of order",
+    "none": "step returned None",
+    "fallthrough": "step returned no 'next_state', and is not done",
+    "nan": "step returned nan as 'reward'",
+    "misspelt": "step returned an unknown field 'next_sate'",
+    "huge": "next_state has 10000000 characters, 4000000 at most",
+    "sleep": "step gave no answer within 1 s",
+}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def play(guard, actions, max_turns=4, **info):
+    episode = await guard.reset("prompt ", info)
+    try:
+        for action in actions[:max_turns]:
+            if episode.state is None:
+                break
+            await guard.step(episode, action)
+    finally:
+        await guard.close(episode)
+    return episode
+
+
+async def group(guard, plays):
+    episodes = await asyncio.gather(*(play(guard, actions) for actions in plays))
+    await guard.shutdown()
+    return episodes
+
+
+@pytest.fixture(params=["here", "isolated"])
+def environment(request):
+    user_environments.log.clear()
+    return (
+        load_environment("tests.support.user_environments") if request.param == "here" else IsolatedEnvironment(SCRIPT)
+    )
+
+
+@pytest.mark.feature(91)
+def test_guard_fails_faulty_samples_and_finishes_the_group(environment):
+    guard = Guard(environment, timeout_s=1.0)
+    faults = dict(WORDS)
+    if isinstance(environment, IsolatedEnvironment):  # it can end a call that ignores cancellation
+        faults["deaf"] = "step gave no answer within 1 s"
+    began = time.monotonic()
+    episodes = run(group(guard, [[fault] for fault in faults] + [["go ", "done"]] * 4))
+    assert time.monotonic() - began < 20
+    for episode, expected in zip(episodes, faults.values(), strict=False):
+        assert expected in episode.failure
+        assert (episode.done, episode.turns, episode.state) == (False, 0, None)
+    for episode in episodes[len(faults) :]:
+        assert (episode.failure, episode.done, episode.turns) == (None, True, 2)
+        assert (episode.reward, episode.score) == (2.0, 1.0)
+        assert episode.extra_info["turns"] == 2
+    assert sum(guard.failures.values()) == len(faults)
+    assert guard.failures["step raised RuntimeError"] == 1
+
+
+def test_guard_logs_failures_of_a_kind_once(environment, caplog):
+    run(group(Guard(environment, timeout_s=5.0), [["raise"]] * 3))
+    (text,) = [record.getMessage() for record in caplog.records if "out of order" in record.getMessage()]
+    assert "user_environments.py" in text and "in step" in text
+
+
+@pytest.mark.feature(91)
+def test_guard_survives_failing_resets_and_closes(environment):
+    async def all_of_them():
+        guard = Guard(environment, timeout_s=0.5)
+        raising = await play(guard, ["go "], reset="raise")
+        hanging = await play(guard, ["go "], reset="hang")
+        late = await play(guard, ["done"], close="raise")
+        fine = await play(guard, ["done"])
+        await guard.shutdown()
+        return guard, raising, hanging, late, fine
+
+    guard, raising, hanging, late, fine = run(all_of_them())
+    assert "reset raised KeyError: 'no such game'" in raising.failure
+    assert hanging.failure == "reset gave no answer within 0.5 s"
+    assert (late.failure, late.done, fine.done) == (None, True, True)
+    assert sum(guard.failures.values()) == 3
+
+
+@pytest.mark.feature(90)
+def test_guard_closes_episodes_done_or_at_the_turn_limit():
+    user_environments.log.clear()
+    guard = Guard(load_environment("tests.support.user_environments"))
+    done = run(play(guard, ["go ", "done", "never"]))
+    cut = run(play(guard, ["go "] * 9, max_turns=3))
+    assert (done.turns, done.done) == (2, True)
+    assert (cut.turns, cut.done, cut.failure, cut.state) == (3, False, None, None)
+    assert [closed["turns"] for closed in user_environments.log] == [2, 3]
+
+    async def late():
+        with pytest.raises(ValueError, match="the episode is over"):
+            await guard.step(cut, "go ")
+        await guard.close(cut)
+
+    run(late())
+    assert len(user_environments.log) == 2
+
+
+@pytest.mark.feature(86)
+def test_guard_passes_data_of_a_row_unchanged(environment):
+    row = {"answer": "x", "nested": {"list": [1, (2, 3)], 5: None}, "first": "begin "}
+    original = {**row, "nested": {"list": [1, (2, 3)], 5: None}}
+
+    async def one():
+        guard = Guard(environment)
+        episode = await guard.reset("prompt", row)
+        first = episode.state
+        result = await guard.step(episode, "go ")
+        await guard.close(episode)
+        await guard.shutdown()
+        return first, result
+
+    first, result = run(one())
+    assert (first, result.next_state) == ("begin ", "begin go seen ")
+    assert row == original
+    assert {key: result.extra_info[key] for key in original} == original
+    assert result.extra_info["began"]
+
+
+@pytest.mark.slow
+@pytest.mark.feature(93)
+def test_guard_runs_eight_samples_at_once(environment):
+    async def timed():
+        guard = Guard(environment)
+        took_s = []
+        for _ in range(3):  # the machine may be busy in one of them
+            began = time.monotonic()
+            episodes = await asyncio.gather(*(play(guard, ["nap", "done"]) for _ in range(8)))
+            took_s.append(time.monotonic() - began)
+            assert all(episode.done for episode in episodes)
+        await guard.shutdown()
+        return min(took_s)
+
+    assert run(timed()) < 0.6
+
+
+@pytest.mark.feature(92)
+def test_guard_opens_no_more_episodes_than_it_may():
+    class Watched:
+        episodes = 2
+
+        def __init__(self):
+            self.open = self.most = 0
+
+        async def reset(self, extra_info):
+            self.open += 1
+            self.most = max(self.most, self.open)
+
+        async def step(self, state, action, extra_info):
+            await asyncio.sleep(0.01)
+            return {"next_state": state + action, "reward": 0, "done": False}
+
+        async def close(self, extra_info):
+            self.open -= 1
+
+        async def shutdown(self):
+            """Nothing is held."""
+
+    for limits in ({"timeout_s": 0}, {"episodes": 0}):
+        with pytest.raises(ValueError, match="need a positive timeout_s and episodes"):
+            Guard(Watched(), **limits)
+    watched = Watched()
+    episodes = run(group(Guard(watched), [["a", "b"]] * 8))
+    assert [episode.turns for episode in episodes] == [2] * 8
+    assert (watched.open, watched.most) == (0, 2)
+
+
+def test_guard_closes_episodes_of_a_cancelled_rollout():
+    user_environments.log.clear()
+
+    async def cancelled():
+        guard = Guard(load_environment("tests.support.user_environments"))
+        task = asyncio.create_task(play(guard, ["sleep"]))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        return task.cancelled()
+
+    assert run(cancelled())
+    assert len(user_environments.log) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "rules", "expected"),
+    [
+        ("{'reward': 0.0, 'done': False}", {}, ("step returned no 'next_state'", 0.0, False)),
+        ("{'reward': 0.0, 'done': False}", {"missing_state": "done"}, (None, 0.0, True)),
+        ("{'reward': 0.0, 'done': False}", {"failure_reward": -1.0}, (None, -1.0, True)),
+        ("{'next_state': None, 'reward': 0.0, 'done': False}", {}, (None, 0.0, True)),
+    ],
+)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_guard_step_without_a_next_state_follows_the_rules(tmp_path, step, rules, expected, isolated):
+    path = tmp_path / "rl2.py"
+    path.write_text(f"def step(state, action, extra_info):\n    return {step}\n")
+
+    async def one_step():
+        guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), **rules)
+        episode = await guard.reset("a ", {})
+        await guard.step(episode, "b")
+        await guard.close(episode)
+        await guard.shutdown()
+        return episode
+
+    episode = asyncio.run(one_step())
+    failure, reward, done = expected
+    assert (episode.reward, episode.done) == (reward, done)
+    assert (episode.failure or "").startswith(failure or "") and (episode.failure is None) == (failure is None)

@@ -69,6 +69,7 @@ class IsolatedEnvironment:
         self._where, self._options = where, dict(options or {})
         self._start_timeout_s, self._grace_s, self._memory_mb = start_timeout_s, grace_s, memory_mb
         self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._closed = False
         self._open = 0  # episodes
@@ -148,7 +149,7 @@ class IsolatedEnvironment:
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         self._abandoned_s = time.monotonic()
         try:
-            self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
+            self._count_abandoned(child, cancelled)
             self._replace_if_idle()
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
@@ -165,10 +166,14 @@ class IsolatedEnvironment:
             if child is None or child.is_ended or self._closed or self._open:
                 return
             with suppress(TimeoutError, ChildEnded):
-                self._abandoned = _decode(child.submit(*pack_call("cancel", "")).result(self._grace_s))
+                self._count_abandoned(child)
             if self._abandoned > _MOST_ABANDONED:
                 _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
                 self._end(child, "too many of its calls did not return")
+
+    def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
+        with self._count_lock:  # one call at a time: otherwise an older count may be stored last
+            self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments and other servers in a killable child process."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from test_turns import play, run
+
+from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
+from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
+from tests.support import user_environments
+from tests.support.processes import wait_until_gone
+
+
+class Owner:
+    pass
+
+
+OWNER = Owner()
+
+
+class Waiting:
+    """Is ready, and waits for the end of its parent."""
+
+    def __init__(self, **ready):
+        self.ready = ready
+
+    def serve(self, channel):
+        channel.receive()
+
+
+class Slow(Waiting):
+    def serve(self, channel):
+        while True:
+            channel._incoming.raw.read(1000)
+            threading.Event().wait(0.01)
+
+
+class Disconnected(Waiting):
+    def serve(self, channel):
+        channel.receive()
+        os.closerange(3, 1000)
+        threading.Event().wait()
+
+
+def claim_pid(pid):
+    """Load a child that claims to be another process."""
+    return Waiting(pid=pid)
+
+
+def leave_orphan():
+    return Waiting(orphan=subprocess.Popen(["sleep", "987654"], start_new_session=True).pid)
+
+
+def refuse():
+    raise RuntimeError("out of stock")
+
+
+def start(load, *arguments):
+    child = ChildProcess(OWNER, load, list(arguments), None, 1000)
+    return child, child.ready.result(timeout=60)
+
+
+def test_request_taken_slowly_does_not_block_the_caller():
+    child, _ = start(Slow)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            child.submit("call", bytes(8_000_000)).result(timeout=0.5)
+        assert time.monotonic() - began_s < 5.0
+    finally:
+        child.end()
+
+
+def test_request_to_an_ended_child_fails_with_the_reason():
+    child, _ = start(Waiting)
+    child.end("it was late")
+    assert child._connection.fileno() == -1
+    with pytest.raises(ChildEnded, match="it was late"):
+        child.submit("call", b"too late").result(timeout=1.0)
+
+
+def test_child_failing_to_load_reports_the_error():
+    child, reply = start(refuse)
+    assert reply["error"] == "raised RuntimeError: out of stock"
+    assert "in refuse" in reply["traceback"]
+    child.end()
+
+
+def test_group_claimed_by_a_child_is_not_killed():
+    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    try:
+        child, _ = start(claim_pid, other.pid)
+        assert child.pid not in (0, other.pid)
+        child.end()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_child_closing_its_connection_is_killed():
+    child, _ = start(Disconnected)
+    try:
+        with pytest.raises(ChildEnded, match="it closed its connection"):
+            child.submit(*pack_call("any")).result(timeout=10.0)
+        assert child._process.wait(5.0)
+    finally:
+        child.end()
+
+
+def test_child_ends_with_an_owner_in_a_cycle():
+    owner = Owner()
+    owner.itself, owner.child = owner, ChildProcess(owner, Waiting, [], None, 1000)
+    owner.child.ready.result(timeout=60)
+    process = owner.child._process
+    del owner
+    gc.collect()
+    process.wait(10.0)
+
+
+def test_orphans_of_a_child_end_with_its_shield():
+    """Kill the shield: a worker of Ray that ends kills the processes it has started."""
+    child, reply = start(leave_orphan)
+    try:
+        os.kill(child._process.pid, signal.SIGKILL)
+        wait_until_gone(reply["orphan"])
+    finally:
+        child.end()
+
+
+SCRIPT = user_environments.__file__
+
+
+@pytest.mark.slow
+@pytest.mark.feature(98)
+def test_isolated_process_stuck_in_arithmetic_is_replaced():
+    async def bombed():
+        guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
+        before = await play(guard, ["done"])
+        began = time.monotonic()
+        bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
+        failed_s = time.monotonic() - began
+        guard._timeout_s = 60.0  # a new process has to start
+        await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
+        after = await play(guard, ["done"])
+        await guard.shutdown()
+        return before, bombed, other, failed_s, after
+
+    before, bombed, other, failed_s, after = run(bombed())
+    assert bombed.failure == "step gave no answer within 0.5 s"
+    assert other.failure is not None
+    assert failed_s < 10
+    assert (before.done, after.done) == (True, True)
+    old, new = before.extra_info["pid"], after.extra_info["pid"]
+    assert old != new
+    wait_until_gone(old)
+    wait_until_gone(new)
+
+
+def test_isolated_process_ending_fails_its_calls():
+    async def ended():
+        guard = Guard(IsolatedEnvironment(SCRIPT))
+        began = time.monotonic()
+        ended, other = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
+        took_s = time.monotonic() - began
+        after = await play(guard, ["done"])
+        await guard.shutdown()
+        return ended, other, took_s, after
+
+    ended, other, took_s, after = run(ended())
+    assert "the environment's process ended" in ended.failure
+    assert "the environment's process ended" in other.failure
+    assert took_s < 20
+    assert after.done
+
+
+def test_isolated_values_not_sendable_are_refused():
+    async def sent():
+        guard = Guard(IsolatedEnvironment(SCRIPT))
+        back = await play(guard, ["object"])
+        environment = guard._environment
+        with pytest.raises(EnvironmentFailed, match="step cannot be sent"):
+            await environment.step("s", "a", {"f": lambda: 0})
+        await guard.shutdown()
+        with pytest.raises(EnvironmentFailed, match="has been shut down"):
+            await environment.step("s", "a", {})
+        return back
+
+    message = "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
+    assert message in run(sent()).failure
+    with pytest.raises(EnvironmentFailed, match="has no 'Countin'; did you mean 'Counting'"):
+        IsolatedEnvironment(f"{SCRIPT}:Countin")
+
+
+@pytest.mark.slow
+def test_isolated_sync_calls_hanging_block_no_others():
+    async def hung():
+        guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
+        assert guard._open_slots is not None
+        episodes = await asyncio.gather(*(play(guard, ["hang"]) for _ in range(4)), play(guard, ["4", "9"]))
+        await guard.shutdown()
+        return episodes
+
+    *stuck, fine = run(hung())
+    assert [episode.failure for episode in stuck] == ["step gave no answer within 1 s"] * 4
+    assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)
+
+
+STIFF = """
+import os
+import time
+from pathlib import Path
+
+
+class World:
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def step(self, state, action, extra_info):
+        if float(action):
+            (self.folder / f"asleep {extra_info['seed']}").touch()
+        time.sleep(float(action))
+        return {"next_state": "more", "reward": 1.0, "extra_info": {"pid": os.getpid()}}
+
+    def shutdown(self):
+        (self.folder / f"shut down {os.getpid()}").touch()
+"""
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_isolated_process_of_returned_calls_stays():
+    environment = IsolatedEnvironment(SCRIPT)
+    child, environment._abandoned = environment._child, 9
+    environment._replace_if_idle()
+    assert (environment._child, environment._abandoned) == (child, 0)
+    run(environment.shutdown())
+
+
+def test_isolated_process_of_stuck_calls_is_replaced_when_idle(tmp_path):
+    (tmp_path / "stiff.py").write_text(STIFF)
+
+    async def replaced():
+        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
+        guard = Guard(environment)
+        old, *episodes = environment._child, *[await guard.reset("prompt ", {"seed": seed}) for seed in range(16)]
+        last, *stuck = episodes
+        steps = [asyncio.create_task(guard.step(episode, "60")) for episode in stuck]
+        await until(lambda: len(list(tmp_path.glob("asleep*"))) == len(steps))
+        for step in steps:
+            step.cancel()
+        await asyncio.wait(steps)
+        await until(lambda: environment._abandoned > 8)
+        for episode in stuck:
+            await guard.close(episode)
+        await guard.step(last, "0")
+        assert last.failure is None and environment._child is old
+        environment._grace_s = 0.1
+        await guard.close(last)
+        await asyncio.to_thread(wait_until_gone, old.pid)
+        assert [path.name for path in tmp_path.glob("shut*")] == [f"shut down {old.pid}"]
+        after = await play(guard, ["0"], seed=16)
+        await guard.shutdown()
+        return last.extra_info["pid"], after
+
+    pid, after = run(replaced())
+    assert after.failure is None and after.extra_info["pid"] != pid
+
+
+WORLDS = """
+import asyncio
+from pathlib import Path
+
+
+class Late:
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    async def reset(self, extra_info):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return "a state"
+
+    async def step(self, state, action, extra_info):
+        raise AssertionError
+
+    async def close(self, extra_info):
+        (self.folder / f"given back {extra_info['world']}").touch()
+
+
+class Early(Late):
+    async def reset(self, extra_info):
+        extra_info["world"] = 7
+        return "a state"
+"""
+
+
+def test_isolated_world_after_the_deadline_is_given_back(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLDS)
+
+    async def abandoned():
+        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Late", {"folder": str(tmp_path)}, grace_s=30.0)
+        guard = Guard(environment, timeout_s=0.3)
+        episode = await guard.reset("prompt ", {"world": 3})
+        assert episode.failure is not None
+        await until((tmp_path / "given back 3").exists)
+        await guard.shutdown()
+
+    run(abandoned())
+
+
+def test_isolated_world_of_a_cancelled_reset_is_given_back(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLDS)
+
+    async def abandoned():
+        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Early", {"folder": str(tmp_path)})
+        asking = asyncio.ensure_future(environment.reset({}))
+        while not environment._child._pending:  # until the request is on its way; this loop takes no answer
+            await asyncio.sleep(0)
+        while environment._child._pending:
+            time.sleep(0.001)
+        asking.cancel()
+        await until((tmp_path / "given back 7").exists)
+        await environment.shutdown()
+
+    run(abandoned())
+
+
+class StuckWorld:
+    started = threading.Event()
+
+    async def step(self, state, action, extra_info):
+        self.started.set()
+        await asyncio.Event().wait()
+
+
+def test_isolated_call_cancelled_while_it_runs_is_answered():
+    started, answered, answers = StuckWorld.started, threading.Event(), {}
+
+    class Requests:
+        """A connection to a parent, which waits for the last request to take effect before it sends the next."""
+
+        requests = iter([(None, ("1", "step", ("", "", {}))), (started, ("2", "cancel", ("1",))), (answered, None)])
+
+        def receive(self):
+            effect, request = next(self.requests)
+            assert effect is None or effect.wait(20)
+            return request
+
+        def send(self, number, reply):
+            answers[number] = reply
+            if number == "1":
+                answered.set()
+
+    EnvironmentServer(f"{__name__}:StuckWorld", {}).serve(Requests())
+    assert answers["1"] == {"error": "it was cancelled", "traceback": ""}
