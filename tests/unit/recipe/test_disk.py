@@ -21,6 +21,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
 from dlrover.python.rl.runtime.run.progress import redraw
+from tests.support.run_files import read_json
 
 QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
 NONE = DiskWait(limit_s=0.05, pause_s=0.01)
@@ -116,7 +117,7 @@ def test_a_whole_log_is_written_through_full_disks(disk, relief):
         (step, round(79 + step / 10, 3)) for step in (1, 2, 3)
     ]
     assert (disk.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((disk.folder / "summary.json").read_text())["what"] == "x" * 9000
+    assert read_json(disk.folder / "summary.json")["what"] == "x" * 9000
     waited = {line.split()[4].rstrip(";").rpartition("/")[2] for line in relief.said}
     assert {"samples.jsonl", "metrics.jsonl", "held_out.jsonl", "summary.json", "reward.png"} <= waited
 

@@ -7,12 +7,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model.loading import SafetensorsSource, fingerprint_files
 from dlrover.python.rl.engine.model.spec import ModelSpec, load_causal_lm
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.model_files import validate_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.recipe.base.model_files import validate_model, validate_model_config
+from dlrover.python.rl.recipe.tiny import main
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -94,3 +96,134 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
 def test_a_pointer_of_git_lfs_is_no_file_of_weights(model):
     (model / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert fault_of(model).startswith(f"{model / WEIGHTS} is not a whole safetensors file")
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current directory, with ``models/small/config.json`` and ``models/notes.txt``."""
+    (tmp_path / "models/small").mkdir(parents=True)
+    (tmp_path / "models/small/config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "models/notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def config_fault(given):
+    (error,) = validate_model_config(given)
+    assert error.where == "config.model_config"
+    return error.what
+
+
+@pytest.mark.parametrize("given", [None, "models/small", "models/small/config.json"])
+def test_a_configuration_that_is_there_is_no_error(here, given):
+    assert validate_model_config(given) == []
+    assert validate_model_config(given and str(here / given)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("models/smal", ", nor a model in this machine's cache of the hub; did you mean 'models/small'?"),
+        ("models/small/confg.json", "; did you mean 'models/small/config.json'?"),
+        ("./model/small/config.json", "; did you mean 'models'?"),
+        ("models/notes.txt/config.json", ""),
+        ("zzz.json", ""),
+        ("Owner/Model-7B", ", nor a model in this machine's cache of the hub"),
+    ],
+)
+def test_a_relative_path_that_leads_nowhere_is_named_with_its_directory_and_the_nearest_entry(here, given, advice):
+    assert config_fault(given) == f"no such file or folder: {given} in {here}{advice}"
+
+
+def test_an_absolute_path_that_leads_nowhere_is_named_alone(here):
+    given = here / "models/smal/config.json"
+    assert config_fault(str(given)) == f"no such file or folder: {given}; did you mean '{here / 'models/small'}'?"
+
+
+@pytest.mark.parametrize("given", ["models", "models/notes.txt"])
+def test_what_is_there_and_has_no_shape_is_something_else(here, given):
+    assert config_fault(given) == f"{given} is no config.json of a language model, nor a folder with one"
+
+
+def test_a_name_of_the_hub_counts_where_its_configuration_is_in_the_cache(here, monkeypatch):
+    found = {"Owner/Model": str(here / "models/small/config.json"), "Owner/Other": str(here / "models/notes.txt")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file, **_: found.get(model))
+    assert validate_model_config("Owner/Model") == []
+    assert config_fault("Owner/Other").startswith("Owner/Other is no config.json of a language model")
+
+
+@pytest.mark.parametrize("text", ["37+45=82", "naïve 中文 😀", " two  spaces\n\ttab ", "".join(map(chr, range(128)))])
+def test_any_text_is_its_bytes_and_comes_back(text):
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_single_ids():
+    tokenizer = make_byte_tokenizer()
+    assert len(tokenizer) == 259
+    assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert tokenizer.decode([104, 105, 258], skip_special_tokens=True) == "hi"
+
+
+def test_the_chat_template_is_chatml():
+    text = make_byte_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_model_loads_with_the_library_alone(tmp_path):
+    path = write_tiny_model(tmp_path / "m", hidden=32, layers=2, intermediate=48, max_positions=64)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.max_position_embeddings == 64
+    assert model.config.intermediate_size == 48
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 258
+    assert tokenizer.chat_template == make_byte_tokenizer().chat_template
+
+
+def test_the_default_has_0_6_million_parameters(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "m"))
+    assert 0.55e6 < sum(parameter.numel() for parameter in model.parameters()) < 0.65e6
+
+
+def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    shape = {"hidden": 32, "layers": 1}
+    files = [
+        write_tiny_model(tmp_path / name, seed=seed, **shape) / "model.safetensors"
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    first, same, other = (file.read_bytes() for file in files)
+    assert first == same != other
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_writing_again_replaces_the_folder_whole(tmp_path):
+    path = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
+    (path / "stale.txt").write_text("old")
+    write_tiny_model(path, hidden=32, layers=1)
+    assert not (path / "stale.txt").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_command_line_writes_a_model(tmp_path, capsys):
+    out = tmp_path / "deep" / "m"
+    assert main(["--out", str(out), "--hidden", "32", "--layers", "1", "--kv-heads", "4"]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 4

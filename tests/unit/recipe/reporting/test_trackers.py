@@ -19,8 +19,9 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
-from tests.support.example_jobs import EXAMPLES, stage, write_rows
+from tests.support.example_jobs import EXAMPLES, stage
 from tests.support.recipe_stage import kill_trainer
+from tests.support.run_files import read_lines, write_rows
 
 
 class FakeWandb(types.ModuleType):
@@ -398,5 +399,5 @@ def test_samples_on_the_console_are_cut_and_whole_in_the_file(tmp_path, caplog):
         log.write_samples(1, ({"prompt": "1+1=", "completion": "two\n" * 20, "reward": row} for row in (0.5, 1.0)))
     (said,) = [record.message for record in caplog.records]
     assert said == "step 1: prompt 1+1=  completion two\\ntwo\\n... (80 characters)  reward 0.5"
-    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "samples.jsonl")
     assert [row["completion"] for row in rows] == ["two\n" * 20] * 2

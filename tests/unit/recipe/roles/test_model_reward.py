@@ -16,8 +16,9 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload
-from tests.support.example_jobs import PAIRS, stage, write_rows
+from tests.support.example_jobs import PAIRS, stage
 from tests.support.policy_jobs import finished, policy_job, write_inputs
+from tests.support.run_files import read_json, read_lines, write_rows
 
 SHAPE = {"heads": 4, "kv_heads": 2, "max_positions": 32}
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -29,7 +30,7 @@ def reward_model(tmp_path_factory):
     """One that recipe.rm has trained, with token ids of its own and a chat template."""
     folder = tmp_path_factory.mktemp("rm")
     base = write_tiny_model(folder / "base", hidden=16, layers=1, seed=1, **SHAPE)
-    tokenizer = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(base / "tokenizer.json")
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["1"], vocabulary["A"] = vocabulary["A"], vocabulary["1"]
     (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
@@ -73,7 +74,7 @@ def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(rewar
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
     assert all(step["samples/failed"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(folder / "samples.jsonl")
     assert len({sample["reward"] for sample in samples}) > 8
     for sample in samples[:16]:
         encoded = encode_raw(tokenizer, sample["prompt"], sample["completion"])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation on the way: when, of what, without a trace in the training; the best model; and an early end."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -22,7 +21,8 @@ from dlrover.python.rl.recipe.trainers.examples import Measured, PairData, SFTDa
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.workload import trainer_invocation
-from tests.support.example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
+from tests.support.example_jobs import EXAMPLES, PAIRS, log_probs, stage
+from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
 
 HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "one, and a good deal more"}]
 
@@ -107,7 +107,7 @@ def test_held_out_rows_are_never_trained_on(inputs, tmp_path):
     measured = {line for method, lines in batches if method == "measure" for line in lines}
     assert (len(trained), len(measured)) == (36, 4)
     assert not trained & measured
-    assert json.loads((tmp_path / "out/summary.json").read_text())["held_out_rows"] == 4
+    assert read_json(tmp_path / "out/summary.json")["held_out_rows"] == 4
 
 
 @pytest.mark.feature(76)
@@ -133,7 +133,7 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
     first, second = metrics_of(tmp_path)
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
         assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert (summary["examples"], summary["held_out_rows"]) == (4, 4), "pairs, of two sequences each"
 
 
@@ -144,7 +144,7 @@ def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_again
     last = metrics_of(tmp_path / "trained")[-1]
     trained = {"model": str(tmp_path / "trained/model"), "eval_only": True}
     stage("dpo", tmp_path / "alone", config | trained | {"reference_model": str(inputs / "model")}).run()
-    found = json.loads((tmp_path / "alone/summary.json").read_text())
+    found = read_json(tmp_path / "alone/summary.json")
     assert found["eval/rewards/margins"] == pytest.approx(last["eval/rewards/margins"], rel=1e-5) != 0.0
     lora = {"engine": {"threads": 1, "lora": {}}, "reference_model": "another"}
     errors = plan_of(DPOTrainer).find_errors(
@@ -189,7 +189,7 @@ def test_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs,
         job.workload(role, rank).close()
     row = metrics_of(tmp_path / "asked")[-1]
     assert (row["eval/reward"], row["eval/failed"]) == (1.0, 0.0), "it knows four sums by heart"
-    told = [json.loads(line) for line in (tmp_path / "asked/held_out.jsonl").read_text().splitlines()]
+    told = read_lines(tmp_path / "asked/held_out.jsonl")
     assert [(row["prompt"], row["completion"]) for row in told] == [tuple(row.values()) for row in EXAMPLES]
     assert (tmp_path / "asked/best/model.safetensors").exists()
     stage("sft", tmp_path / "plain", config | {"epochs": 1.0}).run()
@@ -343,7 +343,7 @@ def test_a_run_that_gets_no_better_ends_and_its_best_model_is_there(inputs, tmp_
     losses = [row["eval/loss"] for row in rows]
     best = int(np.argmin(losses))
     assert len(rows) == best + 4 < 100
-    told = json.loads((tmp_path / "summary.json").read_text())
+    told = read_json(tmp_path / "summary.json")
     assert (told["best/step"], told["steps"]) == (best + 1, len(rows))
     again = np.concatenate(log_probs(str(tmp_path / "best"), HELD_OUT))
     assert -again.mean() == pytest.approx(losses[best], abs=1e-5)
@@ -372,7 +372,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_rows(inputs
     job = stage("dpo", tmp_path, config_of(inputs, "dpo", batch_size=4), roles)
     with pytest.raises(NonFiniteUpdate, match=r"step 1: the loss is nan .* not finite: .*pairs.jsonl:[1-4] ") as caught:
         job.run()
-    (row,) = [json.loads(line) for line in (tmp_path / "refused.jsonl").read_text().splitlines()]
+    (row,) = read_lines(tmp_path / "refused.jsonl")
     assert row["step"] == 1
     assert row["sample"] in str(caught.value)
     line = int(row["sample"].rpartition(":")[2])

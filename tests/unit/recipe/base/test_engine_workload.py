@@ -135,3 +135,17 @@ def test_a_state_depends_on_whether_there_is_momentum(model):
 
     assert momentum(0.9) == momentum(0.5) != momentum(0.0)
     assert str(momentum(0.9)) == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("engine", "stays"),
+    [
+        ({"device": "cpu"}, True),
+        ({"device": "cuda"}, False),
+        ({"device": "cuda", "train_options": {"keep_processes": True}}, True),
+        ({"device": "cuda", "train_options": {"keep_processes": False}}, False),
+        ({"device": "cpu", "train": "deepspeed"}, False),
+    ],
+)
+def test_keeps_process_on_devices_needs_the_option(engine, stays):
+    assert ActorWorkload.keeps_process({"engine": {"train": "fsdp2", **engine}}) is stays
