@@ -53,13 +53,13 @@ SFT = (
 PAIRS = "model=model data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3 engine.threads=1"
 GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
-    "steps=2 reward.function=launched_rewards:jumble "
+    "steps=2 reward.function=tests.support.policy_rewards:jumble "
     "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
 )
 WITH_CRITIC = "optimizer.lr=1e-3 critic.optimizer.lr=1e-3"
 PPO = GRPO.replace("recipe.grpo", "recipe.ppo").replace("prompts_per_step=4", f"prompts_per_step=8 {WITH_CRITIC}")
 DISTILL = (
-    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=launched_rewards:jumble ", "")
+    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=tests.support.policy_rewards:jumble ", "")
     + " teachers.teacher.model=teacher"
 )
 TWO_STEPS = {

@@ -75,7 +75,8 @@ def rollout(model, ticket=None, engine=ENGINE):
 
 def synced(model):
     """A rollout with the weights of an actor at its start."""
-    return rollout(model, actor(model).publish_weights())
+    first = actor(model)
+    return rollout(model, first.publish_weights())
 
 
 def prompts(*ids):
@@ -208,7 +209,8 @@ def batch_bits(batch):
 @pytest.mark.feature(146)
 def test_sample_depends_on_its_seed_prompt_and_index_alone(model):
     """Neither the worker that drew it matters, nor what was drawn beside it."""
-    weights = actor(model).publish_weights()
+    first = actor(model)
+    weights = first.publish_weights()
     whole = rollout(model, weights).generate(prompts(1, 2, 3, 4), SAMPLING, (1, 1))
     parts = Batch.concat(
         [
