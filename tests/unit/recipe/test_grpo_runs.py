@@ -21,7 +21,11 @@ from tests.support.run_files import read_json, read_lines, steps_of, untimed
 from tests.support.tipping import Kept
 
 SUPPORT = Path(__file__).parents[2] / "support"
+
+
 HOSTILE = str(SUPPORT / "hostile_rewards.py")
+
+
 GAMES = {"train": None, "eval_rows": 4}
 
 
@@ -128,6 +132,8 @@ ONE_OF_SEVEN = """\
         raise ValueError("this one is poisoned")
     return len(completion) / 8
 """
+
+
 AWAY = """\
     with open(__file__ + ".calls", "ab") as calls:
         calls.write(b".")
@@ -195,18 +201,6 @@ def test_failed_run_has_the_curve_of_its_steps(tmp_path, monkeypatch):
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_evaluation_without_any_reward_is_no_worse_model(tmp_path, monkeypatch):
-    body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
-    body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
-    keep = {"best": "eval/accuracy", "patience": 1}
-    out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, body), steps=2, eval_every=1, keep=keep)
-    first, second = steps_of(out)
-    assert "eval/accuracy" in first and "eval/accuracy" not in second
-    assert (second["eval/failed"], second["eval/reward"], second["samples/failed"]) == (4, None, 0)
-    assert read_json(out / "summary.json")["best/step"] == 1
-
-
 def test_step_with_every_group_lost_ends_the_run(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, "    raise ValueError('always')\n") | {"on_failure": "redraw"}
     out, status = run(tmp_path, reward=reward)
@@ -271,16 +265,6 @@ def test_run_with_a_hostile_environment_finishes(tmp_path, leaves_nothing):
     assert step["samples/failed"] > 0
     assert all((row["reward"] is None) == (row["error"] is not None) for row in rows)
     assert any(row["reward"] for row in rows)
-
-
-@pytest.mark.slow
-def test_environment_that_ends_its_process_costs_its_samples(tmp_path, leaves_nothing):
-    rows = read_lines(
-        played(tmp_path, rollout={"env_path": f"{HOSTILE}:Bombs", "env_timeout_s": 1.0}) / "samples.jsonl"
-    )
-    reasons = " ".join(row["error"] or "" for row in rows)
-    assert "the environment's process ended" in reasons or "within 1 s" in reasons
-    assert sum(row["reward"] is not None for row in rows) > len(rows) // 3
 
 
 @pytest.mark.feature(98)

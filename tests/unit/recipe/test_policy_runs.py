@@ -19,9 +19,15 @@ from tests.support.policy_jobs import finished, policy_job, reverse_kl, write_in
 from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
 
 MODEL = "model/model.safetensors"
+
+
 PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
+
+
 PRIVATE = ("checkpoints", "commits", "journal.jsonl")
 """Files for a later start of the run alone."""
+
+
 ADAPTED = ("model.safetensors", "config.json", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
 
 
@@ -231,13 +237,19 @@ def test_sft_counts_unknown_ids_in_the_loss(padded):
 # -- what is learned, by a model of 35 thousand parameters -------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
+
+
 COLUMNS_OF_THE_ACTOR = {"action_mask", "old_logprobs", "rollout_logprobs"}
+
+
 FAMILY = sorted(
     name
     for name in ALGORITHMS.builtin
     if issubclass(schema := ALGORITHMS.load(name), PolicyGradient) and schema().needs.all <= COLUMNS_OF_THE_ACTOR
 )
 """The algorithms that need neither a critic nor a teacher."""
+
+
 CRITIC = {"optimizer": {"lr": 3e-3}}
 
 
@@ -302,17 +314,6 @@ def test_distillation_lowers_the_reverse_kl_over_the_vocabulary(tmp_path, name, 
     config = {"steps": 40, "seed": seed, "top": 64, "optimizer": {"lr": 1e-2}, "algorithm": {"name": name}}
     out, _ = finished(policy_job(tmp_path, "distill", teachers={"teacher": {"model": teacher}}, **config))
     assert reverse_kl(out / "model", teacher) < 0.9 * reverse_kl(tmp_path / "model", teacher)
-
-
-@pytest.mark.slow
-@pytest.mark.feature(124)
-@pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
-def test_a_teacher_like_the_student_teaches_nothing(tmp_path, name):
-    write_inputs(tmp_path)
-    teachers = {"teacher": {"model": str(tmp_path / "model")}}
-    _, (row,) = finished(policy_job(tmp_path, "distill", steps=1, algorithm={"name": name}, teachers=teachers))
-    assert row["loss"] == pytest.approx(0.0, abs=1e-6)
-    assert row["grad_norm"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -195,22 +195,6 @@ def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_p
     assert {done for *_, done in read} == {0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", [False, True])
-def test_with_adapters_the_actor_is_the_reference_and_the_run_is_the_same(tmp_path, monkeypatch, turns):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    ends = []
-    for name, has_role in (("with", True), ("without", False)):
-        classes = (
-            (TurnActor, TurnRollout, TurnReference) if turns else (ActorWorkload, RolloutWorkload, ReferenceWorkload)
-        )
-        made = stage(tmp_path / name, classes, ",".join(SHARING), adapters=True, has_reference=has_role)
-        assert (RLRoleType.REFERENCE in made.port.members) == has_role
-        ends.append(end_of(made))
-    assert ends[0] == ends[1]
-
-
 def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):
     made, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.plain import from_plain, to_plain
@@ -88,36 +87,12 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
     assert again.log.trackers == ("${not} a reference",)
 
 
-@pytest.mark.parametrize(
-    ("devices", "given", "expected"),
-    [
-        ("CPU", {}, "none"),
-        ("GPU", {}, "truncate"),
-        ("CPU", {"engine": {"rollout": "vllm"}}, "truncate"),
-        ("CPU", {"engine": {"precision": "bf16"}}, "truncate"),
-        ("GPU", {"algorithm": {"correction": "none"}}, "none"),
-        ("GPU", {"algorithm": {"name": "gspo"}}, "truncate"),
-        ("CPU", {"algorithm": {"name": "gspo"}}, "none"),
-        ("CPU", {"algorithm": {"name": "gspo"}, "rollout": {"max_staleness": 1}}, "truncate"),
-        ("CPU", {"rollout": {"max_staleness": 1}}, "none"),
-    ],
-)
-def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):
-    complete = plan_of(GRPOTrainer).complete_config({**GIVEN, **given}, devices)["algorithm"]
-    assert complete["correction"] == expected
-
-
 @pytest.mark.parametrize("name", ["grpo", "deepseek_grpo", "dapo", "gspo"])
 def test_a_complete_config_has_every_option_of_its_algorithm(name):
     complete = plan_of(GRPOTrainer).complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
     assert complete.pop("name") == name
     assert make_algorithm(name, complete) == make_algorithm(name)
     assert set(complete) == option_names(name)
-
-
-def test_gspo_compares_with_the_train_engines_own_log_probs():
-    needs = GSPO().needs
-    assert "rollout_logprobs" in needs.loss  # by which an actor recomputes the old ones
 
 
 @pytest.mark.parametrize(

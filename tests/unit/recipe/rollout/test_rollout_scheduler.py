@@ -12,7 +12,6 @@ import pytest
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, summarize_rows
 from tests.support import rolled_environments
@@ -51,17 +50,6 @@ def test_the_readmes_environment_loaded_from_its_path(isolated):
     assert taken.objects("completion")[1] == (
         "<search>six plus one</search>\n<information>six plus one is 7</information>\n<answer>8</answer>"
     )
-
-
-@pytest.mark.feature(74)
-def test_extra_info_reaches_the_steps_unchanged():
-    info = {"answer": "7", "nested": {"list": [1, None]}}
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups(info, {}))
-    first = [told[2] for told in seen("step") if "nested" in told[2]]
-    assert first[0] == {**info, "number": 0}
-    assert first[1] == {**info, "number": 0, "turns": 1}
-    assert taken.objects("extra_info") == [{"answer": "7", "nested": {"list": [1, None]}}, {}]
 
 
 @pytest.mark.feature(75)
@@ -115,29 +103,6 @@ def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage
     assert advantages[0] == -advantages[3] > 0
 
 
-@pytest.mark.feature(89)
-def test_the_reward_is_trained_on_and_the_score_is_shown():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"until": 1}, {"until": 2}))
-    assert taken.dense("reward").tolist() == [0.25, 0.75]
-    assert taken.dense("score").tolist() == [1.0, 1.0]
-    told = summarize_rows(taken)
-    assert told.dense("score").tolist() == [1.0, 1.0]
-    assert SampleView.of(told).reward.tolist() == [0.25, 0.75]
-
-
-@pytest.mark.feature(90)
-def test_a_sample_ends_when_it_is_done_and_at_the_limit_its_episode_is_closed():
-    with rolling(word, OURS, 3) as rolled:
-        taken = rolled.fetch(groups({"until": 2}, {"until": 99}))
-    assert taken.dense("turns").tolist() == [2, 3]
-    assert [told[0]["turns"] for told in seen("close")] == [2, 3]
-    assert taken.dense("reward").tolist() == [0.75, 1.5]
-    assert taken.objects("error") == [None, None]
-    assert texts(taken, "action_mask")[1].endswith("word <|im_end|>")
-    assert seen("shutdown") == [()]
-
-
 def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
     with rolling(word, OURS, longest=1000) as rolled:
         taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 1000}))
@@ -158,52 +123,6 @@ def test_a_turn_has_the_room_that_is_left():
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 
-WHY = {
-    "raise": "step raised RuntimeError: out of order",
-    "none": "step returned None",
-    "fallthrough": "step returned no 'next_state', and is not done",
-    "sleep": "step gave no answer within 2 s",
-    "huge": "next_state has 10000000 characters",
-    "bomb": "within 2 s",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.feature(91)
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_failed_environment_marks_its_sample_and_the_group_finishes(isolated):
-    """A call that holds the interpreter takes the others along that are in the same process, which is replaced."""
-    habits = [habit for habit in WHY if habit != "bomb"]
-    infos = [*({"habit": habit} for habit in habits), {"reset": "raise"}, {}]
-    with rolling(word, OURS, isolated=isolated, timeout_s=2.0) as rolled:
-        taken = rolled.fetch(groups(*infos), samples=2)
-        assert rolled.guard.failures.total() == 2 * (len(habits) + 1)
-        if isolated:
-            (why,) = rolled.fetch(groups({"habit": "bomb"}, created_step=2)).objects("error")
-            assert WHY["bomb"] in why
-        for again in range(3, 9):  # What begins before the process is found to be stuck ends with it.
-            after = rolled.fetch(groups({}, created_step=again))
-            if after.objects("error") == [None]:
-                break
-    errors = taken.objects("error")
-    for at, why in enumerate([*(WHY[habit] for habit in habits), "no such game"]):
-        assert why in errors[2 * at]
-        assert why in errors[2 * at + 1]
-    assert errors[-2:] == [None, None]
-    failed = [error is not None for error in errors]
-    assert np.isnan(taken.dense("reward")).tolist() == np.isnan(taken.dense("score")).tolist() == failed
-    assert after.objects("error") == [None]
-    assert SampleView.of(summarize_rows(taken)).counted.sum() == 2
-
-
-@pytest.mark.feature(92)
-def test_a_pool_of_two_worlds_serves_eight_samples_half_of_which_come_to_the_limit():
-    with rolling(word, f"{OURS}:Pool", 3) as rolled:
-        taken = rolled.fetch(groups({"ends": True}, {"ends": False}), samples=4)
-    assert taken.objects("error") == [None] * 8
-    assert taken.dense("turns").tolist() == [1] * 4 + [3] * 4
-
-
 def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
     with rolling(word, f"{OURS}:Pool", 3) as rolled:
         under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
@@ -211,19 +130,6 @@ def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
         told = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
         assert told.objects("error") == [None]
         assert rolled.fetch(under_way).objects("error") == [None] * 3
-
-
-@pytest.mark.feature(93)
-def test_environments_wait_side_by_side_while_the_engine_draws():
-    with rolling(word, OURS) as rolled:
-        took = []
-        for attempt in range(3):  # The machine may have had other things to do.
-            began = time.monotonic()
-            taken = rolled.fetch(groups(*[{"nap": 0.2, "until": 1}] * 8, created_step=attempt))
-            took.append(time.monotonic() - began)
-    assert taken.objects("error") == [None] * 8
-    assert max(rolled_environments.asleep) == 8
-    assert min(took) < 0.6
 
 
 @pytest.mark.feature(94)
@@ -310,23 +216,6 @@ def test_patience_is_asked_between_steps():
         assert (rolled.engine.steps, standing.dense("started").tolist()) == (0, [False])
         assert rolled.sample(groups({}), patience_s=math.inf).dense("complete").all()
         assert rolled.engine.steps == 61
-
-
-@pytest.mark.feature(97)
-def test_all_that_an_algorithm_filters_by_is_told():
-    with rolling(word, OURS) as rolled:
-        told = summarize_rows(rolled.fetch(groups({"until": 1}, {"until": 2}), samples=3))
-    by_prompt = {number: told.dense("reward")[told.dense("prompt_id") == number].std() for number in (0, 1)}
-    assert by_prompt == {0: 0.0, 1: 0.0}
-
-
-def test_no_group_at_all():
-    with rolling(word, OURS) as rolled:
-        nothing = groups()
-        assert (
-            len(rolled.sample(nothing)) == len(rolled.fetch(nothing)) == len(summarize_rows(rolled.fetch(nothing))) == 0
-        )
-        assert isinstance(rolled.fetch(nothing), Batch)
 
 
 WANTED = groups({"answer": "7"}, {"answer": "8"}, {"answer": "9"})

@@ -195,29 +195,22 @@ def test_answers_are_drawn_and_scored_by_the_jobs_roles(inputs, tmp_path):
     assert "eval/reward" not in metrics_of(tmp_path / "plain")[-1]
 
 
+ANSWERING = ("ACTOR", "ROLLOUT", "REWARD")
+
+
 @pytest.mark.parametrize(
     ("config", "roles", "where", "what"),
     [
-        ({}, ("ACTOR", "ROLLOUT"), "workload", "both"),
-        ({"eval_every": 0}, ("ACTOR", "ROLLOUT", "REWARD"), "config.eval_every", "nothing to do"),
-        (
-            {"answers": {"reward": {"model": "scorer"}}},
-            ("ACTOR", "ROLLOUT", "REWARD"),
-            "config.answers.reward.model",
-            "reward.function scores",
-        ),
-        (
-            {"answers": {"reward": {"function": "no.such:function"}}},
-            ("ACTOR", "ROLLOUT", "REWARD"),
-            "config.answers.reward.function",
-            "",
-        ),
+        ({"eval_every": 1}, ("ACTOR", "ROLLOUT"), "workload", "both"),
+        ({"eval_every": 0}, ANSWERING, "eval_every", "nothing to do"),
+        ({"answers": {"reward": {"model": "scorer"}}}, ANSWERING, "answers.reward.model", "reward.function scores"),
     ],
 )
 def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where, what):
     sizes = {RLRoleType(role): 1 for role in roles}
-    problems = list(plan_of(SFTTrainer).check_config(config_of(inputs, eval_every=1) | config, sizes))
-    assert what in {problem.where: problem.what for problem in problems}[where]
+    problems = plan_of(SFTTrainer).check_config(config_of(inputs, **({"eval_every": 1} | config)), sizes)
+    problems = {problem.where.removeprefix("config."): problem.what for problem in problems}
+    assert what in problems[where]
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -391,4 +384,4 @@ def test_updates_that_are_not_finite_are_skipped_if_asked(inputs, tmp_path):
     first, second = metrics_of(tmp_path)
     assert (first["updates/skipped"], second["updates/skipped"]) == (0.0, 1.0)
     assert second["loss"] is None
-    assert len(read_lines(tmp_path / "refused.jsonl")) == 4, "every row"
+    assert {row["step"] for row in read_lines(tmp_path / "refused.jsonl")} == {3}

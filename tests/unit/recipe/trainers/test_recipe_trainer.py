@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of calls is booked by phase."""
+"""The trainer of recipes: the time of its calls by phase, its frozen models, roles that load in turn, and its log."""
 
 import shutil
 import threading
@@ -10,21 +10,22 @@ from safetensors.torch import load_file, save_file
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe import workloads
 from dlrover.python.rl.recipe.base.engine_workload import Machine, peak_memory
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput
-from dlrover.python.rl.recipe.trainers.recipe_trainer import PHASES, FrozenModels, TimedPort
+from dlrover.python.rl.recipe.trainers import recipe_trainer
+from dlrover.python.rl.recipe.trainers.recipe_trainer import FrozenModels, RecipeTrainer, TimedPort
 from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
     CriticWorkload,
     ReferenceWorkload,
-    RolloutWorkload,
     ShardedReferenceWorkload,
 )
-from dlrover.python.rl.trainer.port import COMMIT, WRITTEN, Call, Outcome, Ref
+from dlrover.python.rl.trainer.port import COMMIT, WRITTEN, Call, Outcome, Ref, RestartInfo
 from dlrover.python.rl.trainer.shard import Rows
 from tests.support.example_jobs import EXAMPLES, stage
 from tests.support.manual_clock import ManualClock
@@ -63,38 +64,33 @@ def call(method, *args):
 @pytest.fixture
 def timed():
     clock = ManualClock()
-    return clock, TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), PHASES, clock)
+    return clock, TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), clock)
 
 
 @pytest.mark.feature(140)
-def test_each_phase_has_its_own_time_when_one_waits_for_another(timed):
+def test_each_phase_has_its_own_time_where_one_awaits_another(timed):
     clock, port = timed
     completions = port.submit("ROLLOUT", 0, call("generate"))
     clock.now_s += 1.0  # the trainer's own work
     rewards = port.submit("REWARD", 0, call("score", Rows((completions,), 0, 1)))
     assert port.wait([rewards], None) == [Outcome()]
     port.wait([port.submit("ACTOR", 0, call("update", completions))], None)
-    whole, spent = port.lap()
-    assert spent == {"generation": 4.0, "reward": 2.0, "update": 3.0, "trainer": 1.0}
-    assert whole == 10.0
+    assert port.lap() == (10.0, {"generation": 4.0, "reward": 2.0, "update": 3.0, "trainer": 1.0})
     assert port.lap() == (0.0, {"trainer": 0.0})
 
 
-def test_a_method_of_one_role_can_have_a_phase_of_its_own(timed):
+def test_method_of_one_role_can_have_its_own_phase(timed):
     _, port = timed
     for role in ("CRITIC", "ACTOR"):
         port.wait([port.submit(role, 0, call("update"))], None)
     assert port.lap() == (6.0, {"critic": 3.0, "update": 3.0, "trainer": 0.0})
 
 
-def test_a_deadline_is_for_the_whole_wait(timed):
+def test_deadline_is_for_the_whole_wait(timed):
     clock, port = timed
-    completions = port.submit("ROLLOUT", 0, call("generate"))
-    rewards = port.submit("REWARD", 0, call("score", completions))
-    assert port.wait([rewards], 6.0) == [Outcome(late=True)]
-    assert clock.now_s == 6.0
-    assert port.wait([rewards], 6.0) == [Outcome()]
-    assert clock.now_s == 7.0
+    rewards = port.submit("REWARD", 0, call("score", port.submit("ROLLOUT", 0, call("generate"))))
+    assert (port.wait([rewards], 6.0), clock.now_s) == ([Outcome(late=True)], 6.0)
+    assert (port.wait([rewards], 6.0), clock.now_s) == ([Outcome()], 7.0)
 
 
 def test_waits_of_other_threads_are_not_booked(timed):
@@ -105,16 +101,16 @@ def test_waits_of_other_threads_are_not_booked(timed):
     assert port.lap() == (5.0, {"trainer": 5.0})
 
 
-def test_every_method_with_a_phase_is_a_method_of_a_workload():
+def test_every_method_with_a_phase_belongs_to_a_workload():
     classes = [getattr(workloads, name) for name in workloads.__all__]
-    missing = [name for name in PHASES if not any(callable(getattr(cls, name, None)) for cls in classes)]
-    assert missing == [COMMIT, WRITTEN], "rename the method in PHASES as well: its time would be a phase of its own"
+    missing = [name for name in recipe_trainer.PHASES if not any(callable(getattr(cls, name, None)) for cls in classes)]
+    assert missing == [COMMIT, WRITTEN], "rename the method in PHASES as well"
 
 
 @pytest.mark.feature(140)
-def test_the_phases_of_a_step_add_up_to_it(tmp_path):
+def test_phases_of_a_step_add_up_to_it(tmp_path):
     write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
-    data = {name: write_rows(tmp_path / "rows.jsonl", EXAMPLES) for name in ("train", "eval")}
+    data = dict.fromkeys(("train", "eval"), write_rows(tmp_path / "rows.jsonl", EXAMPLES))
     config = {"model": str(tmp_path / "model"), "data": data, "batch_size": 1, "engine": {"threads": 1}}
     stage("sft", tmp_path / "out", config | {"eval_every": 2}).run()
     rows = metrics_of(tmp_path / "out")
@@ -122,32 +118,23 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path):
     for row in rows:
         phases = {name: value for name, value in row.items() if name.startswith("time/")}
         assert sum(phases.values()) - phases["time/step"] == pytest.approx(phases["time/step"], rel=0.05)
-        assert phases["time/update"] > 0.0
+        assert phases["time/update"] > 0.0 and phases["time/commit"] > 0.0
         assert ("time/evaluation" in phases) == (row["step"] % 2 == 0)
-        assert phases["time/commit"] > 0.0
 
 
-def test_speed_by_hand():
+def test_speed_of_a_machine_by_hand(tmp_path):
     times = {"time/step": 4.0, "time/update": 2.0}
-    found = Machine(1000, 1e9).metrics(tokens=500, trained=800, members=2, times=times)
-    assert found == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 2.4e-6, "speed/mfu": 2.4e6 / 2e9})
+    metrics = Machine(1000, 1e9).metrics(tokens=500, trained=800, members=2, times=times)
+    expected = {"speed/tokens_per_s": 125.0, "speed/train_tflops": 2.4e-6, "speed/mfu": 2.4e6 / 2e9}
+    assert metrics == pytest.approx(expected)
     assert Machine(1000).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s", "speed/train_tflops"}
     assert Machine(0).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s"}
     assert Machine(10).metrics(500, 500, 2, {"time/step": 1.0}).keys() == {"speed/tokens_per_s"}
-
-
-def test_a_cpu_has_no_peak_of_its_memory():
-    assert peak_memory("cpu") == {}
-
-
-def test_a_machine_is_told_by_its_engine(tmp_path):
-    write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
-    from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-
-    engine = Fsdp2TrainEngine(tmp_path / "model", None)
+    engine = Fsdp2TrainEngine(write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32), None)
     count = sum(tensor.numel() for _, tensor in engine.named_weights())
     assert Machine.of(engine, "cpu", "bf16") == Machine(count)
     assert Machine.of(object(), "cpu", "fp32") == Machine(0)
+    assert peak_memory("cpu") == {}
 
 
 def models(**paths):
@@ -156,7 +143,7 @@ def models(**paths):
     return FrozenModels(uses)
 
 
-def test_other_weights_are_refused_and_another_place_is_not(tmp_path):
+def test_frozen_models_refuse_other_weights_and_no_other_place(tmp_path):
     first = write_tiny_model(tmp_path / "first", hidden=32, layers=1)
     state = models(reference=first, reward=first).state_dict()
     moved, other = shutil.copytree(first, tmp_path / "moved"), shutil.copytree(first, tmp_path / "other")
@@ -170,23 +157,18 @@ def test_other_weights_are_refused_and_another_place_is_not(tmp_path):
     assert error.what == f"the weights of '{other}', the reference, have changed since the run began"
 
 
-def test_the_files_are_read_once(tmp_path):
-    made = models(reference=write_tiny_model(tmp_path / "model", hidden=32, layers=1))
-    state = made.state_dict()
-    shutil.rmtree(tmp_path / "model")
-    assert made.state_dict() == state != {"REFERENCE": ""}
-
-
-def test_what_cannot_be_compared_is_taken(tmp_path):
+def test_frozen_models_are_read_once_and_unknown_ones_taken(tmp_path):
     here = write_tiny_model(tmp_path / "here", hidden=32, layers=1)
-    of_hub = models(reference="owner/name")
+    of_hub, local = models(reference="owner/name"), models(reference=here)
     assert of_hub.state_dict() == {"REFERENCE": ""}
-    models(reference=here).load_state_dict(of_hub.state_dict())
+    local.load_state_dict(of_hub.state_dict())
     known = models(reference=here).state_dict()
     of_hub.load_state_dict(known)
     assert of_hub.state_dict() == known, "it stays known, for when the files are here again"
     models(reference=here).load_state_dict({})
-    models().load_state_dict(models(reference=here).state_dict())
+    models().load_state_dict(known)
+    shutil.rmtree(here)
+    assert of_hub.state_dict() == known != {"REFERENCE": ""}
 
 
 class Group:
@@ -205,29 +187,26 @@ class Group:
         return SimpleNamespace(wait=lambda: self.events.append(f"{name} has ended"))
 
 
-@pytest.mark.parametrize("second", [CriticWorkload, ShardedReferenceWorkload])
-def test_a_second_role_that_meets_waits_for_the_first(second):
-    events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
-    for kind in (ActorWorkload, RolloutWorkload, second):
-        trainer.begin_loading(Group(kind, 2, events))
-    assert events == [
-        "ActorWorkload begins",
-        "RolloutWorkload begins",
-        "ActorWorkload has ended",
-        f"{second.__name__} begins",
-    ]
-
-
-@pytest.mark.parametrize(("second", "members"), [(ReferenceWorkload, 2), (ShardedReferenceWorkload, 1)])
-def test_others_load_at_the_same_time(second, members):
+@pytest.mark.parametrize(
+    ("second", "members", "waits"),
+    [
+        (CriticWorkload, 2, True),
+        (ShardedReferenceWorkload, 2, True),
+        (ReferenceWorkload, 2, False),
+        (ShardedReferenceWorkload, 1, False),
+    ],
+)
+def test_second_role_whose_ranks_meet_loads_after_the_first(second, members, waits):
+    """Where they share devices, they would wait for each other."""
     events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
     for kind, count in ((ActorWorkload, 2), (second, members)):
         trainer.begin_loading(Group(kind, count, events))
-    assert events == ["ActorWorkload begins", f"{second.__name__} begins"]
+    ended = ["ActorWorkload has ended"] * waits
+    assert events == ["ActorWorkload begins", *ended, f"{second.__name__} begins"]
 
 
 @pytest.mark.parametrize(("kind", "waits"), [(ReferenceWorkload, False), (ShardedReferenceWorkload, True)])
-def test_the_outputs_of_a_role_that_meets_are_there_before_another_is_called(kind, waits):
+def test_outputs_of_a_role_whose_ranks_meet_are_waited_for(kind, waits):
     events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
 
     def compute(*arguments):
@@ -239,3 +218,18 @@ def test_the_outputs_of_a_role_that_meets_are_there_before_another_is_called(kin
     trainer.group = lambda role: group
     trainer.compute_aux_outputs(SimpleNamespace(shard_evenly=lambda parts: parts, scored=[1, 2], samples=None))
     assert events == ["waited"] * waits
+
+
+@pytest.mark.parametrize(("taken", "total", "first"), [(6, 3, 7), (3, 3, 4), (0, 3, 4)])
+def test_log_continues_after_the_last_step_taken(taken, total, first):
+    steps, messages = [], []
+    trainer = SimpleNamespace(
+        time_metrics=dict,
+        steps=lambda total: iter(()),
+        restart_info=RestartInfo(step=taken),
+        announce=messages.append,
+        begin_log=steps.append,
+    )
+    assert list(RecipeTrainer.logged_steps(trainer, total)) == []
+    assert (steps, trainer.last_step) == ([first], first - 1)
+    assert messages == [f"{taken} steps are done already: steps={total} adds none"] * (taken > total)
