@@ -283,7 +283,7 @@ def test_ppo_doubles_the_reward(tmp_path, name, seed):
 
 @pytest.mark.slow
 @pytest.mark.feature(127)
-def test_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_path):
+def test_several_updates_learn_sooner_from_as_many_samples(tmp_path):
     config = {"steps": 20, "critic": CRITIC, "algorithm": {"correction": "truncate"}}
     _, often = finished(policy_job(tmp_path, "ppo", out="often", updates_per_step=2, epochs=2, **config))
     _, once = finished(policy_job(tmp_path, "ppo", out="once", **config))

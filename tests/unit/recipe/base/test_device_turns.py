@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("dies", [False, True])
-def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch, dies):
+def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatch, dies):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
     together, publish, submit = [], MemoryLedger.publish, made.port.submit
@@ -110,7 +110,7 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
 
 
 @pytest.mark.parametrize(("weight_sync", "dies"), [("pull", False), ("cuda_ipc", False), ("cuda_ipc", True)])
-def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
+def test_engines_that_all_fit_stay_and_end_the_same(
     tmp_path, undisturbed, monkeypatch, weight_sync, dies
 ):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
@@ -153,7 +153,7 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
 
 
 @pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
-def test_a_rollout_that_dies_after_the_second_sync_of_a_step_receives_both_versions_again(
+def test_rollout_lost_after_two_syncs_receives_both_again(
     tmp_path, monkeypatch, weight_sync
 ):
     """An evaluation sends the weights after the update."""
@@ -170,7 +170,7 @@ def test_a_rollout_that_dies_after_the_second_sync_of_a_step_receives_both_versi
 
 
 @pytest.mark.parametrize("samples", [4, 6])
-def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_path, monkeypatch, samples):
+def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
     made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
@@ -195,7 +195,7 @@ def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_p
     assert {done for *_, done in read} == {0}
 
 
-def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):
+def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
     made, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
 
     class Noting(GRPOTrainer):
@@ -210,7 +210,7 @@ def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, un
     assert made.workload("ACTOR")._engine.place() == "cuda"
 
 
-def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
+def test_rollout_in_turn_cannot_run_ahead(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
     with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
@@ -229,7 +229,7 @@ def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
         ("cpu", "3", "cpu-0"),
     ],
 )
-def test_a_device_has_one_name_whatever_each_process_sees(monkeypatch, device, visible, known_as):
+def test_device_has_one_name_in_all_processes(monkeypatch, device, visible, known_as):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

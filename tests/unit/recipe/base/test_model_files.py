@@ -46,7 +46,7 @@ def divide(model):
     (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_a_model_without_weights_is_refused(model):
+def test_model_without_weights_is_refused(model):
     assert fault_of(model) == ""
     weights = load_file(model / WEIGHTS)
     (model / WEIGHTS).unlink()
@@ -60,7 +60,7 @@ def test_a_model_without_weights_is_refused(model):
     assert fault_of(model) == f"{model} lacks pytorch_model-1.bin, which pytorch_model.bin.index.json names"
 
 
-def test_every_file_that_the_index_names_is_there(model):
+def test_missing_file_of_an_index_is_named(model):
     divide(model)
     assert fault_of(model) == ""
     (model / "other.safetensors").touch()
@@ -72,7 +72,7 @@ def test_every_file_that_the_index_names_is_there(model):
 
 
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
-def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, kept):
+def test_truncated_file_is_named_by_check_and_engines(model, kept):
     file = model / WEIGHTS
     content = file.read_bytes()
     file.write_bytes(content[:kept])
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
             read(model)
 
 
-def test_a_pointer_of_git_lfs_is_no_file_of_weights(model):
+def test_pointer_of_git_lfs_is_no_file_of_weights(model):
     (model / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert fault_of(model).startswith(f"{model / WEIGHTS} is not a whole safetensors file")
 
@@ -126,7 +126,7 @@ def config_fault(given):
 
 
 @pytest.mark.parametrize("given", [None, "models/small", "models/small/config.json"])
-def test_a_configuration_that_is_there_is_no_error(here, given):
+def test_existing_model_config_is_no_error(here, given):
     assert validate_model_config(given) == []
     assert validate_model_config(given and str(here / given)) == []
 
@@ -142,16 +142,16 @@ def test_a_configuration_that_is_there_is_no_error(here, given):
         ("Owner/Model-7B", ", nor a model in this machine's cache of the hub"),
     ],
 )
-def test_a_relative_path_that_leads_nowhere_is_named_with_its_directory_and_the_nearest_entry(here, given, advice):
+def test_missing_model_config_is_named_with_the_nearest_entry(here, given, advice):
     assert config_fault(given) == f"no such file or folder: {given} in {here}{advice}"
 
 
 @pytest.mark.parametrize("given", ["models", "models/notes.txt"])
-def test_what_is_there_and_has_no_shape_is_something_else(here, given):
+def test_other_file_is_no_model_config(here, given):
     assert config_fault(given) == f"{given} is no config.json of a language model, nor a folder with one"
 
 
-def test_a_name_of_the_hub_counts_where_its_configuration_is_in_the_cache(here, monkeypatch):
+def test_model_config_may_be_in_the_cache_of_the_hub(here, monkeypatch):
     found = {"Owner/Model": str(here / "models/small/config.json"), "Owner/Other": str(here / "models/notes.txt")}
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file, **_: found.get(model))
     assert validate_model_config("Owner/Model") == []
@@ -159,14 +159,14 @@ def test_a_name_of_the_hub_counts_where_its_configuration_is_in_the_cache(here, 
 
 
 @pytest.mark.parametrize("text", ["37+45=82", "naïve 中文 😀", " two  spaces\n\ttab ", "".join(map(chr, range(128)))])
-def test_any_text_is_its_bytes_and_comes_back(text):
+def test_byte_tokenizer_round_trips_any_text(text):
     tokenizer = make_byte_tokenizer()
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_are_single_ids():
+def test_special_tokens_of_the_byte_tokenizer_are_single_ids():
     tokenizer = make_byte_tokenizer()
     assert len(tokenizer) == 259
     assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
@@ -174,14 +174,14 @@ def test_special_tokens_are_single_ids():
     assert tokenizer.decode([104, 105, 258], skip_special_tokens=True) == "hi"
 
 
-def test_the_chat_template_is_chatml():
+def test_chat_template_of_the_byte_tokenizer_is_chatml():
     text = make_byte_tokenizer().apply_chat_template(
         [{"role": "user", "content": "1+1?"}], tokenize=False, add_generation_prompt=True
     )
     assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_model_loads_with_the_library_alone(tmp_path):
+def test_tiny_model_loads_with_the_library_alone(tmp_path):
     path = write_tiny_model(tmp_path / "m", hidden=32, layers=2, intermediate=48, max_positions=64)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -191,7 +191,7 @@ def test_the_model_loads_with_the_library_alone(tmp_path):
     assert tokenizer.chat_template == make_byte_tokenizer().chat_template
 
 
-def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path):
+def test_seed_of_the_tiny_model_decides_its_weights(tmp_path):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     shape = {"hidden": 32, "layers": 1}
@@ -204,7 +204,7 @@ def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_writing_again_replaces_the_folder_whole(tmp_path):
+def test_writing_a_tiny_model_replaces_the_folder(tmp_path):
     path = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
     (path / "stale.txt").write_text("old")
     write_tiny_model(path, hidden=32, layers=1)
@@ -212,7 +212,7 @@ def test_writing_again_replaces_the_folder_whole(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
-def test_the_command_line_writes_a_model(tmp_path, capsys):
+def test_command_line_writes_a_tiny_model(tmp_path, capsys):
     out = tmp_path / "deep" / "m"
     assert main(["--out", str(out), "--hidden", "32", "--layers", "1", "--kv-heads", "4"]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"

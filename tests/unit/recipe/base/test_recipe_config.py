@@ -35,7 +35,7 @@ GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
         ("HERE", True, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
     ],
 )
-def test_the_defaults_are_those_of_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):
+def test_defaults_depend_on_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda_is_here)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     cfg = complete_config(PolicyConfig, GIVEN, devices)
@@ -44,7 +44,7 @@ def test_the_defaults_are_those_of_the_jobs_devices(monkeypatch, devices, cuda_i
     assert (*found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
 
 
-def test_what_is_given_stays():
+def test_given_values_stay():
     engine = {"precision": "fp32", "rollout": "torch", "gradient_checkpointing": False, "max_batch": 7}
     given = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
     cfg = complete_config(PolicyConfig, given, "GPU")
@@ -52,7 +52,7 @@ def test_what_is_given_stays():
     assert (cfg.rollout.max_new_tokens, cfg.prompts_per_step) == (9, 3)
 
 
-def test_vllm_is_the_engine_only_where_it_is_installed(monkeypatch):
+def test_vllm_is_the_default_only_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert complete_config(PolicyConfig, GIVEN, "GPU").engine.rollout == "torch"
 
@@ -66,7 +66,7 @@ def test_vllm_is_the_engine_only_where_it_is_installed(monkeypatch):
         ("HERE", "cuda", "PyTorch finds no CUDA device here"),
     ],
 )
-def test_an_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, said):
+def test_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InvalidJob, match=said):
         complete_config(PolicyConfig, {**GIVEN, "engine": {"device": device}}, devices)
@@ -79,7 +79,7 @@ def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("devices", ["CPU", "GPU"])
 @pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer, SFTTrainer, DPOTrainer, RMTrainer])
-def test_a_complete_configuration_is_read_as_itself(trainer, devices):
+def test_complete_configuration_is_read_as_itself(trainer, devices):
     given = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
     complete = plan_of(trainer).complete_config(given, devices)
     again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
@@ -88,7 +88,7 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
 
 
 @pytest.mark.parametrize("name", ["grpo", "deepseek_grpo", "dapo", "gspo"])
-def test_a_complete_config_has_every_option_of_its_algorithm(name):
+def test_complete_config_has_every_option_of_its_algorithm(name):
     complete = plan_of(GRPOTrainer).complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
     assert complete.pop("name") == name
     assert make_algorithm(name, complete) == make_algorithm(name)
@@ -99,7 +99,7 @@ def test_a_complete_config_has_every_option_of_its_algorithm(name):
     ("schema", "names"),
     [(PolicyConfig, POLICY_NAMES), (SFTConfig, EXAMPLE_NAMES), (DistillationConfig, DistillationConfig.other_names)],
 )
-def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
+def test_keys_of_other_libraries_have_existing_targets(schema, names):
     own = {key for key, _ in list_keys(schema)}
     targets = [name.name if isinstance(name, Translation) else name for name in names.values()]
     assert [name for name in targets if name not in own and not name.startswith("algorithm.")] == []
@@ -164,7 +164,7 @@ def test_rl2_values_without_an_equal_are_refused(settings, message):
         ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, "engine.lora.targets, the last parts"),
     ],
 )
-def test_the_keys_of_other_libraries_for_adapters_are_answered_with_the_place_here(schema, given, answer):
+def test_foreign_keys_of_adapters_are_answered_with_their_place(schema, given, answer):
     with pytest.raises(InvalidJob, match=f"unknown key; here it is {answer}"):
         require(schema, {**GIVEN, **given}, "config")
     place = answer.partition(",")[0]
@@ -184,7 +184,7 @@ def test_beta_is_a_kl_coefficient_except_of_distillation():
     assert require(DistillationConfig, {**GIVEN, "temperature": 0.5}, "config").rollout.temperature == 0.5
 
 
-def test_files_that_no_index_names_are_not_counted(tmp_path):
+def test_files_missing_from_the_index_are_not_counted(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
     whole = count_parameters(folder)
     (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -195,7 +195,7 @@ def test_files_that_no_index_names_are_not_counted(tmp_path):
     assert count_parameters(folder) == whole
 
 
-def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
+def test_size_of_a_model_is_read_from_its_files(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
     from transformers import AutoModelForCausalLM
 

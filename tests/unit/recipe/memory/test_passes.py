@@ -87,7 +87,7 @@ def chosen(trainer, **engine):
     return found.max_tokens_per_microbatch, found.gradient_checkpointing
 
 
-def test_they_fit_the_smallest_device_that_any_member_has(trainer):
+def test_passes_fit_the_smallest_device_of_all_members(trainer):
     assert chosen(trainer) == (16384, False)
     trainer.RG_ACTOR = Group(device("a/cuda-0", 80), device("a/cuda-1", 12))
     assert chosen(trainer) == (16384, True)
@@ -95,12 +95,12 @@ def test_they_fit_the_smallest_device_that_any_member_has(trainer):
     assert chosen(trainer, device_memory_gb=80) == (16384, False)
 
 
-def test_what_is_given_needs_no_call(trainer):
+def test_given_passes_need_no_call(trainer):
     assert chosen(trainer, max_tokens_per_microbatch=100, gradient_checkpointing=True, offload=True) == (100, True)
     assert trainer.RG_ACTOR.calls == []
 
 
-def test_the_first_choice_of_a_run_stays(trainer):
+def test_first_choice_of_passes_stays(trainer):
     group = trainer.RG_ACTOR
     assert chosen(trainer) == (16384, False)
     calls = list(group.calls)
@@ -111,7 +111,7 @@ def test_the_first_choice_of_a_run_stays(trainer):
     assert chosen(trainer) == (16384, False)
 
 
-def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(trainer):
+def test_members_share_a_device_they_have_together(trainer):
     uses = {ACTOR: ModelUse("trained", ""), ROLLOUT: ModelUse("rollout", "")}
     engine = EngineConfig(device="cuda")
 
@@ -149,7 +149,7 @@ def half_billion(monkeypatch):
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
+def test_engines_stay_on_a_device_with_room_for_all():
     """At most 34.4 GB for the actor, and 1.8 for a rollout that rests; 7 for an actor that rests."""
     assert stay([together(80)], [together(80)])
     assert not stay([together(44)], [together(44)])
@@ -158,7 +158,7 @@ def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_a_copy():
+def test_weights_stay_on_a_device_with_room_for_a_copy():
     """Of 1 GB twice, beside the 36.2 that the engines need."""
 
     def kept(actors, rollouts):
@@ -187,7 +187,7 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
         (47, "cuda_ipc", (True, "cuda_ipc")),
     ],
 )
-def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, expected):
+def test_weights_on_the_device_count_for_the_engines_there(gigabytes, weight_sync, expected):
     uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
     trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]})
     trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
@@ -199,7 +199,7 @@ def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, e
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_they_leave_where_what_others_need_is_not_known():
+def test_engines_leave_where_the_others_need_is_unknown():
     eighty = [together(80)]
     assert not stay([None], [None])
     assert not stay([DeviceShare("a", 80e9, False)], [DeviceShare("a", 80e9, False)]), "nothing is shared"
@@ -214,7 +214,7 @@ def test_they_leave_where_what_others_need_is_not_known():
     assert not stay(three, three, others=["CRITIC"])
 
 
-def test_the_choice_reaches_the_members_in_their_settings(trainer):
+def test_choice_of_offload_reaches_the_settings(trainer):
     def offload(*shares, roles=("ACTOR",), **engine):
         trainer.RG_ACTOR = Group(*(together(each, roles) for each in shares))
         return choose(trainer, **engine).offload
@@ -236,13 +236,13 @@ def test_the_choice_reaches_the_members_in_their_settings(trainer):
         ({"max_prompt_tokens": 100}, {"env_path": "dlrover.python.rl.environment.verifiers:exact"}, False),
     ],
 )
-def test_prompts_and_turns_without_a_bound_may_be_longer_than_what_is_planned(data, rollout, bounded):
+def test_use_without_a_limit_of_length_is_unbounded(data, rollout, bounded):
     config = {"model": "m", "data": {"train": "d", **data}, "rollout": rollout}
     cfg = complete_config(PolicyConfig, config, "GPU")
     assert plan_of(GRPOTrainer).model_uses(cfg, {ACTOR: 1})[ACTOR].bounded == bounded
 
 
-def test_a_member_says_which_device_it_has():
+def test_device_share_of_a_member_names_its_device():
     workload = TrainedWorkload(None, {})
     assert workload.device_share(EngineConfig(device="cpu")) is None
     engine = EngineConfig(device="cuda:1", device_memory_gb=3)
@@ -251,7 +251,7 @@ def test_a_member_says_which_device_it_has():
     assert share.free == math.inf
 
 
-def test_a_member_says_what_is_free_on_its_device(monkeypatch):
+def test_device_share_of_a_member_has_the_free_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: {"cuda:1": (2e9, 3e9)}[device])
     monkeypatch.setattr(engine_workload, "shares_memory", {"cuda:1": False}.__getitem__)
@@ -259,7 +259,7 @@ def test_a_member_says_what_is_free_on_its_device(monkeypatch):
     assert (share.free, share.opens) == (2e9, False)
 
 
-def test_a_member_whose_engine_has_its_own_process_does_not_begin_to_use_cuda_itself(monkeypatch):
+def test_device_share_of_an_own_process_leaves_cuda_unused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", None)
     share = RolloutWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3, rollout="vllm"))

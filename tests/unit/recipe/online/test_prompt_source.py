@@ -39,7 +39,7 @@ def too_long(folder, *lines):
 
 
 @pytest.mark.feature(64)
-def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_goes_on(tmp_path, caplog):
+def test_dropped_prompts_stay_out_of_a_resumed_run(tmp_path, caplog):
     prompts = source(tmp_path, 8)
     prompts.drop(too_long(tmp_path, 2, 7))
     assert sorted(prompts.next_rows(6)) == [0, 2, 3, 4, 5, 7]
@@ -52,7 +52,7 @@ def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_g
     assert again.next_rows(12) == prompts.next_rows(12)
 
 
-def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path):
+def test_evaluation_sets_have_their_own_rows(tmp_path):
     path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
     other.write_text("".join(json.dumps({"prompt": f"q{row}", "answer": row}) + "\n" for row in range(2)))
@@ -76,7 +76,7 @@ def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path)
 
 
 @pytest.mark.feature(64)
-def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
+def test_run_back_at_its_beginning_has_every_prompt(tmp_path):
     prompts = source(tmp_path, 8)
     state = prompts.state_dict()
     prompts.drop(too_long(tmp_path, 5))
@@ -92,7 +92,7 @@ def other_evaluation(folder, prompts, **changes):
     return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(other)), **changes))
 
 
-def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path):
+def test_changed_evaluation_prompts_are_checked_again(tmp_path):
     prompts = other_evaluation(tmp_path, "abc")
     prompts.drop([ConfigError(f"{tmp_path}/q.jsonl:1", "too long"), *too_long(tmp_path, 2)])
     drawn = prompts.next_rows(4)
@@ -109,12 +109,12 @@ def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path
     assert other.state_dict()["sets"] != state["sets"]
 
 
-def test_objects_in_rows_are_the_same_ones_in_another_process():
+def test_digest_of_rows_is_the_same_for_any_object():
     one, other = object(), object()
     assert digest_of_rows([{"image": one}]) == digest_of_rows([{"image": other}]) != digest_of_rows([{}])
 
 
-def test_other_rows_to_train_on_are_refused(tmp_path):
+def test_changed_training_rows_are_refused(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = tmp_path / "p.jsonl"
     source(tmp_path, 8)
@@ -127,7 +127,7 @@ def test_other_rows_to_train_on_are_refused(tmp_path):
     PromptSource(GRPOConfig("m", data)).load_state_dict({**state, "digest": ""})
 
 
-def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
+def test_columns_are_taken_from_all_rows_and_files(tmp_path):
     path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     path.write_text('{"prompt": "a", "level": 3}\n{"prompt": "b", "level": null, "extra_info": {"source": "x"}}\n')
     other.write_text('{"prompt": "c", "answer": 1, "grade": 2, "level": null}\n')
@@ -136,7 +136,7 @@ def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
 
 
 @pytest.mark.feature(64)
-def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
+def test_dropped_rows_may_be_held_out_of_the_training_file(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
     prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval_rows=3)))
@@ -148,13 +148,13 @@ def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
 
 @pytest.mark.feature(64)
 @pytest.mark.parametrize(("lines", "what"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
-def test_a_run_is_left_something(tmp_path, lines, what):
+def test_dropping_every_prompt_is_an_error(tmp_path, lines, what):
     with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
         source(tmp_path, 8).drop(too_long(tmp_path, *lines))
 
 
 @pytest.mark.feature(64)
-def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
+def test_resumed_run_needs_the_same_limit_of_length(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = str(tmp_path / "p.jsonl")
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
@@ -162,7 +162,7 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
 
 
-def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
+def test_data_without_lookup_is_not_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with looking_up("none"):
         assert validate_data(GRPOConfig("m", PromptData("other/train", eval="other/test"))) == []
@@ -178,7 +178,7 @@ def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
         ({"answer": 2.5}, None),
     ],
 )
-def test_an_answer_of_another_type_is_not_called_missing(tmp_path, row, what):
+def test_answer_of_another_type_is_not_called_missing(tmp_path, row, what):
     path = tmp_path / "p.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"{at}", **each}) + "\n" for at, each in enumerate([{"answer": "a"}, row]))

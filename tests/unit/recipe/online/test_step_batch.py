@@ -42,7 +42,7 @@ def test_every_row_goes_to_one_rank(rows, ranks):
 
 
 @pytest.mark.feature(97)
-def test_a_trajectory_of_several_rows_is_scored_as_a_whole():
+def test_trajectory_of_several_rows_is_scored_as_a_whole():
     """Prompt 0 has samples worth 1 and 2, prompt 1 two that are worth 1."""
     scored = Batch(
         {
@@ -60,7 +60,7 @@ def test_a_trajectory_of_several_rows_is_scored_as_a_whole():
 
 
 @pytest.mark.feature(97)
-def test_the_order_in_which_turns_earned_it_makes_no_difference():
+def test_order_of_rewarded_turns_makes_no_difference():
     turns = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
     scored = Batch(
         {
@@ -74,7 +74,7 @@ def test_the_order_in_which_turns_earned_it_makes_no_difference():
     assert StepBatch.from_rollouts(Pending([]), scored, np.arange(6), 1).drop_uniform_groups(turns).groups == 0
 
 
-def test_parts_of_a_step_keep_their_rows_and_what_is_left_out():
+def test_parts_of_a_step_keep_their_rows_and_filtered_rows():
     parts = []
     for ids, rewards in (([1, 1, 2, 2], [1.0, 1.0, 0.0, 1.0]), ([3, 3, 4, 4, 5, 5], [1.0, 0.0, 0.0, 0.0, 1.0, 0.0])):
         rows = samples_of(rewards).with_columns(prompt_id=np.array(ids))
@@ -90,7 +90,7 @@ def test_parts_of_a_step_keep_their_rows_and_what_is_left_out():
     assert fewer.metrics() == {"groups/filtered": 3.0}
 
 
-def test_how_stale_a_sample_is_says_its_stalest_row():
+def test_staleness_of_a_sample_is_its_stalest_rows():
     scored = Batch(
         {
             "trajectory": np.array([0, 0, 1]),
@@ -129,7 +129,7 @@ def samples_of(*rewards_by_prompt):
         (([1.0], [0.0]), 0.0),
     ],
 )
-def test_groups_whose_rewards_are_all_equal_have_no_signal(groups, share):
+def test_groups_of_equal_rewards_have_no_signal(groups, share):
     assert uniform_share(samples_of(*groups)) == share
 
 
@@ -140,7 +140,7 @@ def test_truncated_completions_are_warned_of_once_in_a_row(caplog):
     assert [record.args[:2] for record in caplog.records] == [(2, 75.0), (5, 51.0)]
 
 
-def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared(caplog):
+def test_steps_without_signal_are_warned_of_ever_less(caplog):
     uniform, varied = samples_of([1.0, 1.0]), samples_of([1.0, 0.0])
     for algorithm, warned in ((GRPO(), [2, 3, 6]), (PPO(), [])):
         warnings = StepWarnings(algorithm.compares_samples, 64)
@@ -150,14 +150,14 @@ def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared
         assert [record.args[0] for record in caplog.records] == warned
 
 
-def test_trained_tokens_are_those_of_weighted_samples_once_for_each_epoch():
+def test_trained_tokens_count_weighted_samples_in_each_epoch():
     trainer = SimpleNamespace(cfg=PolicyConfig(model="m", updates_per_step=2, epochs=3), needed_outputs=[])
     rows = Batch({"weight": np.float32([1, 0, 1]), "token_count": np.array([5, 70, 7])})
     PolicyTrainer.plan_updates(trainer, rows)
     assert trainer.trained_tokens == 3 * (5 + 7)
 
 
-def test_a_sample_whose_last_turn_has_finished_is_not_cut():
+def test_sample_with_a_finished_last_turn_is_not_cut():
     rows = Batch(
         {
             "prompt_id": np.array([0, 0, 0, 0]),
@@ -170,7 +170,7 @@ def test_a_sample_whose_last_turn_has_finished_is_not_cut():
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_what_is_cut_at_the_limit_is_masked_if_asked(mask_truncated):
+def test_truncated_samples_are_masked_if_asked(mask_truncated):
     rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))
     cfg = PolicyConfig(model="m", rollout=RolloutConfig(mask_truncated=mask_truncated))
     failures = SimpleNamespace(update=lambda step, rows: None)

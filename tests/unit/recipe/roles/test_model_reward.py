@@ -70,7 +70,7 @@ def workload(model):
 
 @pytest.mark.slow
 @pytest.mark.feature(109)
-def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
+def test_run_has_the_rewards_of_its_reward_model(reward_model, tmp_path):
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
     assert all(step["samples/failed"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
@@ -82,7 +82,7 @@ def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(rewar
 
 
 @pytest.mark.feature(109)
-def test_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
+def test_score_is_the_same_alone_and_beside_longer_ones(reward_model):
     judge = workload(reward_model)
     talk = [{"role": "user", "content": "1+1="}]
     prompts, completions = ["1+1=", talk, "10+10=", talk], ["2", "2", "20, or so it seems", "it is 2"]
@@ -109,7 +109,7 @@ def test_reward_model_sees_the_tools_of_a_row(reward_model):
 
 
 @pytest.mark.feature(109)
-def test_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
+def test_completion_too_long_for_the_reward_model_fails_alone(reward_model):
     judge = workload(reward_model)
     told = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
     assert told.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
@@ -129,7 +129,7 @@ def problems_of(job):
     return {problem.where: problem.what for problem in caught.value.errors}
 
 
-def test_what_does_not_go_together_is_said_before_the_start(reward_model, tmp_path):
+def test_reward_model_that_does_not_fit_is_refused(reward_model, tmp_path):
     write_inputs(tmp_path)
     found = problems_of(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}))
     assert found["workload.reward.class"] == (

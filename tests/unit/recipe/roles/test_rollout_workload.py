@@ -42,7 +42,7 @@ def rows(batch, *names):
     return list(zip(*read, strict=True))
 
 
-def test_what_is_taken_is_bit_for_bit_what_the_engine_generates(server):
+def test_fetched_groups_are_bit_for_bit_the_engines(server):
     """With the seed ``(seed, step)``, and ``attempt`` behind it from the second on."""
     for attempt in (0, 1):
         groups = wanted(3, 1, 2, created_step=7, retry=attempt)
@@ -58,7 +58,7 @@ def test_what_is_taken_is_bit_for_bit_what_the_engine_generates(server):
 
 
 @pytest.mark.feature(81)
-def test_rows_come_in_the_order_asked_for_and_say_whose_they_are(server):
+def test_fetched_rows_have_the_requested_order_and_their_ids(server):
     sample(server, wanted(4, 2, 9))
     taken = server.fetch(wanted(9, 4))
     assert taken.dense("prompt_id").tolist() == [9] * 4 + [4] * 4
@@ -73,7 +73,7 @@ def test_rows_come_in_the_order_asked_for_and_say_whose_they_are(server):
     assert "reward" not in taken
 
 
-def test_the_trainer_is_told_of_the_rows_that_are_taken(server):
+def test_summary_of_fetched_rows_has_their_digests(server):
     groups = wanted(1, 2)
     sample(server, groups)
     taken = server.fetch(groups)
@@ -87,7 +87,7 @@ def test_the_trainer_is_told_of_the_rows_that_are_taken(server):
     assert len(set(by_tokens.values())) == len(by_tokens)
 
 
-def test_a_member_comes_back_when_enough_groups_are_complete(model, first):
+def test_sample_returns_when_enough_groups_are_complete(model, first):
     server = member(model, first[1], EngineConfig(threads=1, max_batch=4))
     groups = wanted(*range(6))
     standing = sample(server, groups, enough=2)
@@ -101,14 +101,14 @@ def test_a_member_comes_back_when_enough_groups_are_complete(model, first):
     assert (again.dense("min_version") == 0).all()
 
 
-def test_a_member_whose_patience_has_passed_comes_back_with_what_there_is(model, first):
+def test_sample_returns_after_its_patience(model, first):
     server = member(model, first[1])
     standing = sample(server, wanted(1, 2), patience_s=0.0)
     assert rows(standing, "started", "complete", "min_version") == [(False, False, -1)] * 2
     assert len(sample(server, wanted())) == 0
 
 
-def test_nothing_moves_between_calls_unless_it_is_asked_for(model, first):
+def test_sampling_between_calls_needs_staleness(model, first):
     few, groups = EngineConfig(threads=1, max_batch=4), wanted(*range(6))
     server, before = member(model, first[1], few), set(threading.enumerate())
     standing = sample(server, groups, enough=1)
@@ -122,7 +122,7 @@ def test_nothing_moves_between_calls_unless_it_is_asked_for(model, first):
     assert set(threading.enumerate()) <= before
 
 
-def test_what_is_not_listed_any_more_is_given_up_and_its_keys_are_free(server):
+def test_group_not_listed_again_is_abandoned(server):
     sample(server, wanted(1, 2, 3), enough=0, patience_s=0.0)
     standing = sample(server, wanted(2, 3, created_step=2))
     assert standing.dense("complete").all()
@@ -130,7 +130,7 @@ def test_what_is_not_listed_any_more_is_given_up_and_its_keys_are_free(server):
     assert server._engine.running == 0
 
 
-def test_the_same_prompt_in_two_steps_is_two_groups(server):
+def test_same_prompt_in_two_steps_is_two_groups(server):
     """They have the same key in the engine, so one waits for the other."""
     both = Batch.concat([wanted(1, created_step=1), wanted(1, created_step=2), wanted(1, created_step=2, retry=1)])
     sample(server, both)
@@ -140,7 +140,7 @@ def test_the_same_prompt_in_two_steps_is_two_groups(server):
     assert len(set(taken.dense("trajectory").tolist())) == 12
 
 
-def test_a_replacement_draws_the_same_again(model, first):
+def test_replacement_draws_the_same_again(model, first):
     groups = wanted(*range(5))
     lost, other = member(model, first[1]), member(model, first[1])
     sample(lost, groups)
@@ -149,7 +149,7 @@ def test_a_replacement_draws_the_same_again(model, first):
     assert rows(taken, *taken.columns) == rows(again, *again.columns)
 
 
-def test_a_prompt_that_cannot_be_completed_is_an_error_and_the_others_stay(server):
+def test_prompt_too_long_is_an_error_and_others_stay(server):
     long = wanted(1, 2, prompt=["fine", "x" * 80])
     with pytest.raises(EngineError, match="64"):
         sample(server, long)
@@ -172,7 +172,7 @@ def partly(server, groups, number):
 
 
 @pytest.mark.feature(96)
-def test_an_unfinished_sample_goes_on_with_new_weights_and_each_token_says_which(model):
+def test_unfinished_sample_continues_under_new_weights(model):
     source = actor(model)
     first = source.publish_weights()
     whole, server = member(model, first), member(model, first)
@@ -198,7 +198,7 @@ def test_an_unfinished_sample_goes_on_with_new_weights_and_each_token_says_which
     assert taken.dense("min_version").tolist() == [0] * 12
 
 
-def test_a_repeated_step_gives_the_same_bits_also_where_it_was_interrupted(model, first):
+def test_interrupted_step_repeats_the_same_bits(model, first):
     """The actor was replaced: its weights come again, while groups are half done."""
     whole, server = member(model, first[1]), member(model, first[1])
     groups = wanted(1, 2, 3)
@@ -210,7 +210,7 @@ def test_a_repeated_step_gives_the_same_bits_also_where_it_was_interrupted(model
     assert rows(server.fetch(groups), *DRAWN) == rows(whole.fetch(groups), *DRAWN)
 
 
-def test_a_run_that_goes_back_draws_anew_what_later_weights_have_drawn(model):
+def test_run_that_goes_back_draws_later_samples_again(model):
     source = actor(model)
     older = source.publish_weights()
     server = member(model, older)

@@ -56,7 +56,7 @@ def calling(context, index):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
+def test_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
     prompt = [{"role": "user", "content": "2+1, then 7?"}]
     taken, tokenizer = played(calling, [{}], TOOLS, prompt=prompt, options=OPTIONS, isolated=isolated)
     call = {"type": "function", "function": {"name": "add", "arguments": {"first": 2}}}
@@ -71,7 +71,7 @@ def test_a_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
     assert (taken.dense("reward").tolist(), taken.objects("error")) == ([1.0], [None])
 
 
-def test_a_user_of_messages_sees_messages_and_turns_that_were_cut_are_closed():
+def test_environment_of_messages_gets_messages_and_cut_turns():
     long = "x" * 120  # of which 100 tokens are generated
     answers = iter(["ask what?", long, CALL])
     taken, tokenizer = played(lambda *_: next(answers), [{"questions": ["one", "two", "three"]}])
@@ -96,7 +96,7 @@ def test_a_user_of_messages_sees_messages_and_turns_that_were_cut_are_closed():
     assert taken.dense("reward").tolist() == [2.0]
 
 
-def test_the_jobs_arguments_of_the_template_take_the_place_of_the_environments():
+def test_template_arguments_of_the_job_replace_the_environments():
     taken, _ = played(
         lambda *_: "yes", [{"questions": ["one"]}], template_kwargs={"tools": None, "enable_thinking": False}
     )
@@ -105,7 +105,7 @@ def test_the_jobs_arguments_of_the_template_take_the_place_of_the_environments()
     assert prompt.endswith("<|im_start|>assistant\n<think></think>")
 
 
-def test_a_template_that_strips_answers_keeps_them_as_they_were_generated():
+def test_stripping_template_keeps_answers_as_generated():
     template = chat_environments.TEMPLATE.replace(
         "{{ message.content }}\n{%- for", "{{ message.content | trim }}\n{%- for"
     )
@@ -114,7 +114,7 @@ def test_a_template_that_strips_answers_keeps_them_as_they_were_generated():
     assert texts(taken, "action_mask") == [" a \n<|im_end|> a \n<|im_end|>"]
 
 
-def test_a_template_that_drops_old_thoughts_begins_another_sequence():
+def test_template_without_old_thoughts_begins_another_sequence():
     """As the model sees it in use."""
     content = "{{ message.content.split('</think>')[-1] }}\n{%- for"
     template = chat_environments.TEMPLATE.replace("{{ message.content }}\n{%- for", content)
@@ -175,7 +175,7 @@ def test_calls_in_the_text_of_an_action(text, content, calls):
         ({"tools": None, "enable_thinking": True}, {"enable_thinking": False}, "", "<think></think>"),
     ],
 )
-def test_rows_arguments_precede_the_jobs_and_the_environments(where, of_job, of_row, tools, ending):
+def test_template_arguments_of_a_row_come_first(where, of_job, of_row, tools, ending):
     prompt, info = [{"role": "user", "content": "one"}], {"questions": ["one"], "chat_template_kwargs": of_row}
     with rolling(lambda *_: "yes", where, template_kwargs=of_job) as rolled:
         rolled.engine.tokenizer.chat_template = chat_environments.TEMPLATE

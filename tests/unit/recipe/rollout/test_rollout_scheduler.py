@@ -42,7 +42,7 @@ def searching(context, index):
 
 @pytest.mark.feature(86)
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_readmes_environment_loaded_from_its_path(isolated):
+def test_environment_of_the_readme_is_loaded_from_its_path(isolated):
     with rolling(searching, RL2, isolated=isolated) as rolled:
         taken = rolled.fetch(groups({"answer": "7"}, {"answer": "8"}), samples=2)
     assert taken.dense("reward").tolist() == [1.0, 0.0, 0.0, 1.0]
@@ -53,7 +53,7 @@ def test_the_readmes_environment_loaded_from_its_path(isolated):
 
 
 @pytest.mark.feature(75)
-def test_without_data_the_environment_says_what_it_begins_with():
+def test_environment_without_data_gives_the_first_state():
     with rolling(word, OURS) as rolled:
         taken = rolled.fetch(groups({"seed": 4}, {"seed": 9}, prompt=""), samples=2)
     assert taken.objects("prompt") == ["game 4: "] * 2 + ["game 9: "] * 2
@@ -61,7 +61,7 @@ def test_without_data_the_environment_says_what_it_begins_with():
 
 
 @pytest.mark.feature(87)
-def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
+def test_continued_states_are_one_sequence_of_the_engines_ids():
     with rolling(word, OURS) as rolled:
         taken = rolled.fetch(groups({}))
         eos = rolled.engine.tokenizer.eos_token_id
@@ -77,14 +77,14 @@ def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
     assert taken.objects("completion") == ["word seen word "]
 
 
-def test_the_rewards_of_a_sample_add_up_without_the_rounding_of_its_tokens_rewards():
+def test_reward_of_a_sample_is_summed_without_rounding():
     with rolling(word, OURS) as rolled:
         taken = rolled.fetch(groups({"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]}))
     assert taken.dense("reward").tolist() == [1.0, 100.0]
 
 
 @pytest.mark.feature(88)
-def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage():
+def test_other_state_is_another_sequence_of_the_sample():
     with rolling(word, OURS) as rolled:
         both = groups({"habit": "unrelated", "until": 3}, {"until": 1})
         taken = rolled.fetch(both, samples=2)
@@ -103,7 +103,7 @@ def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage
     assert advantages[0] == -advantages[3] > 0
 
 
-def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
+def test_state_without_room_for_an_action_ends_the_sample():
     with rolling(word, OURS, longest=1000) as rolled:
         taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 1000}))
     assert taken.dense("turns").tolist() == [1, 0]
@@ -114,7 +114,7 @@ def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
     assert taken.ragged("action_mask")[0][-1]
 
 
-def test_a_turn_has_the_room_that_is_left():
+def test_turn_is_cut_at_the_room_left():
     """The second one is cut off, and counts as such."""
     with rolling(word, OURS, longest=len("ask word \0seen wo")) as rolled:
         taken = rolled.fetch(groups({}))
@@ -123,7 +123,7 @@ def test_a_turn_has_the_room_that_is_left():
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 
-def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
+def test_pool_serves_an_evaluation_beside_open_samples():
     with rolling(word, f"{OURS}:Pool", 3) as rolled:
         under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
         rolled.sample(under_way, enough=1)
@@ -133,7 +133,7 @@ def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
 
 
 @pytest.mark.feature(94)
-def test_a_hook_after_each_generation_gives_two_outputs_of_each_prompt_in_order():
+def test_two_outputs_of_each_prompt_come_in_order():
     """The environment is that hook: what it returns as next state is generated from again."""
     say = lambda context, index: f"out {index} of {context.split()[0]} "  # noqa: E731
     with rolling(say, OURS) as rolled:
@@ -144,7 +144,7 @@ def test_a_hook_after_each_generation_gives_two_outputs_of_each_prompt_in_order(
 
 
 @pytest.mark.feature(96)
-def test_a_turn_under_new_weights_says_so_and_the_sample_its_oldest():
+def test_turn_under_new_weights_has_their_version():
     with rolling(word, OURS) as rolled:
         wanted = groups({"until": 3}, {"until": 1})
         rolled.sample(wanted, enough=1)
@@ -157,20 +157,20 @@ def test_a_turn_under_new_weights_says_so_and_the_sample_its_oldest():
     assert (taken.dense("min_version").tolist(), taken.dense("version").tolist()) == ([0, 0], [4, 0])
 
 
-def test_turns_after_the_first_have_seeds_of_their_own_and_the_first_the_samples():
+def test_later_turns_have_their_own_seeds():
     with rolling(word, OURS) as rolled:
         rolled.fetch(groups({"until": 3}, created_step=6))
         assert list(rolled.engine.seeds.values()) == [(5, 6), (5, 6, 0, 1), (5, 6, 0, 2)]
 
 
-def test_who_waits_for_the_environment_makes_room_for_others():
+def test_sample_waiting_for_its_environment_makes_room():
     """One place in the engine, and samples whose environment takes its time: others are under way."""
     with rolling(word, OURS, room=1) as rolled:
         rolled.sample(groups(*[{"nap": 0.4, "until": 1}] * 4))
     assert max(rolled_environments.asleep) > 1
 
 
-def test_an_episode_that_is_given_up_is_closed():
+def test_abandoned_episode_is_closed():
     with rolling(word, OURS, 50) as rolled:
         endless = groups({"until": 99, "nap": 0.05})
         rolled.sample(endless, patience_s=0.1)
@@ -179,7 +179,7 @@ def test_an_episode_that_is_given_up_is_closed():
     assert seen("shutdown") == [()]
 
 
-def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeypatch):
+def test_closing_ends_open_episodes_without_waiting(monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.recipe.rollout.scheduler._CLOSING_S", 0.3)
     with rolling(word, OURS, 50) as rolled:
         rolled.sample(groups({"until": 99}, {"until": 99, "close": "late"}), enough=1, patience_s=0.2)
@@ -189,7 +189,7 @@ def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeyp
 
 
 @pytest.mark.slow
-def test_time_stands_for_an_environment_between_calls():
+def test_time_of_an_environment_stops_between_calls():
     """A call of it that was under way has its whole time left."""
     with rolling(word, OURS, timeout_s=2.0) as rolled:
         wanted = groups({"nap": 0.2, "until": 1})
@@ -199,7 +199,7 @@ def test_time_stands_for_an_environment_between_calls():
         assert rolled.fetch(wanted).objects("error") == [None]
 
 
-def test_a_scheduler_goes_on_in_a_loop_that_runs_already():
+def test_scheduler_runs_inside_a_running_loop():
     """As in a notebook's cell."""
 
     async def cell():
@@ -261,14 +261,14 @@ def drawn(made):
     return {key[1] for key in made.engine.seeds}
 
 
-def test_the_next_process_draws_only_the_others(tmp_path, lost):
+def test_next_process_draws_only_unfinished_samples(tmp_path, lost):
     calm = Rolling(say).fetch(WANTED, samples=3)
     made = member(tmp_path)
     assert made.fetch(WANTED, samples=3).objects("completion") == calm.objects("completion")
     assert drawn(made) == {0, 1, 2} - lost
 
 
-def test_a_whole_group_needs_no_engine(tmp_path):
+def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
     before = member(tmp_path)
     before.fetch(WANTED, samples=2)
     settle(before)
@@ -283,7 +283,7 @@ def test_a_whole_group_needs_no_engine(tmp_path):
         pytest.param([WeightStamp(0, "bb"), WeightStamp(1, "cc")], id="the run went back, and on"),
     ],
 )
-def test_what_other_weights_have_drawn_is_drawn_again(tmp_path, lost, stamps):
+def test_samples_of_other_weights_are_drawn_again(tmp_path, lost, stamps):
     for stamp in stamps:
         KeptSamples(tmp_path, 1).note(stamp)  # another worker, while this one was away
     made = member(tmp_path, stamps[-1])
@@ -291,13 +291,13 @@ def test_what_other_weights_have_drawn_is_drawn_again(tmp_path, lost, stamps):
     assert drawn(made) == {0, 1, 2}
 
 
-def test_what_earlier_weights_have_drawn_still_counts(tmp_path, lost):
+def test_samples_of_earlier_weights_are_kept(tmp_path, lost):
     made = member(tmp_path, WeightStamp(1, "cc"))
     made.fetch(WANTED, samples=3)
     assert drawn(made) == {0, 1, 2} - lost
 
 
-def test_stamps_that_cannot_be_written_make_nothing_valid(tmp_path, lost, monkeypatch):
+def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
     def full(path, text):
         raise OSError("no space")
 
@@ -309,13 +309,13 @@ def test_stamps_that_cannot_be_written_make_nothing_valid(tmp_path, lost, monkey
     assert drawn(made) == {0, 1, 2}
 
 
-def test_other_questions_get_other_samples(tmp_path, lost):
+def test_kept_samples_of_other_questions_are_not_used(tmp_path, lost):
     made = member(tmp_path)
     made.fetch(groups({}, {}, {}, prompt="another "), samples=3)
     assert drawn(made) == {0, 1, 2}
 
 
-def test_samples_of_groups_that_nobody_wants_are_forgotten_and_torn_files_are_not_read(tmp_path, lost):
+def test_unwanted_samples_are_deleted_and_torn_files_skipped(tmp_path, lost):
     kept = KeptSamples(tmp_path, 0)
     files = sorted((tmp_path / "0").iterdir())
     kept.retain([])

@@ -41,7 +41,7 @@ def step_of(*rewards):
     ("rewards", "weights", "calls"),
     [((NAN, NAN), (1, 1), []), ((NAN, 1.0), (0, 0), ["aux"]), ((NAN, 1.0), (0, 1), ["aux", "update"])],
 )
-def test_a_step_without_a_sample_that_counts_updates_nothing(rewards, weights, calls):
+def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls):
     done, weighted = [], Batch({"weight": np.float32(weights)})
     trainer = SimpleNamespace(
         run_log=SimpleNamespace(write_refused=None),
@@ -64,7 +64,7 @@ def test_a_step_without_a_sample_that_counts_updates_nothing(rewards, weights, c
     ],
 )
 @pytest.mark.parametrize("step", [4, 5])
-def test_the_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_offered, step):
+def test_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_offered, step):
     calls = []
     monkeypatch.setattr(policy_trainer.rewards, "step_metrics", lambda scores: evaluation)
     collector = SimpleNamespace(
@@ -92,7 +92,7 @@ def test_the_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, i
 @pytest.mark.parametrize(
     ("marks", "is_refused"), [({"actor": "a", "critic": "a"}, False), ({"actor": "a", "critic": "b"}, True)]
 )
-def test_a_role_with_another_vocabulary_is_refused(marks, is_refused):
+def test_role_with_another_vocabulary_is_refused(marks, is_refused):
     trainer = SimpleNamespace(group=lambda role: SimpleNamespace(vocabulary=lambda: [marks[role]]))
     with pytest.raises(EngineError, match="'critic' has another vocabulary") if is_refused else nullcontext():
         PolicyTrainer.check_vocabularies(trainer, ["critic"])
@@ -108,7 +108,7 @@ def test_a_role_with_another_vocabulary_is_refused(marks, is_refused):
         ("grpo", "torch", "bf16", 0, True),
     ],
 )
-def test_rollouts_that_differ_from_the_policy_are_corrected(name, engine, precision, max_staleness, corrects):
+def test_correction_is_on_where_rollouts_differ(name, engine, precision, max_staleness, corrects):
     config = {"engine": {"rollout": engine, "precision": precision}, "rollout": {"max_staleness": max_staleness}}
     assert bool(plan_of(PolicyTrainer).algorithm_defaults(config, name)) == corrects
 
@@ -117,11 +117,11 @@ def test_rollouts_that_differ_from_the_policy_are_corrected(name, engine, precis
     ("name", "logged"),
     [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")],
 )
-def test_a_metric_of_an_update_has_one_name(name, logged):
+def test_metric_of_an_update_has_one_name(name, logged):
     assert policy_trainer._log_name(name) == logged
 
 
-def test_a_step_that_is_done_again_has_its_lines_once(tmp_path):
+def test_repeated_step_has_its_lines_once(tmp_path):
     calls, log = [], SimpleNamespace()
     rollouts = SimpleNamespace(begin_samples=lambda *place: calls.append(place) or [40])
     trainer = SimpleNamespace(RG_ROLLOUT=rollouts, job_dir=tmp_path, run_log=log, results_dir=Path(tmp_path))
