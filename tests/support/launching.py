@@ -77,12 +77,12 @@ ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 def started(desk, *lines, **env):
     """Processes of these command lines, all killed in the end, with whatever they have started."""
     paths = str(ROOT)
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
     children = [
         subprocess.Popen(
             [sys.executable, *shlex.split(line)],
             cwd=desk,
-            env={**known, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
+            env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -102,12 +102,12 @@ def started(desk, *lines, **env):
 
 def _working_in(folder):
     """The processes that work there: torchrun's children have sessions of their own."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
             if entry.readlink() == folder:
-                found.append(int(entry.parent.name))
-    return found
+                pids.append(int(entry.parent.name))
+    return pids
 
 
 def run(desk, *lines, code=0, **env):
@@ -131,7 +131,7 @@ def differ(one, other):
 
 
 def launched_rank(rank, world_size, port, desk, line):
-    """What a launcher would have started, in a process that has imported torch already."""
+    """Run a rank as a launcher would, in a process that has imported torch already."""
     os.chdir(desk)
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in place.items()}

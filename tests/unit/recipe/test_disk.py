@@ -84,7 +84,7 @@ def make_actor(folder):
     return actor, (model / "model.safetensors").read_bytes()
 
 
-def test_file_on_a_disk_that_stays_full_is_unchanged(disk):
+def test_file_on_a_full_disk_is_unchanged(disk):
     for write, name in ((append, "lines"), (replace, "whole")):
         write(disk.folder / name, b"before\n", NONE)
     disk.fill(left=8192)

@@ -209,7 +209,7 @@ def test_world_without_an_address_is_refused():
     assert LaunchEnv.from_env({**env, "MASTER_PORT": "1"}) == LaunchEnv(3, 4, 1, 2, "a", 2)
 
 
-# -- a job of arithmetic ----------------------------------------------------------------------------------------------
+# -- a job of arithmetic -----------------------------------------------------------------------------------------------
 
 
 def result(desk, folder="runs/toy/latest"):
@@ -300,7 +300,7 @@ def test_second_start_in_the_same_folder_is_refused(desk):
     assert steps_done(desk, "out") == done
     output = run(desk, f"{line} checkpoint.resume=never", code=2)
     assert "out has the results of " in output and "overwrite=true replaces them" in output
-    run(desk, f"{TWO} {ADD} checkpoint.resume=never")  # a folder of its own
+    run(desk, f"{TWO} {ADD} checkpoint.resume=never")  # another folder
     assert (steps_done(desk, "out"), steps_done(desk)) == (done, [1, 2, 3, 4, 5])
 
 

@@ -30,7 +30,7 @@ HOSTILE = str(Path(__file__).parents[2] / "support/hostile_rewards.py")
 
 
 def problems_of(job):
-    """What is wrong with a job, by its places."""
+    """The errors of a job by their places."""
     try:
         check_job(job, local=True)
     except InvalidJob as error:
@@ -42,7 +42,7 @@ def problems_of(job):
 
 
 @pytest.mark.parametrize(
-    ("override", "where", "what"),
+    ("override", "where", "message"),
     [
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "at least 2"),
         ("algorithm.name=grop", "algorithm.name", "did you mean 'grpo'"),
@@ -70,9 +70,9 @@ def problems_of(job):
         ("reward.function=exat", "reward.function", "no reward function is called 'exat'; did you mean 'exact'?"),
     ],
 )
-def test_grpo_with_a_bad_value_is_refused_with_its_place(tmp_path, override, where, what):
+def test_grpo_with_a_bad_value_is_refused_with_its_place(tmp_path, override, where, message):
     problems = problems_of(grpo_job(tmp_path, "eval_every=1", override))
-    assert what in problems[f"config.{where}"].lower(), problems
+    assert message in problems[f"config.{where}"].lower(), problems
 
 
 FILTERING = {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}}
@@ -85,7 +85,7 @@ def teachers(**of_teacher):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "config", "where", "what"),
+    ("recipe", "config", "where", "message"),
     [
         ("ppo", {"critic": {"optimiser": {}}}, "critic.optimiser", "did you mean 'optimizer'"),
         ("ppo", {"critic": {"warmup_steps": -1}}, "critic.warmup_steps", "greater than or equal to 0"),
@@ -111,8 +111,8 @@ def teachers(**of_teacher):
         ("grpo", {"eval_every": 1, "keep": {"best": "eval/score"}}, "keep.best", "no metric 'eval/score'"),
     ],
 )
-def test_job_with_a_bad_value_is_refused_with_its_place(tmp_path, recipe, config, where, what):
-    assert what in problems_of(policy_job(tmp_path, recipe, **config))[f"config.{where}"]
+def test_job_with_a_bad_value_is_refused_with_its_place(tmp_path, recipe, config, where, message):
+    assert message in problems_of(policy_job(tmp_path, recipe, **config))[f"config.{where}"]
 
 
 def test_ppo_without_its_reference_or_critic_is_refused(tmp_path):
@@ -179,7 +179,7 @@ def test_common_keys_are_overridden_without_a_plus(tmp_path):
         ("rollout", "sglang", "rollout_options.url", "sglang is not installed here: set its server's URL"),
     ],
 )
-def test_engine_that_is_not_installed_is_refused_with_a_remedy(tmp_path, kind, engine, where, message):
+def test_engine_not_installed_is_refused_with_a_remedy(tmp_path, kind, engine, where, message):
     if find_spec(engine):
         pytest.skip(f"{engine} is installed")
     assert problems_of(grpo_job(tmp_path, f"engine.{kind}={engine}"))[f"config.engine.{where}"] == message
@@ -206,7 +206,7 @@ def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("targets", "what"),
+    ("targets", "message"),
     [
         ([], "names no layer: 'all-linear' is all layers except the output layer"),
         (["q_prj", "v_proj"], "no linear layer is named 'q_prj'; did you mean 'q_proj'"),
@@ -215,11 +215,11 @@ def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch
         (["mlp.up_proj"], None),
     ],
 )
-def test_layers_for_adapters_have_to_be_in_the_model(tmp_path, targets, what):
+def test_layers_for_adapters_have_to_be_in_the_model(tmp_path, targets, message):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     write_inputs(tmp_path)
     problems = problems_of(policy_job(tmp_path, "ppo", engine={"lora": {"targets": targets}}))
-    assert problems == {} if what is None else what in problems["config.engine.lora.targets"]
+    assert problems == {} if message is None else message in problems["config.engine.lora.targets"]
 
 
 def test_adapters_need_a_package_where_the_job_runs(tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_adapters_need_a_package_where_the_job_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "role", "given", "needed"),
+    ("recipe", "role", "wrong", "needed"),
     [
         ("grpo", "actor", "ScorerWorkload", "ActorWorkload"),
         ("grpo", "reward", "RolloutWorkload", "RewardWorkload"),
@@ -245,10 +245,10 @@ def test_adapters_need_a_package_where_the_job_runs(tmp_path, monkeypatch):
         ("distill", "teacher", "ReferenceWorkload", "TeacherWorkload"),
     ],
 )
-def test_class_of_another_role_is_refused_with_the_right_one(tmp_path, recipe, role, given, needed):
+def test_class_of_another_role_is_refused_with_the_right_one(tmp_path, recipe, role, wrong, needed):
     job = policy_job(tmp_path, recipe)
-    job.workloads[role.upper()] = replace(job.workloads[role.upper()], class_=given)
-    assert problems_of(job)[f"workload.{role}.class"].endswith(f"Trainer needs {needed} here, not {given}")
+    job.workloads[role.upper()] = replace(job.workloads[role.upper()], class_=wrong)
+    assert problems_of(job)[f"workload.{role}.class"].endswith(f"Trainer needs {needed} here, not {wrong}")
 
 
 def test_classes_of_users_and_their_subclasses_are_accepted():
@@ -363,7 +363,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize(
-    ("rollout", "what"),
+    ("rollout", "message"),
     [
         ({"env_path": HOSTILE.replace("hostile", "hostle")}, "did you mean 'hostile_rewards.py'"),
         ({"env_path": f"{HOSTILE}:Bomb"}, "did you mean 'Bombs'"),
@@ -373,12 +373,12 @@ UNUSED = {
         ({"max_turns": 1}, None),
     ],
 )
-def test_environment_that_does_not_load_is_refused(tmp_path, rollout, what):
+def test_environment_with_an_error_is_refused(tmp_path, rollout, message):
     reward = {"reward": {}} if "env_path" in rollout else {}
     config = {"rollout": {"samples_per_prompt": 4, **rollout}, **reward, "eval_every": 1}
-    keep = {"keep": {"best": "eval/score"}} if what is None and reward else {}
+    keep = {"keep": {"best": "eval/score"}} if message is None and reward else {}
     problems = problems_of(policy_job(tmp_path, "grpo", **config, **keep))
-    assert problems == {} if what is None else what in problems["config.rollout.env_path"]
+    assert problems == {} if message is None else message in problems["config.rollout.env_path"]
 
 
 def test_options_of_an_environment_need_one(tmp_path):

@@ -134,7 +134,7 @@ def test_removed_file_is_begun_again(tmp_path, inputs, undisturbed, method, firs
         ),
     ],
 )
-def test_deaths_at_a_call_that_writes_leave_the_same_files(tmp_path, inputs, undisturbed, method, when):
+def test_deaths_while_files_are_written_leave_the_same_files(tmp_path, inputs, undisturbed, method, when):
     rollout = kill("ROLLOUT", 0)
     faults = [kill_trainer, rollout, both(rollout, kill_trainer)]
     if (method, when) == ("write_held_out", "after"):

@@ -48,8 +48,8 @@ def test_command_finds_the_python_of_the_job(monkeypatch):
 
 
 def test_path_with_the_jobs_folder_is_unchanged():
-    given = f"/mine:{Path(sys.executable).parent}:/usr/bin"
-    assert torchrun_environment({"PATH": given}, MEMBER, ())["PATH"] == given
+    path = f"/mine:{Path(sys.executable).parent}:/usr/bin"
+    assert torchrun_environment({"PATH": path}, MEMBER, ())["PATH"] == path
 
 
 def test_function_gets_the_config():

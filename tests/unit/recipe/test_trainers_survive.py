@@ -126,7 +126,7 @@ def test_policy_recipe_with_random_deaths_ends_the_same(tmp_path, inputs, undist
 
 @pytest.mark.parametrize("undisturbed", ["ppo"], indirect=True)
 @pytest.mark.parametrize("role", ["CRITIC", pytest.param("ACTOR", marks=pytest.mark.slow)])
-def test_critic_that_dies_after_an_update_comes_back(tmp_path, inputs, undisturbed, role):
+def test_critic_killed_after_an_update_comes_back(tmp_path, inputs, undisturbed, role):
     _, expected, calls = undisturbed
     (*_, last) = (at for at, call in enumerate(calls) if call[0] == role and call[2] == "update")
     end = end_of(stage(tmp_path, inputs, "ppo"), {(last, "after"): kill("CRITIC", 0)})
@@ -151,7 +151,7 @@ def test_next_trainer_drops_the_same_prompts(tmp_path, inputs):
 
 @of_grpo
 def test_rollout_lost_with_the_actor_asks_for_weights_again(tmp_path, inputs, undisturbed, monkeypatch):
-    """Its replacement is given the ticket of an actor that is gone, and whose memory went with it."""
+    """The replacement gets the ticket of an actor that is gone, and whose memory went with it."""
     _, expected, calls = undisturbed
     lost, receive = [], PullTransport.receive
 

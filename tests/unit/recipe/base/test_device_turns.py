@@ -56,10 +56,10 @@ def stage(  # noqa: PLR0913 - all have defaults
     return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
 
 
-def end_of(made, faults=None):
-    made.run(faults)
-    made.workload("REWARD").close()
-    return (made.folder / "samples.jsonl").read_bytes(), (made.folder / "model/model.safetensors").read_bytes()
+def end_of(job, faults=None):
+    job.run(faults)
+    job.workload("REWARD").close()
+    return (job.folder / "samples.jsonl").read_bytes(), (job.folder / "model/model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +72,11 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("dies", [False, True])
 def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatch, dies):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
-    together, publish, submit = [], MemoryLedger.publish, made.port.submit
+    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
+    together, publish, submit = [], MemoryLedger.publish, job.port.submit
 
     def memories():
-        return [lock._memory for role in SHARING for lock in getattr(made.workload(role), "_device_locks", ())]
+        return [lock._memory for role in SHARING for lock in getattr(job.workload(role), "_device_locks", ())]
 
     def record(ledger, owners):
         together.append(sum(memory.total() for memory in memories()))
@@ -88,21 +88,21 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
         return ref
 
     def gathering(engine, dtype=None):
-        held.append([lock.is_held for lock in made.workload("ACTOR")._device_locks])
+        locks_held.append([lock.is_held for lock in job.workload("ACTOR")._device_locks])
         return gather(engine, dtype)
 
     def receiving(transport, ticket):
-        held.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+        locks_held.append([lock.is_held for lock in job.workload("ROLLOUT")._device_locks])
         return receive(transport, ticket)
 
-    gather, receive, held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
+    gather, receive, locks_held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
     monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
     monkeypatch.setattr(PullTransport, "receive", receiving)
     monkeypatch.setattr(MemoryLedger, "publish", record)
-    made.port.submit = checked
+    job.port.submit = checked
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
-    assert end_of(made, faults) == undisturbed
-    assert len(held) > 4 and all(held_now == [True] for held_now in held)
+    assert end_of(job, faults) == undisturbed
+    assert len(locks_held) > 4 and all(held_now == [True] for held_now in locks_held)
     peaks = [memory.peak for memory in memories()]
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
@@ -110,12 +110,10 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
 
 
 @pytest.mark.parametrize(("weight_sync", "dies"), [("pull", False), ("cuda_ipc", False), ("cuda_ipc", True)])
-def test_engines_that_all_fit_stay_and_end_the_same(
-    tmp_path, undisturbed, monkeypatch, weight_sync, dies
-):
+def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, monkeypatch, weight_sync, dies):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     engine = {"offload": False, "weight_sync": weight_sync}
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
     moves, holders = [], []
 
     def moving(cls, name):
@@ -124,14 +122,14 @@ def test_engines_that_all_fit_stay_and_end_the_same(
 
     def acquiring(lock, timeout_s):
         acquire(lock, timeout_s)
-        workloads = [made.workload(role) for role in SHARING if RLRoleType(role) in made.port.members]
+        workloads = [job.workload(role) for role in SHARING if RLRoleType(role) in job.port.members]
         holders.append(sum(other.is_held for workload in workloads if workload for other in workload._device_locks))
 
     def receiving(cls):
         receive = cls.receive
 
         def in_turn(receiver, *arguments, **options):
-            received.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+            received.append([lock.is_held for lock in job.workload("ROLLOUT")._device_locks])
             return receive(receiver, *arguments, **options)
 
         monkeypatch.setattr(cls, "receive", in_turn)
@@ -143,27 +141,25 @@ def test_engines_that_all_fit_stay_and_end_the_same(
     moving(Fsdp2TrainEngine, "cpu")
     monkeypatch.setattr(DeviceLock, "acquire", acquiring)
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
-    assert end_of(made, faults) == undisturbed
+    assert end_of(job, faults) == undisturbed
     assert moves == []
-    assert {made.workload(role)._engine.place() for role in SHARING} == {"cuda"}
+    assert {job.workload(role)._engine.place() for role in SHARING} == {"cuda"}
     assert {1} <= set(holders) <= {0, 1}, "they compute one at a time all the same"
     assert len(received) > 4 and set(map(tuple, received)) == {(True,)}, "the device compares and adds there"
-    kept = [made.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
-    assert (kept[0] is not None, kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
+    weights_kept = [job.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
+    assert (weights_kept[0] is not None, weights_kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
 
 
 @pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
-def test_rollout_lost_after_two_syncs_receives_both_again(
-    tmp_path, monkeypatch, weight_sync
-):
+def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, monkeypatch, weight_sync):
     """An evaluation sends the weights after the update."""
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
 
     def run(folder, faults=None):
         engine = {"offload": False, "weight_sync": weight_sync}
-        made = stage(folder, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
-        made.config["eval_every"] = 1
-        return end_of(made, faults), [method for _, _, method, *_ in made.port.calls].count("publish_weights")
+        job = stage(folder, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+        job.config["eval_every"] = 1
+        return end_of(job, faults), [method for _, _, method, *_ in job.port.calls].count("publish_weights")
 
     expected, publishes = run(tmp_path / "undisturbed")
     assert run(tmp_path / "dies", {(40, "after"): kill("ROLLOUT", 0)}) == (expected, publishes)
@@ -173,7 +169,7 @@ def test_rollout_lost_after_two_syncs_receives_both_again(
 def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
+    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
     wakes, read = [], []
     wake, add = TorchRolloutEngine.cuda, TorchRolloutEngine.add
 
@@ -189,33 +185,33 @@ def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
 
     monkeypatch.setattr(TorchRolloutEngine, "cuda", waking)
     monkeypatch.setattr(TorchRolloutEngine, "add", adding)
-    end_of(made)
+    end_of(job)
     assert wakes == [0, 0, 1, 2], "evaluation, step 1, step 2, evaluation"
     assert len(read) == len(set(read)) == 2 * 4 * samples
     assert {done for *_, done in read} == {0}
 
 
 def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
-    made, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
+    job, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
 
     class Noting(GRPOTrainer):
         def fit(self):
             super().fit()
             frozen.append(self.state["frozen_models"].state_dict())
 
-    made.trainer = Noting
-    assert end_of(made) == undisturbed
-    assert frozen == [{"REFERENCE": fingerprint_files(Path(made.config["model"]))}]
-    assert made.workload("ACTOR")._device_locks == ()
-    assert made.workload("ACTOR")._engine.place() == "cuda"
+    job.trainer = Noting
+    assert end_of(job) == undisturbed
+    assert frozen == [{"REFERENCE": fingerprint_files(Path(job.config["model"]))}]
+    assert job.workload("ACTOR")._device_locks == ()
+    assert job.workload("ACTOR")._engine.place() == "cuda"
 
 
 def test_rollout_in_turn_cannot_run_ahead(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
+    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
     with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
-        made.run()
-    made.workload("REWARD").close()
+        job.run()
+    job.workload("REWARD").close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a state before anything starts, against that of the state itself."""
+"""Workloads with an engine: the size of their states before anything starts, and the settings behind these."""
 
 import shutil
 
@@ -40,8 +40,10 @@ def test_state_bytes_are_right_within_a_few_percent(model, optimizer, engine):
     actor = ActorWorkload(None, {})
     actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())
     config = {"model": model, "engine": {"device": "cpu", **engine}, "optimizer": optimizer}
-    found = sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
-    assert ActorWorkload.state_bytes(config, 1) == pytest.approx(found, rel=0.05)
+    measured = (
+        sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
+    )
+    assert ActorWorkload.state_bytes(config, 1) == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "score")])

@@ -71,17 +71,17 @@ def test_missing_file_of_an_index_is_named(model):
     assert fault_of(model).startswith(f"{model}/{INDEX} cannot be read: ")
 
 
-@pytest.mark.parametrize("kept", [0, 7, 100, -1])
-def test_truncated_file_is_named_by_check_and_engines(model, kept):
+@pytest.mark.parametrize("length", [0, 7, 100, -1])
+def test_truncated_file_is_named_by_check_and_engines(model, length):
     file = model / WEIGHTS
     content = file.read_bytes()
-    file.write_bytes(content[:kept])
-    said = fault_of(model)
-    if kept == -1:
+    file.write_bytes(content[:length])
+    message = fault_of(model)
+    if length == -1:
         sizes = f"it has {len(content) - 1:,} bytes, but its header describes {len(content):,}"
-        assert said == f"{file} is not whole: {sizes}"
+        assert message == f"{file} is not whole: {sizes}"
     else:
-        assert said.startswith(f"{file} is not a whole safetensors file: its header cannot be read: ")
+        assert message.startswith(f"{file} is not a whole safetensors file: its header cannot be read: ")
     readers = (
         SafetensorsSource,
         fingerprint_files,
@@ -119,20 +119,20 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def config_fault(given):
-    (error,) = validate_model_config(given)
+def config_fault(path):
+    (error,) = validate_model_config(path)
     assert error.where == "config.model_config"
     return error.what
 
 
-@pytest.mark.parametrize("given", [None, "models/small", "models/small/config.json"])
-def test_existing_model_config_is_no_error(here, given):
-    assert validate_model_config(given) == []
-    assert validate_model_config(given and str(here / given)) == []
+@pytest.mark.parametrize("path", [None, "models/small", "models/small/config.json"])
+def test_existing_model_config_is_no_error(here, path):
+    assert validate_model_config(path) == []
+    assert validate_model_config(path and str(here / path)) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "advice"),
+    ("path", "advice"),
     [
         ("models/smal", ", nor a model in this machine's cache of the hub; did you mean 'models/small'?"),
         ("models/small/confg.json", "; did you mean 'models/small/config.json'?"),
@@ -142,18 +142,18 @@ def test_existing_model_config_is_no_error(here, given):
         ("Owner/Model-7B", ", nor a model in this machine's cache of the hub"),
     ],
 )
-def test_missing_model_config_is_named_with_the_nearest_entry(here, given, advice):
-    assert config_fault(given) == f"no such file or folder: {given} in {here}{advice}"
+def test_missing_model_config_is_named_with_the_nearest_entry(here, path, advice):
+    assert config_fault(path) == f"no such file or folder: {path} in {here}{advice}"
 
 
-@pytest.mark.parametrize("given", ["models", "models/notes.txt"])
-def test_other_file_is_no_model_config(here, given):
-    assert config_fault(given) == f"{given} is no config.json of a language model, nor a folder with one"
+@pytest.mark.parametrize("path", ["models", "models/notes.txt"])
+def test_other_file_is_no_model_config(here, path):
+    assert config_fault(path) == f"{path} is no config.json of a language model, nor a folder with one"
 
 
 def test_model_config_may_be_in_the_cache_of_the_hub(here, monkeypatch):
-    found = {"Owner/Model": str(here / "models/small/config.json"), "Owner/Other": str(here / "models/notes.txt")}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file, **_: found.get(model))
+    files = {"Owner/Model": str(here / "models/small/config.json"), "Owner/Other": str(here / "models/notes.txt")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file, **_: files.get(model))
     assert validate_model_config("Owner/Model") == []
     assert config_fault("Owner/Other").startswith("Owner/Other is no config.json of a language model")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration leaves open: devices, precision, engines, and the defaults that depend on them."""
+"""Defaults of configurations by devices and engines, and keys of other libraries."""
 
 import dataclasses
 import json
@@ -40,14 +40,14 @@ def test_defaults_depend_on_the_jobs_devices(monkeypatch, devices, cuda_is_here,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     cfg = complete_config(PolicyConfig, GIVEN, devices)
     engine = cfg.engine
-    found = (engine.device, engine.precision, engine.rollout, engine.gradient_checkpointing, engine.max_batch)
-    assert (*found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
+    settings_found = (engine.device, engine.precision, engine.rollout, engine.gradient_checkpointing, engine.max_batch)
+    assert (*settings_found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
 
 
 def test_given_values_stay():
     engine = {"precision": "fp32", "rollout": "torch", "gradient_checkpointing": False, "max_batch": 7}
-    given = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
-    cfg = complete_config(PolicyConfig, given, "GPU")
+    config = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
+    cfg = complete_config(PolicyConfig, config, "GPU")
     assert {name: getattr(cfg.engine, name) for name in engine} == engine
     assert (cfg.rollout.max_new_tokens, cfg.prompts_per_step) == (9, 3)
 
@@ -58,7 +58,7 @@ def test_vllm_is_the_default_only_where_it_is_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "device", "said"),
+    ("devices", "device", "message"),
     [
         ("GPU", "cpu", "its GPUs would be idle; write trainer.device_type=CPU or engine.device=auto"),
         ("CPU", "cuda", "no GPU is reserved; write trainer.device_type=GPU or engine.device=auto"),
@@ -66,9 +66,9 @@ def test_vllm_is_the_default_only_where_it_is_installed(monkeypatch):
         ("HERE", "cuda", "PyTorch finds no CUDA device here"),
     ],
 )
-def test_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, said):
+def test_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InvalidJob, match=said):
+    with pytest.raises(InvalidJob, match=message):
         complete_config(PolicyConfig, {**GIVEN, "engine": {"device": device}}, devices)
 
 
@@ -80,8 +80,8 @@ def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
 @pytest.mark.parametrize("devices", ["CPU", "GPU"])
 @pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer, SFTTrainer, DPOTrainer, RMTrainer])
 def test_complete_configuration_is_read_as_itself(trainer, devices):
-    given = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
-    complete = plan_of(trainer).complete_config(given, devices)
+    config = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
+    complete = plan_of(trainer).complete_config(config, devices)
     again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
     assert dataclasses.asdict(again) == complete
     assert again.log.trackers == ("${not} a reference",)
@@ -146,7 +146,7 @@ def test_rl2_values_without_an_equal_are_refused(settings, message):
 
 @pytest.mark.parametrize("schema", [PolicyConfig, SFTConfig])
 @pytest.mark.parametrize(
-    ("given", "answer"),
+    ("config", "answer"),
     [
         ({"lora_rank": 8}, "engine.lora.rank"),
         ({"lora_r": 8}, "engine.lora.rank"),
@@ -164,9 +164,9 @@ def test_rl2_values_without_an_equal_are_refused(settings, message):
         ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, "engine.lora.targets, the last parts"),
     ],
 )
-def test_foreign_keys_of_adapters_are_answered_with_their_place(schema, given, answer):
+def test_foreign_keys_of_adapters_are_answered_with_their_place(schema, config, answer):
     with pytest.raises(InvalidJob, match=f"unknown key; here it is {answer}"):
-        require(schema, {**GIVEN, **given}, "config")
+        require(schema, {**GIVEN, **config}, "config")
     place = answer.partition(",")[0]
     assert place == "engine.lora" or place in {key for key, _ in list_keys(schema)}
 

@@ -135,7 +135,7 @@ def test_samples_drawn_again_after_scoring_are_refused():
         ({"count": np.array([1, 2, 3])}, []),
     ],
 )
-def test_row_with_a_value_that_is_not_finite_is_found(column, expected):
+def test_row_with_a_nonfinite_value_is_found(column, expected):
     rows = Batch({"tokens": tokens([1, 2], [3], [4, 5, 6]), **column})
     assert find_nonfinite_rows(rows, np.zeros(6)) == expected
     assert find_nonfinite_rows(rows, np.array([0, 0, np.inf, 0, 0, 0])) == sorted({*expected, 1})

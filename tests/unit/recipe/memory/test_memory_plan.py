@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of device memory: against what engines hold, against a measured step, and what it refuses."""
+"""The arithmetic of device memory: against the memory of engines, against a measured step, and its refusals."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_shape_comes_from_a_folder_or_a_configuration(model, tmp_path):
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(rank=4, quantize_base="nf4")])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimizer, lora, on_host):
+def test_weights_and_optimizer_are_an_engines(model, precision, optimizer, lora, on_host):
     if lora is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
         if lora.quantize_base is not None:
@@ -105,7 +105,7 @@ def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimi
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=16)])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_moments_in_8_bits_are_what_an_engine_holds(tmp_path, lora, on_host):
+def test_moments_in_8_bits_are_an_engines(tmp_path, lora, on_host):
     for package in ("bitsandbytes", *(["peft"] if lora else [])):
         pytest.importorskip(package, reason=f"{package} is not installed")
     model = str(write_tiny_model(tmp_path / "wide", hidden=256, layers=1, max_positions=64))
@@ -121,8 +121,8 @@ def test_moments_in_8_bits_are_what_an_engine_holds(tmp_path, lora, on_host):
 
 
 @pytest.mark.parametrize(("trained", "measured"), [(255, 33.8e9), (128, 28.8e9)], ids=["sft", "grpo"])
-def test_step_of_half_a_billion_takes_what_an_h100_measured(small, trained, measured):
-    """64 rows of 256 tokens, all logits at once, without what was held before: benchmarks/results/device-cuda.md at
+def test_step_of_half_a_billion_takes_the_measured_memory(small, trained, measured):
+    """64 rows of 256 tokens, all logits at once, without the memory held before: benchmarks/results/device-cuda.md at
     commit 9976bcf."""
     planned = bytes_of(small, ModelUse("trained", "", longest=256), replace(ON_CUDA, max_tokens_per_microbatch=16384))
     logits = 2 * 2 * 64 * trained * small.vocabulary
@@ -184,7 +184,7 @@ def test_base_in_4_bits_has_one_whole_matrix_at_a_time(small):
         (2, 24, ParallelSizes(), "workload.actor.num=8"),
     ],
 )
-def test_base_in_4_bits_that_does_not_fit_is_divided(plan, large, members, gigabytes, parallel, change):
+def test_base_in_4_bits_too_large_is_divided(plan, large, members, gigabytes, parallel, change):
     use = ModelUse("trained", "", members, lora=LoraSettings(quantize_base="nf4"), longest=2048)
     engine = replace(ON_CUDA, parallel=parallel) if parallel else ON_CUDA
     engine = replace(engine, gradient_checkpointing=True, max_tokens_per_microbatch=4096)
@@ -235,7 +235,7 @@ def test_rollout_has_weights_and_a_cache(small):
         (1, "no setting here makes it fit"),
     ],
 )
-def test_model_that_does_not_fit_is_refused_with_a_change(plan, small, gigabytes, change):
+def test_model_too_large_is_refused_with_a_change(plan, small, gigabytes, change):
     engine = replace(ON_CUDA, max_tokens_per_microbatch=16384)
     errors = plan(small, {ACTOR: TRAINED}, engine, gigabytes).find_errors()
     changes = [error.what.rpartition("; ")[2].removeprefix("it fits with ") for error in errors]
@@ -244,7 +244,7 @@ def test_model_that_does_not_fit_is_refused_with_a_change(plan, small, gigabytes
     assert all(f" of a device's {gigabytes:.1f} (" in error.what for error in errors)
 
 
-def test_reference_that_does_not_fit_is_sharded(plan, small):
+def test_reference_too_large_is_sharded(plan, small):
     use = ModelUse("frozen", "", 4, sharded_class="ShardedReferenceWorkload")
     few = replace(ON_CUDA, max_tokens_per_microbatch=1024)
     change = "engine.shard_frozen=true workload.reference.class=ShardedReferenceWorkload"
@@ -321,7 +321,7 @@ def test_lines_are_a_table_by_role_and_owner(plan, small):
     ("rollout", "options", "most"),
     [("torch", {}, 1.1), ("vllm", {}, 68.0), ("sglang", {}, 68.0), ("vllm", {"kv_cache_bytes": 3e9}, 4.0)],
 )
-def test_engine_that_fills_its_device_is_planned_so(plan, small, rollout, options, most):
+def test_engine_filling_its_device_is_planned_so(plan, small, rollout, options, most):
     engine = replace(ON_CUDA, rollout=rollout, rollout_options=options)
     row = plan(small, {ROLLOUT: ModelUse("rollout", "", longest=64)}, engine, 80).lines()[2]
     assert float(row.split()[-1]) == most
@@ -382,10 +382,10 @@ def test_state_of_deepspeed_and_megatron_is_planned(plan, request, shape, member
         (SPLIT, 163.6, "workload.actor.num=64 it is 68.2 GB"),
     ],
 )
-def test_state_that_does_not_fit_is_refused_with_a_change(plan, large, engine, needed, change):
+def test_state_too_large_is_refused_with_a_change(plan, large, engine, needed, change):
     (error,) = plan(large, {ACTOR: ModelUse("trained", "", 8)}, replace(ON_CUDA, **engine), 80).find_errors()
-    what = f"ACTOR needs {needed} GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0"
-    assert error.what == f"{what}; with {change}"
+    message = f"ACTOR needs {needed} GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0"
+    assert error.what == f"{message}; with {change}"
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_passes_on_a_cpu_have_the_defaults():
     assert replace(AUTO_SIZED).resolve(on_cuda=False).max_tokens_per_microbatch == "auto"  # the device is given
 
 
-def test_plan_shows_passes_that_fit_every_role(plan, small):
+def test_plan_shows_passes_fit_for_every_role(plan, small):
     uses = {ACTOR: TRAINED, REFERENCE: ModelUse("frozen", "")}
     sized = plan(small, uses, AUTO_SIZED, 15.5)
     assert "  passes of 8,192 tokens, activations recomputed" in sized.lines()

@@ -82,9 +82,9 @@ def choose(trainer, uses=None, **engine):
 
 
 def chosen(trainer, **engine):
-    found = choose(trainer, **engine)
-    assert found.device_memory_gb == engine.get("device_memory_gb")
-    return found.max_tokens_per_microbatch, found.gradient_checkpointing
+    settings = choose(trainer, **engine)
+    assert settings.device_memory_gb == engine.get("device_memory_gb")
+    return settings.max_tokens_per_microbatch, settings.gradient_checkpointing
 
 
 def test_passes_fit_the_smallest_device_of_all_members(trainer):
@@ -136,11 +136,13 @@ def together(gigabytes, roles=BOTH, place="a"):
     return DeviceShare(place, gigabytes * 1e9, True, roles)
 
 
-def stay(actors, rollouts, others=(), bounded=True, **engine):
+def stay(actors, rollouts, other_roles=(), bounded=True, **engine):
     rows = {"longest": 512, "bounded": bounded}
     uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
     engine = EngineConfig(**{"device": "cuda", "rollout": "torch", "precision": "bf16", **engine})
-    return all_stay(MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, others)
+    return all_stay(
+        MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, other_roles
+    )
 
 
 @pytest.fixture
@@ -159,7 +161,7 @@ def test_engines_stay_on_a_device_with_room_for_all():
 
 @pytest.mark.usefixtures("half_billion")
 def test_weights_stay_on_a_device_with_room_for_a_copy():
-    """Of 1 GB twice, beside the 36.2 that the engines need."""
+    """The copy takes 1 GB twice, beside the 36.2 that the engines need."""
 
     def kept(actors, rollouts):
         rows = {"longest": 512}
@@ -194,8 +196,8 @@ def test_weights_on_the_device_count_for_the_engines_there(gigabytes, weight_syn
     engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync.partition(",")[0]}
     engine |= {"offload": False} if "stay" in weight_sync else {}
     engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
-    found = choose(trainer, uses, **engine)
-    assert (found.offload, found.weight_sync) == expected
+    settings = choose(trainer, uses, **engine)
+    assert (settings.offload, settings.weight_sync) == expected
 
 
 @pytest.mark.usefixtures("half_billion")
@@ -209,9 +211,9 @@ def test_engines_leave_where_the_others_need_is_unknown():
     assert not stay(eighty, [eighty[0]._replace(free=30e9)]), "another job is there"
     assert not stay(eighty, [*eighty, DeviceShare("a", 80e9, False)]), "one is there at the same time"
     assert stay(eighty, [*eighty, DeviceShare("b", 80e9, False)])
-    assert stay(eighty, eighty, others=["CRITIC"]), "it is elsewhere"
+    assert stay(eighty, eighty, other_roles=["CRITIC"]), "it is elsewhere"
     three = [together(80, (*BOTH, "CRITIC"))]
-    assert not stay(three, three, others=["CRITIC"])
+    assert not stay(three, three, other_roles=["CRITIC"])
 
 
 def test_choice_of_offload_reaches_the_settings(trainer):

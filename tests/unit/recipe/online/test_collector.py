@@ -358,7 +358,7 @@ def ids_in(tracker):
 
 
 def resumed(before, *arguments):
-    """Another tracker with the state of ``before``."""
+    """A tracker with the state of ``before``."""
     tracker = StalenessTracker(*arguments)
     tracker.load_state_dict(before.state_dict())
     return tracker

@@ -21,11 +21,11 @@ def source(folder, rows, **more):
 
 
 def test_rows_are_drawn_epoch_after_epoch_however_many_at_a_time(tmp_path):
-    drawn, prompts = [], source(tmp_path, 8, prompts_per_step=5)
+    numbers, prompts = [], source(tmp_path, 8, prompts_per_step=5)
     for count in (3, 0, 8, 5, 16):
-        drawn += prompts.next_rows(count)
-        assert prompts.select(drawn[-2:]).objects("prompt") == [f"{row}+1=" for row in drawn[-2:]]
-    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16, 24)] == [list(range(8))] * 4
+        numbers += prompts.next_rows(count)
+        assert prompts.select(numbers[-2:]).objects("prompt") == [f"{row}+1=" for row in numbers[-2:]]
+    assert [sorted(numbers[start : start + 8]) for start in (0, 8, 16, 24)] == [list(range(8))] * 4
 
 
 def test_every_prompt_has_a_place(tmp_path):
@@ -95,7 +95,7 @@ def other_evaluation(folder, prompts, **changes):
 def test_changed_evaluation_prompts_are_checked_again(tmp_path):
     prompts = other_evaluation(tmp_path, "abc")
     prompts.drop([ConfigError(f"{tmp_path}/q.jsonl:1", "too long"), *too_long(tmp_path, 2)])
-    drawn = prompts.next_rows(4)
+    numbers = prompts.next_rows(4)
     state = json.loads(json.dumps(prompts.state_dict()))
     again = other_evaluation(tmp_path, "abc")
     again.load_state_dict(state)
@@ -105,7 +105,7 @@ def test_changed_evaluation_prompts_are_checked_again(tmp_path):
     assert (other.changed_sets, other.held_out.objects("prompt")) == ({""}, ["d", "b", "f"])
     other.drop([ConfigError(f"{tmp_path}/q.jsonl:3", "too long"), *too_long(tmp_path, 2)])
     assert (other.changed_sets, other.held_out.objects("prompt")) == (set(), ["d", "b"])
-    assert sorted(drawn + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "and the order of the others goes on"
+    assert sorted(numbers + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "the others keep their order"
     assert other.state_dict()["sets"] != state["sets"]
 
 
@@ -147,9 +147,9 @@ def test_dropped_rows_may_be_held_out_of_the_training_file(tmp_path):
 
 
 @pytest.mark.feature(64)
-@pytest.mark.parametrize(("lines", "what"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
-def test_dropping_every_prompt_is_an_error(tmp_path, lines, what):
-    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
+@pytest.mark.parametrize(("lines", "message"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
+def test_dropping_every_prompt_is_an_error(tmp_path, lines, message):
+    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {message}"):
         source(tmp_path, 8).drop(too_long(tmp_path, *lines))
 
 
@@ -169,7 +169,7 @@ def test_data_without_lookup_is_not_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("row", "message"),
     [
         ({}, f"has no 'answer', which reward.function {EXACT} needs; it has prompt"),
         ({"answer": True}, f"its 'answer' is true, a bool: reward.function {EXACT} needs text or a number"),
@@ -178,11 +178,11 @@ def test_data_without_lookup_is_not_read(tmp_path, monkeypatch):
         ({"answer": 2.5}, None),
     ],
 )
-def test_answer_of_another_type_is_not_called_missing(tmp_path, row, what):
+def test_answer_of_another_type_is_not_called_missing(tmp_path, row, message):
     path = tmp_path / "p.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"{at}", **each}) + "\n" for at, each in enumerate([{"answer": "a"}, row]))
     )
     errors = validate_data(GRPOConfig("m", PromptData(str(path), eval_rows=1)))
-    assert [error.where for error in errors] == ([] if what is None else [f"{path}:2"])
-    assert what is None or errors[0].what.startswith(what)
+    assert [error.where for error in errors] == ([] if message is None else [f"{path}:2"])
+    assert message is None or errors[0].what.startswith(message)

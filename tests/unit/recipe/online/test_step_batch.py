@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's samples are divided over the workers that train on them."""
+"""A step's samples: their division over workers, filtering, and warnings of their rewards."""
 
 from types import SimpleNamespace
 
@@ -176,5 +176,5 @@ def test_truncated_samples_are_masked_if_asked(mask_truncated):
     failures = SimpleNamespace(update=lambda step, rows: None)
     trainer = SimpleNamespace(cfg=cfg, reward_failures=failures, warnings=StepWarnings(True, 64))
     batch = StepBatch.from_rollouts(Pending([]), rows, np.arange(2), 1)
-    found = PolicyTrainer.score(trainer, 1, batch).train_rows
-    assert find_masked(found).tolist() == [False, mask_truncated]
+    train_rows = PolicyTrainer.score(trainer, 1, batch).train_rows
+    assert find_masked(train_rows).tolist() == [False, mask_truncated]

@@ -50,7 +50,7 @@ def board(folder):
 
 
 @pytest.mark.feature(137)
-def test_values_that_are_no_number_become_null(tmp_path):
+def test_values_without_a_number_become_null(tmp_path):
     log = RunLog(tmp_path)
     log.begin_step(1)
     log.write_step(1, {"reward/mean": float("nan"), "loss": float("inf")})
@@ -127,7 +127,7 @@ def test_step_0_stays_until_step_1_begins_again(tmp_path, caplog):
     assert [(point.step, point.value) for point in events_of(tmp_path).Scalars("eval/reward")] == [(0, 0.5)]
 
 
-def test_log_that_goes_back_replaces_its_later_steps(tmp_path):
+def test_log_set_back_replaces_its_later_steps(tmp_path):
     log, steps = RunLog(tmp_path), list(range(1, 7))
     written(log, range(1, 6), mark="old ")
     written(log, range(4, 7), mark="new ")

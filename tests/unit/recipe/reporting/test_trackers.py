@@ -118,7 +118,7 @@ BOTH = {"wandb": {"project": "sums", "name": "first"}, "mlflow": {"experiment": 
 
 
 def log_of(folder, settings=None, before=None, **config):
-    """A log of a run, or of the one that goes on with the state of the log ``before``."""
+    """A log of a run, or of its continuation with the state of the log ``before``."""
     folder.mkdir(exist_ok=True)
     parsed, problems = parse(LogConfig, config or BOTH, "log")
     assert not problems
@@ -233,7 +233,7 @@ def test_step_0_reaches_the_trackers_once(modules, tmp_path):
     assert only_runs(modules)[0].steps == [(0, {"eval/reward": 0.25}), (1, {"loss": 1.0})]
 
 
-def test_names_that_mlflow_refuses_are_replaced_there(modules, tmp_path):
+def test_names_refused_by_mlflow_are_replaced_there(modules, tmp_path):
     log, metrics = log_of(tmp_path), {"eval/avg@4": 0.5, "eval/1+1 (easy)/pass@2": 1.0}
     log.begin_step(1)
     log.write_step(1, metrics)

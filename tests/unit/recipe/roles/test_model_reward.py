@@ -27,7 +27,7 @@ TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """One that recipe.rm has trained, with token ids of its own and a chat template."""
+    """A model that recipe.rm has trained, with its own token ids and a chat template."""
     folder = tmp_path_factory.mktemp("rm")
     base = write_tiny_model(folder / "base", hidden=16, layers=1, seed=1, **SHAPE)
     tokenizer = read_json(base / "tokenizer.json")
@@ -49,7 +49,7 @@ def judged_by_model(folder, model, **config):
 
 @torch.no_grad()
 def plain_score(model, tokens):
-    """By transformers alone."""
+    """A score that transformers alone computes."""
     module = AutoModelForSequenceClassification.from_pretrained(model)
     return float(module(torch.tensor([tokens])).logits[0, 0])
 
@@ -86,11 +86,11 @@ def test_score_is_the_same_alone_and_beside_longer_ones(reward_model):
     judge = workload(reward_model)
     talk = [{"role": "user", "content": "1+1="}]
     prompts, completions = ["1+1=", talk, "10+10=", talk], ["2", "2", "20, or so it seems", "it is 2"]
-    told = judge.score(rollouts(prompts, completions))
-    assert told.objects("error") == [None] * 4
+    scored = judge.score(rollouts(prompts, completions))
+    assert scored.objects("error") == [None] * 4
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         alone = judge.score(rollouts([prompt], [completion])).dense("reward")
-        np.testing.assert_allclose(told.dense("reward")[row], alone[0], atol=1e-5)
+        np.testing.assert_allclose(scored.dense("reward")[row], alone[0], atol=1e-5)
         side = "messages" if isinstance(prompt, list) else "prompt"
         chosen, _ = encode_pair(judge._engine.tokenizer, {side: prompt, "chosen": completion, "rejected": "no"})
         assert alone[0] == pytest.approx(plain_score(reward_model, chosen.tokens), abs=1e-5)
@@ -111,15 +111,15 @@ def test_reward_model_sees_the_tools_of_a_row(reward_model):
 @pytest.mark.feature(109)
 def test_completion_too_long_for_the_reward_model_fails_alone(reward_model):
     judge = workload(reward_model)
-    told = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
-    assert told.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
-    assert np.isnan(told.dense("reward")).tolist() == [True, False]
+    scored = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
+    assert scored.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
+    assert np.isnan(scored.dense("reward")).tolist() == [True, False]
     judge._engine.evaluate = lambda batch: batch.with_columns(
         scores=batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), np.inf, dtype=np.float32))
     )
-    told = judge.score(rollouts(["1+1="], ["2"]))
-    assert told.objects("error") == ["the reward model's score is inf"]
-    assert np.isnan(told.dense("reward")).all()
+    scored = judge.score(rollouts(["1+1="], ["2"]))
+    assert scored.objects("error") == ["the reward model's score is inf"]
+    assert np.isnan(scored.dense("reward")).all()
     judge.close()
 
 
@@ -129,21 +129,21 @@ def problems_of(job):
     return {problem.where: problem.what for problem in caught.value.errors}
 
 
-def test_reward_model_that_does_not_fit_is_refused(reward_model, tmp_path):
+def test_unfit_reward_model_is_refused(reward_model, tmp_path):
     write_inputs(tmp_path)
-    found = problems_of(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}))
-    assert found["workload.reward.class"] == (
+    problems = problems_of(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}))
+    assert problems["workload.reward.class"] == (
         "RewardWorkload calls reward.function: with reward.model it has to be ModelRewardWorkload"
     )
-    found = problems_of(
+    problems = problems_of(
         judged_by_model(tmp_path, reward_model, reward={"function": "tests.support.policy_rewards:low"})
     )
-    assert "is required by ModelRewardWorkload" in found["config.reward.model"]
-    found = problems_of(judged_by_model(tmp_path, tmp_path / "model"))
-    assert "holds Qwen2ForCausalLM, which gives no score" in found["config.reward.model"]
+    assert "is required by ModelRewardWorkload" in problems["config.reward.model"]
+    problems = problems_of(judged_by_model(tmp_path, tmp_path / "model"))
+    assert "holds Qwen2ForCausalLM, which gives no score" in problems["config.reward.model"]
     assert "no such folder: ./none" in problems_of(judged_by_model(tmp_path, "./none"))["config.reward.model"]
     both = {"model": str(reward_model), "function": "tests.support.policy_rewards:low"}
-    found = problems_of(judged_by_model(tmp_path, reward_model, reward=both))
-    assert "is not called if there is a reward.model" in found["config.reward.function"]
-    found = problems_of(judged_by_model(tmp_path, reward_model, engine={"train": "megatron"}))
-    assert "a reward model must not have" in found["config.engine.train"]
+    problems = problems_of(judged_by_model(tmp_path, reward_model, reward=both))
+    assert "is not called if there is a reward.model" in problems["config.reward.function"]
+    problems = problems_of(judged_by_model(tmp_path, reward_model, engine={"train": "megatron"}))
+    assert "a reward model must not have" in problems["config.engine.train"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that a rollout worker is told to have: begun, gone on with, taken, given up; one turn each."""
+"""Groups of one turn that a rollout worker begins, continues, gives to the trainer, and abandons."""
 
 import threading
 
@@ -25,15 +25,15 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first(model):
     """An actor and the ticket of its weights."""
-    made = actor(model)
-    return made, made.publish_weights()
+    source = actor(model)
+    return source, source.publish_weights()
 
 
 @pytest.fixture(params=[0, 2], ids=["within calls", "between calls too"])
 def server(request, model, first):
-    made = member(model, first[1], max_staleness=request.param)
-    yield made
-    made.close()
+    server = member(model, first[1], max_staleness=request.param)
+    yield server
+    server.close()
 
 
 def rows(batch, *names):
@@ -43,7 +43,7 @@ def rows(batch, *names):
 
 
 def test_fetched_groups_are_bit_for_bit_the_engines(server):
-    """With the seed ``(seed, step)``, and ``attempt`` behind it from the second on."""
+    """The seed is ``(seed, step)``, with ``attempt`` behind it from the second on."""
     for attempt in (0, 1):
         groups = wanted(3, 1, 2, created_step=7, retry=attempt)
         standing = sample(server, groups)
@@ -51,10 +51,10 @@ def test_fetched_groups_are_bit_for_bit_the_engines(server):
         taken = server.fetch(groups)
         seed = (5, 7, 1) if attempt else (5, 7)
         encoded = [server._engine.tokenizer(text)["input_ids"] for text in groups.objects("prompt")]
-        asked = Batch({"prompt_id": groups["prompt_id"], "tokens": type(taken.ragged("tokens")).from_rows(encoded)})
-        drawn = server._engine.generate(asked, SAMPLING, seed)
-        assert rows(taken, *DRAWN) == rows(drawn, *DRAWN)
-        assert rows(server.generate(groups, SAMPLING, seed), *DRAWN) == rows(drawn, *DRAWN)
+        prompts = Batch({"prompt_id": groups["prompt_id"], "tokens": type(taken.ragged("tokens")).from_rows(encoded)})
+        generated = server._engine.generate(prompts, SAMPLING, seed)
+        assert rows(taken, *DRAWN) == rows(generated, *DRAWN)
+        assert rows(server.generate(groups, SAMPLING, seed), *DRAWN) == rows(generated, *DRAWN)
 
 
 @pytest.mark.feature(81)
@@ -77,12 +77,12 @@ def test_summary_of_fetched_rows_has_their_digests(server):
     groups = wanted(1, 2)
     sample(server, groups)
     taken = server.fetch(groups)
-    told = server.summarize(taken)
-    assert rows(told, *told.columns) == rows(summarize_rows(taken), *told.columns)
-    assert told.dense("action_tokens").tolist() == [int(mask.sum()) for mask in taken.ragged("action_mask")]
-    assert told.dense("token_count").tolist() == taken.ragged("tokens").lengths.tolist()
+    summary = server.summarize(taken)
+    assert rows(summary, *summary.columns) == rows(summarize_rows(taken), *summary.columns)
+    assert summary.dense("action_tokens").tolist() == [int(mask.sum()) for mask in taken.ragged("action_mask")]
+    assert summary.dense("token_count").tolist() == taken.ragged("tokens").lengths.tolist()
     by_tokens = {
-        tokens.tobytes(): digest for tokens, digest in zip(taken.ragged("tokens"), told["digest"], strict=True)
+        tokens.tobytes(): digest for tokens, digest in zip(taken.ragged("tokens"), summary["digest"], strict=True)
     }
     assert len(set(by_tokens.values())) == len(by_tokens)
 
@@ -156,7 +156,7 @@ def test_prompt_too_long_is_an_error_and_others_stay(server):
     assert sample(server, wanted(1, prompt=["fine"])).dense("complete").all()
 
 
-# -- partial rollout --------------------------------------------------------------------------------------------------
+# -- partial rollout ---------------------------------------------------------------------------------------------------
 
 
 LONG = SamplingParams(max_new_tokens=24, temperature=1.0, samples_per_prompt=4)
@@ -166,7 +166,7 @@ SHORT = SamplingParams(max_new_tokens=4, temperature=1.0, samples_per_prompt=4)
 
 
 def partly(server, groups, number):
-    """Draw a few tokens more of groups that were told of before: until one of four tokens is complete."""
+    """Draw a few tokens more of groups known from before: until one of four tokens is complete."""
     standing = sample(server, Batch.concat([wanted(number, created_step=number), groups]), enough=1, sampling=SHORT)
     return rows(standing, "complete", "min_version")[1:]
 
@@ -188,11 +188,11 @@ def test_unfinished_sample_continues_under_new_weights(model):
     taken = server.fetch(groups)
     columns = (taken.ragged(name) for name in ("versions", "action_mask", "tokens"))
     for versions, chosen, tokens, before in zip(*columns, expected.ragged("tokens"), strict=True):
-        drawn, given = versions[chosen].tolist(), int((~chosen).sum())
-        assert drawn == sorted(drawn)
-        assert drawn.count(0) >= min(4, len(drawn))
-        assert set(drawn) == {0, 1, 2} or len(drawn) < 12
-        same = given + drawn.count(0)
+        generated, prompt_size = versions[chosen].tolist(), int((~chosen).sum())
+        assert generated == sorted(generated)
+        assert generated.count(0) >= min(4, len(generated))
+        assert set(generated) == {0, 1, 2} or len(generated) < 12
+        same = prompt_size + generated.count(0)
         assert tokens[:same].tolist() == before[:same].tolist()
     assert taken.dense("version").max() == 2
     assert taken.dense("min_version").tolist() == [0] * 12
@@ -210,7 +210,7 @@ def test_interrupted_step_repeats_the_same_bits(model, first):
     assert rows(server.fetch(groups), *DRAWN) == rows(whole.fetch(groups), *DRAWN)
 
 
-def test_run_that_goes_back_draws_later_samples_again(model):
+def test_run_set_back_draws_later_samples_again(model):
     source = actor(model)
     older = source.publish_weights()
     server = member(model, older)

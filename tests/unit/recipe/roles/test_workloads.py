@@ -194,7 +194,7 @@ def test_sample_depends_on_its_seed_prompt_and_index_alone(model):
     assert [parts.objects("completion")[row] for row in order] == whole.objects("completion")
 
 
-# -- the reward -------------------------------------------------------------------------------------------------------
+# -- the reward --------------------------------------------------------------------------------------------------------
 
 
 def make_judge(**config):
@@ -236,7 +236,7 @@ def test_reward_functions_with_one_label_keep_their_whole_names():
     assert name_parts(whole) == {name: f"reward/{name}" for name in whole}
 
 
-# -- those who wait for a death ---------------------------------------------------------------------------------------
+# -- those who wait for a death ----------------------------------------------------------------------------------------
 
 
 def threads_and_children():
@@ -307,7 +307,7 @@ def test_is_deterministic_is_false_with_a_users_reward(function, expected, monke
     assert judge.is_deterministic() is expected
 
 
-# -- weights on their way ---------------------------------------------------------------------------------------------
+# -- weights on their way ----------------------------------------------------------------------------------------------
 
 
 def size(value):
@@ -316,7 +316,7 @@ def size(value):
     return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
 
 
-def test_actor_that_cannot_write_its_weights_does_not_begin(model):
+def test_actor_unable_to_write_its_weights_does_not_begin(model):
     engine = replace(ENGINE, weight_sync="disk", weight_sync_options={"folder": "/proc/nope"})
     with pytest.raises(EngineError, match="weight_sync_options.folder: weights cannot be written to /proc/nope"):
         actor(model, engine)
@@ -378,7 +378,7 @@ def test_weight_transport_of_the_job_is_used(model, name, tmp_path):
         member.close()
 
 
-# -- a reference of which each worker holds a part --------------------------------------------------------------------
+# -- a reference of which each worker holds a part ---------------------------------------------------------------------
 
 
 def batch_of(rows):
@@ -406,7 +406,7 @@ def _part(rank, world_size, port, model, shares):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [(3, 2), (3, 0)], ids=["rows for both", "a rank without rows"])
-def test_sharded_reference_computes_what_a_whole_one_does(model, shares):
+def test_sharded_reference_computes_like_a_whole_one(model, shares):
     whole = make_reference(ReferenceWorkload, model)
     expected = whole.logprobs(batch_of(sum(shares)), 0.7).ragged("ref_logprobs").values
     parts, sizes = zip(*run(2, _part, model, shares), strict=True)
@@ -425,6 +425,6 @@ def test_sharded_reference_computes_what_a_whole_one_does(model, shares):
         (ShardedReferenceWorkload, False, "has to be true for ShardedReferenceWorkload"),
     ],
 )
-def test_shard_frozen_needs_a_class_that_shards(kind, shards, error):
+def test_shard_frozen_needs_a_sharded_class(kind, shards, error):
     errors = list(kind.check_config({"engine": {"shard_frozen": shards}}))
     assert list(map(str, errors)) == ([f"config.engine.shard_frozen: {error}"] if error else [])

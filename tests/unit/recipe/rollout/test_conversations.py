@@ -46,7 +46,7 @@ def played(say, infos, where=ASKING, *, prompt="ask", template=chat_environments
 
 
 def rendered(tokenizer, messages, **template_kwargs):
-    """Without the line break behind the last end marker, which the policy ends with."""
+    """The tokens up to the last end marker, which the policy ends with: no line break behind it."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
     return tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
@@ -115,7 +115,6 @@ def test_stripping_template_keeps_answers_as_generated():
 
 
 def test_template_without_old_thoughts_begins_another_sequence():
-    """As the model sees it in use."""
     content = "{{ message.content.split('</think>')[-1] }}\n{%- for"
     template = chat_environments.TEMPLATE.replace("{{ message.content }}\n{%- for", content)
     taken, tokenizer = played(lambda *_: "<think>hm</think>a", [{"questions": ["one", "two"]}], template=template)
@@ -160,8 +159,8 @@ def test_wrong_messages_fail_their_sample(questions, error):
 def test_calls_in_the_text_of_an_action(text, content, calls):
     message = make_assistant_message(text, turn=3)
     assert (message["role"], message["content"]) == ("assistant", content)
-    found = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
-    assert found == (calls or [])
+    parsed = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
+    assert parsed == (calls or [])
     json.dumps(message)
 
 

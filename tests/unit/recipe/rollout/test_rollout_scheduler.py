@@ -30,7 +30,7 @@ def word(context, index):
 
 
 def seen(call):
-    return [told[1:] for told in rolled_environments.seen if told[0] == call]
+    return [entry[1:] for entry in rolled_environments.seen if entry[0] == call]
 
 
 def searching(context, index):
@@ -127,8 +127,8 @@ def test_pool_serves_an_evaluation_beside_open_samples():
     with rolling(word, f"{OURS}:Pool", 3) as rolled:
         under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
         rolled.sample(under_way, enough=1)
-        told = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
-        assert told.objects("error") == [None]
+        entry = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
+        assert entry.objects("error") == [None]
         assert rolled.fetch(under_way).objects("error") == [None] * 3
 
 
@@ -151,9 +151,9 @@ def test_turn_under_new_weights_has_their_version():
         rolled.engine.version = 4
         taken = rolled.fetch(wanted)
     versions, mask = taken.ragged("versions")[0], taken.ragged("action_mask")[0]
-    drawn = versions[mask].tolist()
-    assert drawn == sorted(drawn)
-    assert set(drawn) == {0, 4}
+    of_actions = versions[mask].tolist()
+    assert of_actions == sorted(of_actions)
+    assert set(of_actions) == {0, 4}
     assert (taken.dense("min_version").tolist(), taken.dense("version").tolist()) == ([0, 0], [4, 0])
 
 
@@ -200,11 +200,11 @@ def test_time_of_an_environment_stops_between_calls():
 
 
 def test_scheduler_runs_inside_a_running_loop():
-    """As in a notebook's cell."""
+    """A cell of a notebook runs so."""
 
     async def cell():
-        made = Rolling(word)
-        return made.fetch(groups({}, {})), made.loop.close()
+        server = Rolling(word)
+        return server.fetch(groups({}, {})), server.loop.close()
 
     taken, _ = asyncio.run(cell())
     assert taken.objects("completion") == ["word ", "word "]
@@ -230,50 +230,50 @@ def say(context, index):
 
 
 def member(folder, stamp=STAMP, rank=0):
-    made = Rolling(say, copies=KeptSamples(folder, rank))
-    made.scheduler._copies.note(stamp)
-    return made
+    server = Rolling(say, copies=KeptSamples(folder, rank))
+    server.scheduler._copies.note(stamp)
+    return server
 
 
 @pytest.fixture
 def lost(tmp_path):
     """The samples that a worker has finished in the ten steps that it had."""
-    made = member(tmp_path)
-    advance = made.engine.advance
+    server = member(tmp_path)
+    advance = server.engine.advance
 
     def ten_times():
-        if made.engine.steps == 10:
+        if server.engine.steps == 10:
             raise EngineError("the end")
         return advance()
 
-    made.engine.advance = ten_times
+    server.engine.advance = ten_times
     with pytest.raises(EngineError, match="the end"):
-        made.sample(WANTED, samples=3)
-    settle(made)
+        server.sample(WANTED, samples=3)
+    settle(server)
     return {0}
 
 
-def settle(made):
-    made.scheduler._copies._writer.shutdown(wait=True)
+def settle(server):
+    server.scheduler._copies._writer.shutdown(wait=True)
 
 
-def drawn(made):
-    return {key[1] for key in made.engine.seeds}
+def samples_drawn(server):
+    return {key[1] for key in server.engine.seeds}
 
 
 def test_next_process_draws_only_unfinished_samples(tmp_path, lost):
     calm = Rolling(say).fetch(WANTED, samples=3)
-    made = member(tmp_path)
-    assert made.fetch(WANTED, samples=3).objects("completion") == calm.objects("completion")
-    assert drawn(made) == {0, 1, 2} - lost
+    server = member(tmp_path)
+    assert server.fetch(WANTED, samples=3).objects("completion") == calm.objects("completion")
+    assert samples_drawn(server) == {0, 1, 2} - lost
 
 
 def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
     before = member(tmp_path)
     before.fetch(WANTED, samples=2)
     settle(before)
-    made = member(tmp_path)
-    assert len(made.fetch(WANTED, samples=2)) == 6 and not made.engine.seeds
+    server = member(tmp_path)
+    assert len(server.fetch(WANTED, samples=2)) == 6 and not server.engine.seeds
 
 
 @pytest.mark.parametrize(
@@ -286,15 +286,15 @@ def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
 def test_samples_of_other_weights_are_drawn_again(tmp_path, lost, stamps):
     for stamp in stamps:
         KeptSamples(tmp_path, 1).note(stamp)  # another worker, while this one was away
-    made = member(tmp_path, stamps[-1])
-    made.fetch(WANTED, samples=3)
-    assert drawn(made) == {0, 1, 2}
+    server = member(tmp_path, stamps[-1])
+    server.fetch(WANTED, samples=3)
+    assert samples_drawn(server) == {0, 1, 2}
 
 
 def test_samples_of_earlier_weights_are_kept(tmp_path, lost):
-    made = member(tmp_path, WeightStamp(1, "cc"))
-    made.fetch(WANTED, samples=3)
-    assert drawn(made) == {0, 1, 2} - lost
+    server = member(tmp_path, WeightStamp(1, "cc"))
+    server.fetch(WANTED, samples=3)
+    assert samples_drawn(server) == {0, 1, 2} - lost
 
 
 def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
@@ -304,22 +304,22 @@ def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         KeptSamples(tmp_path, 1).note(WeightStamp(0, "bb"))
-    made = member(tmp_path, WeightStamp(1, "cc"))
-    made.fetch(WANTED, samples=3)
-    assert drawn(made) == {0, 1, 2}
+    server = member(tmp_path, WeightStamp(1, "cc"))
+    server.fetch(WANTED, samples=3)
+    assert samples_drawn(server) == {0, 1, 2}
 
 
 def test_kept_samples_of_other_questions_are_not_used(tmp_path, lost):
-    made = member(tmp_path)
-    made.fetch(groups({}, {}, {}, prompt="another "), samples=3)
-    assert drawn(made) == {0, 1, 2}
+    server = member(tmp_path)
+    server.fetch(groups({}, {}, {}, prompt="another "), samples=3)
+    assert samples_drawn(server) == {0, 1, 2}
 
 
 def test_unwanted_samples_are_deleted_and_torn_files_skipped(tmp_path, lost):
-    kept = KeptSamples(tmp_path, 0)
+    copies = KeptSamples(tmp_path, 0)
     files = sorted((tmp_path / "0").iterdir())
-    kept.retain([])
-    kept._writer.shutdown(wait=True)
+    copies.retain([])
+    copies._writer.shutdown(wait=True)
     assert not list((tmp_path / "0").iterdir())
     files[0].write_text("{")
     assert member(tmp_path).fetch(WANTED, samples=3) is not None

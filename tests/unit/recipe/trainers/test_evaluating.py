@@ -199,23 +199,21 @@ ANSWERING = ("ACTOR", "ROLLOUT", "REWARD")
 
 
 @pytest.mark.parametrize(
-    ("config", "roles", "where", "what"),
+    ("config", "roles", "where", "message"),
     [
         ({"eval_every": 1}, ("ACTOR", "ROLLOUT"), "workload", "both"),
         ({"eval_every": 0}, ANSWERING, "eval_every", "nothing to do"),
         ({"answers": {"reward": {"model": "scorer"}}}, ANSWERING, "answers.reward.model", "reward.function scores"),
     ],
 )
-def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where, what):
+def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where, message):
     sizes = {RLRoleType(role): 1 for role in roles}
     problems = plan_of(SFTTrainer).check_config(config_of(inputs, **({"eval_every": 1} | config)), sizes)
     problems = {problem.where.removeprefix("config."): problem.what for problem in problems}
-    assert what in problems[where]
+    assert message in problems[where]
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
-
-
+# -- what is kept ------------------------------------------------------------------------------------------------------
 class Saved(list):
     """Notes the folders it is told to write."""
 
@@ -334,7 +332,7 @@ def test_last_folders_are_kept_and_foreign_ones_left(tmp_path):
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["mine", "step-6", "step-9"]
 
 
-def test_run_that_gets_no_better_ends_with_its_best_model(inputs, tmp_path):
+def test_run_without_improvement_ends_with_its_best_model(inputs, tmp_path):
     config = config_of(inputs, epochs=50.0, eval_every=1, keep={"best": "eval/loss", "patience": 3})
     job = stage("sft", tmp_path, config)
     job.run()
@@ -350,9 +348,7 @@ def test_run_that_gets_no_better_ends_with_its_best_model(inputs, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == before, "a run that has ended has nothing left to do"
 
 
-# -- updates that are not finite --------------------------------------------------------------------------------------
-
-
+# -- updates that are not finite ---------------------------------------------------------------------------------------
 class Poisoned(ReferenceWorkload):
     """A reference that gives NaN for the second sequence of a batch."""
 
@@ -377,7 +373,7 @@ def test_nan_loss_ends_the_run_with_the_step_and_the_rows(inputs, tmp_path):
     assert row["text"].startswith(PAIRS[line - 1]["prompt"] + PAIRS[line - 1]["rejected"])
 
 
-def test_updates_that_are_not_finite_are_skipped_if_asked(inputs, tmp_path):
+def test_nonfinite_updates_are_skipped_if_asked(inputs, tmp_path):
     config = config_of(inputs, optimizer={"lr": 1e30, "skip_nonfinite": 1}, batch_size=4)
     with pytest.raises(NonFiniteUpdate, match=r"step 3: the (loss|gradient norm) is nan .*examples.jsonl:[1-4],"):
         stage("sft", tmp_path, config).run()

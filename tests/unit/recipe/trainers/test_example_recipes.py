@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SFT, reward model and DPO: the first step by hand, what is learned, written and refused, and rows over workers."""
+"""SFT, reward model and DPO: the first step by hand, learning, files, refusals, and rows over workers."""
 
 import json
 import logging
@@ -65,9 +65,7 @@ def ran(kind, folder, config):
     return metrics_of(folder)
 
 
-# -- the first step by hand -------------------------------------------------------------------------------------------
-
-
+# -- the first step by hand --------------------------------------------------------------------------------------------
 @pytest.mark.feature(108)
 def test_first_loss_of_sft_is_the_mean_over_trained_tokens(inputs, tmp_path):
     (first,) = ran("sft", tmp_path, config_of(inputs, "sft"))
@@ -204,9 +202,7 @@ def test_default_learning_rate_depends_on_the_recipe(kind, rate):
     assert require(kind, warming_up, "config").optimizer == OptimizerConfig(lr=rate, warmup_steps=3)
 
 
-# -- learning ---------------------------------------------------------------------------------------------------------
-
-
+# -- learning ----------------------------------------------------------------------------------------------------------
 @pytest.mark.feature(108)
 @pytest.mark.parametrize("seed", LEARNING)
 def test_sft_learns_four_rows(inputs, tmp_path, seed):
@@ -226,9 +222,7 @@ def test_recipe_on_pairs_learns_four_pairs(inputs, tmp_path, kind, epochs, rate,
     assert rows[-1]["rewards/margins"] > 0
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
-
-
+# -- what is written ---------------------------------------------------------------------------------------------------
 @pytest.mark.feature(133)
 def test_reward_model_loads_as_a_classifier_with_its_scores(inputs, tmp_path):
     job = stage("rm", tmp_path, config_of(inputs, "rm", epochs=3.0))
@@ -291,8 +285,7 @@ def test_batch_larger_than_the_data_has_pairs_several_times(inputs, tmp_path, ki
     assert row["loss"] == pytest.approx(once["loss"], abs=1e-6)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
+# -- what is refused ---------------------------------------------------------------------------------------------------
 TRAINERS = {"sft": SFTTrainer, "rm": RMTrainer, "dpo": DPOTrainer}
 
 
@@ -307,7 +300,7 @@ def test_right_configuration_has_no_problems(inputs, kind):
 
 
 @pytest.mark.feature(147)
-def test_each_number_that_is_not_positive_names_its_argument(inputs):
+def test_each_nonpositive_number_names_its_argument(inputs):
     wrong = {
         "batch_size": 0,
         "epochs": 0,
@@ -325,7 +318,7 @@ def test_each_number_that_is_not_positive_names_its_argument(inputs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "where", "what"),
+    ("kind", "config", "where", "message"),
     [
         ("dpo", {"algorithm": {"name": "grpo"}}, "config.algorithm.name", "is one of dpo"),
         ("dpo", {"algorithm": {"name": "dpo", "bta": 1}}, "config.algorithm.bta", "did you mean 'beta'"),
@@ -336,8 +329,8 @@ def test_each_number_that_is_not_positive_names_its_argument(inputs):
         ("rm", {"eval_every": 1, "keep": {"patience": 2}}, "config.keep.patience", "set config.keep.best"),
     ],
 )
-def test_wrong_configuration_is_refused_with_its_place(inputs, kind, config, where, what):
-    assert what in problems_of(kind, config_of(inputs, kind, **config), ACTOR=1)[where]
+def test_wrong_configuration_is_refused_with_its_place(inputs, kind, config, where, message):
+    assert message in problems_of(kind, config_of(inputs, kind, **config), ACTOR=1)[where]
 
 
 def test_bad_rows_are_named_by_their_lines(inputs, tmp_path):
@@ -346,9 +339,7 @@ def test_bad_rows_are_named_by_their_lines(inputs, tmp_path):
     assert "needs 'chosen' and 'rejected'" in problems[f"{where}:2"]
 
 
-# -- rows over the workers of a job -----------------------------------------------------------------------------------
-
-
+# -- rows over the workers of a job ------------------------------------------------------------------------------------
 class _Given:
     """Keeps what it is given to train on, without a model."""
 

@@ -162,13 +162,13 @@ def test_frozen_models_are_read_once_and_unknown_ones_taken(tmp_path):
     of_hub, local = models(reference="owner/name"), models(reference=here)
     assert of_hub.state_dict() == {"REFERENCE": ""}
     local.load_state_dict(of_hub.state_dict())
-    known = models(reference=here).state_dict()
-    of_hub.load_state_dict(known)
-    assert of_hub.state_dict() == known, "it stays known, for when the files are here again"
+    fingerprints = models(reference=here).state_dict()
+    of_hub.load_state_dict(fingerprints)
+    assert of_hub.state_dict() == fingerprints, "they stay known, for when the files are here again"
     models(reference=here).load_state_dict({})
-    models().load_state_dict(known)
+    models().load_state_dict(fingerprints)
     shutil.rmtree(here)
-    assert of_hub.state_dict() == known != {"REFERENCE": ""}
+    assert of_hub.state_dict() == fingerprints != {"REFERENCE": ""}
 
 
 class Group:
@@ -197,7 +197,7 @@ class Group:
     ],
 )
 def test_second_role_whose_ranks_meet_loads_after_the_first(second, members, waits):
-    """Where they share devices, they would wait for each other."""
+    """On shared devices they would wait for each other."""
     events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
     for kind, count in ((ActorWorkload, 2), (second, members)):
         trainer.begin_loading(Group(kind, count, events))
