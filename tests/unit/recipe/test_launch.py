@@ -46,9 +46,15 @@ from tests.support.run_files import read_json, read_lines, untimed
 
 
 @pytest.fixture
-def desk(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def desk(tmp_path):
     return write_desk(tmp_path)
+
+
+@pytest.fixture
+def at_desk(desk, monkeypatch):
+    """The current directory; no process may be started there, which would be killed with this one."""
+    monkeypatch.chdir(desk)
+    return desk
 
 
 ARITHMETIC = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
@@ -61,7 +67,7 @@ def problems_of(*overrides, recipe="sft", job_file=None, launch=LaunchEnv()):  #
     return {item.where: item.what for item in caught.value.errors}
 
 
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("at_desk")
 def test_misspelt_key_is_named_with_the_nearest_one():
     problems = problems_of("model=model", "data.trian=examples.jsonl", "batch_siz=4", "checkpoint.evry=3")
     assert "did you mean 'train'" in problems["config.data.trian"]
@@ -72,7 +78,7 @@ def test_misspelt_key_is_named_with_the_nearest_one():
     assert problems["config.beta"] == "unknown key 'beta'; did you mean 'algorithm.beta'?"
 
 
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("at_desk")
 def test_overrides_change_a_job_file():
     launch = LaunchEnv(0, 4, 0, 2, nodes=2)
     job = describe_job("", "toy.yaml", ["steps=9", "name=mine"], launch)
@@ -86,7 +92,7 @@ def test_overrides_change_a_job_file():
 
 
 @pytest.mark.feature(86)
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("at_desk")
 def test_key_of_the_environment_may_have_its_other_name(capsys):
     script = ROOT / "tests/support/rl2_environment.py"
     describe_job("grpo", None, [*ARITHMETIC, f"actor.rollout.env_path={script}"], LaunchEnv())
@@ -98,7 +104,7 @@ def test_key_of_the_environment_may_have_its_other_name(capsys):
     assert "did you mean 'actor.rollout.env_path'" in problems["config.actor.rollout.env_pth"]
 
 
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("at_desk")
 def test_other_name_on_the_command_line_overrides_the_file():
     workloads = "module: dlrover.python.rl.recipe.workloads"
     Path("mine.yaml").write_text(
@@ -113,7 +119,7 @@ def test_other_name_on_the_command_line_overrides_the_file():
     assert (config.algorithm.name, config.algorithm.clip_low, config.algorithm.kl_in) == ("grpo", 0.2, "loss")
 
 
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("at_desk")
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
@@ -184,11 +190,11 @@ def test_engine_with_its_own_process_has_no_reference_beside(engine, refused):
         assert bool(problems) == (refused and processes == 2)
 
 
-def test_reward_model_is_a_model_beside_the_policy(desk):
-    scorer = read_json(desk / "model" / "config.json")
+def test_reward_model_is_a_model_beside_the_policy(at_desk):
+    scorer = read_json(at_desk / "model" / "config.json")
     scorer |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-    shutil.copytree(desk / "model", desk / "scorer")
-    (desk / "scorer" / "config.json").write_text(json.dumps(scorer))
+    shutil.copytree(at_desk / "model", at_desk / "scorer")
+    (at_desk / "scorer" / "config.json").write_text(json.dumps(scorer))
     overrides = [*ARITHMETIC, "reward.model=scorer"]
     for more in ([], ["workload.reward.class=ModelRewardWorkload"]):
         job = describe_job("grpo", None, [*overrides, *more], LaunchEnv())

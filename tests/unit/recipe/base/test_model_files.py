@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a model's weights are there and whole, or the job is refused before anything starts."""
+"""Files of models: their weights are whole, their configuration leads somewhere, and the tiny model writes both."""
 
 import json
 import shutil
@@ -82,13 +82,8 @@ def test_truncated_file_is_named_by_check_and_engines(model, length):
         assert message == f"{file} is not whole: {sizes}"
     else:
         assert message.startswith(f"{file} is not a whole safetensors file: its header cannot be read: ")
-    readers = (
-        SafetensorsSource,
-        fingerprint_files,
-        lambda folder: ModelSpec.of(folder).source_of({}, ""),
-        load_causal_lm,
-    )
-    for read in readers:
+    from_spec = lambda folder: ModelSpec.of(folder).source_of({}, "")  # noqa: E731
+    for read in (SafetensorsSource, fingerprint_files, from_spec, load_causal_lm):
         with pytest.raises(EngineError, match=f"^'{file}' is not a complete safetensors file: "):
             read(model)
 
@@ -98,21 +93,14 @@ def test_pointer_of_git_lfs_is_no_file_of_weights(model):
     assert fault_of(model).startswith(f"{model / WEIGHTS} is not a whole safetensors file")
 
 
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "vocab_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-}
+# -- config.model_config ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(written, tmp_path, monkeypatch):
     """The current directory, with ``models/small/config.json`` and ``models/notes.txt``."""
     (tmp_path / "models/small").mkdir(parents=True)
-    (tmp_path / "models/small/config.json").write_text(json.dumps(CONFIG))
+    shutil.copy(written / "config.json", tmp_path / "models/small")
     (tmp_path / "models/notes.txt").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and their environments: many at once, turn by turn, whatever the environment does."""
+"""Samples and their environments, many at once and turn by turn, and samples kept for a lost rollout's replacement."""
 
 import asyncio
 import math
@@ -33,6 +33,12 @@ def seen(call):
     return [entry[1:] for entry in rolled_environments.seen if entry[0] == call]
 
 
+def fetched(say, *infos, samples=1, prompt="ask ", **limits):
+    """The samples of groups with these ``extra_info``, in the environment of this suite."""
+    with rolling(say, OURS, **limits) as rolled:
+        return rolled.fetch(groups(*infos, prompt=prompt), samples=samples)
+
+
 def searching(context, index):
     """Searches once, then answers; every other sample wrongly."""
     if "<information>" not in context:
@@ -54,8 +60,7 @@ def test_environment_of_the_readme_is_loaded_from_its_path(isolated):
 
 @pytest.mark.feature(75)
 def test_environment_without_data_gives_the_first_state():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"seed": 4}, {"seed": 9}, prompt=""), samples=2)
+    taken = fetched(word, {"seed": 4}, {"seed": 9}, prompt="", samples=2)
     assert taken.objects("prompt") == ["game 4: "] * 2 + ["game 9: "] * 2
     assert taken.objects("error") == [None] * 4
 
@@ -78,16 +83,13 @@ def test_continued_states_are_one_sequence_of_the_engines_ids():
 
 
 def test_reward_of_a_sample_is_summed_without_rounding():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]}))
+    taken = fetched(word, {"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]})
     assert taken.dense("reward").tolist() == [1.0, 100.0]
 
 
 @pytest.mark.feature(88)
 def test_other_state_is_another_sequence_of_the_sample():
-    with rolling(word, OURS) as rolled:
-        both = groups({"habit": "unrelated", "until": 3}, {"until": 1})
-        taken = rolled.fetch(both, samples=2)
+    taken = fetched(word, {"habit": "unrelated", "until": 3}, {"until": 1}, samples=2)
     assert taken.dense("prompt_id").tolist() == [0] * 6 + [1] * 2
     assert taken.dense("sample_index").tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
     assert taken.objects("prompt") == ["ask ", "another ", "another "] * 2 + ["ask "] * 2
@@ -95,17 +97,15 @@ def test_other_state_is_another_sequence_of_the_sample():
     numbers = taken.dense("trajectory")
     assert len(set(numbers.tolist())) == 4
     assert (numbers[:3] == numbers[0]).all()
-    samples = SampleView.of(summarize_rows(taken))
-    assert sorted(samples.reward.tolist()) == [0.25, 0.25, 1.5, 1.5]
-    rewarded = summarize_rows(taken).with_columns(reward=np.array([1.0, 0, 0, 0, 0, 0, 0, 0]))
-    advantages = GRPO().annotate(rewarded).dense("advantage")
+    summary = summarize_rows(taken)
+    assert sorted(SampleView.of(summary).reward.tolist()) == [0.25, 0.25, 1.5, 1.5]
+    advantages = GRPO().annotate(summary.with_columns(reward=np.array([1.0, 0, 0, 0, 0, 0, 0, 0]))).dense("advantage")
     assert len(set(advantages[:3].tolist())) == 1
     assert advantages[0] == -advantages[3] > 0
 
 
 def test_state_without_room_for_an_action_ends_the_sample():
-    with rolling(word, OURS, longest=1000) as rolled:
-        taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 1000}))
+    taken = fetched(word, {"habit": "long"}, {"reset": "x" * 1000}, longest=1000)
     assert taken.dense("turns").tolist() == [1, 0]
     assert taken.objects("error") == [None, "the first state leaves no room for an action: it has 1000 tokens"]
     assert not taken.dense("finished").any()
@@ -116,31 +116,29 @@ def test_state_without_room_for_an_action_ends_the_sample():
 
 def test_turn_is_cut_at_the_room_left():
     """The second one is cut off, and counts as such."""
-    with rolling(word, OURS, longest=len("ask word \0seen wo")) as rolled:
-        taken = rolled.fetch(groups({}))
+    taken = fetched(word, {}, longest=len("ask word \0seen wo"))
     assert taken.objects("completion") == ["word seen wo"]
     assert taken.dense("turns").tolist() == [2]
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 
+@pytest.mark.feature(92)
 def test_pool_serves_an_evaluation_beside_open_samples():
     with rolling(word, f"{OURS}:Pool", 3) as rolled:
         under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
         rolled.sample(under_way, enough=1)
-        entry = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
-        assert entry.objects("error") == [None]
+        answers = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
+        assert answers.objects("error") == [None]
         assert rolled.fetch(under_way).objects("error") == [None] * 3
 
 
 @pytest.mark.feature(94)
 def test_two_outputs_of_each_prompt_come_in_order():
-    """The environment is that hook: what it returns as next state is generated from again."""
+    """The environment is a hook after each generation: its next state is generated from again."""
     say = lambda context, index: f"out {index} of {context.split()[0]} "  # noqa: E731
-    with rolling(say, OURS) as rolled:
-        taken = rolled.fetch(groups(*[{"habit": "unrelated"}] * 3), samples=2)
-    assert (
-        taken.objects("completion") == ["out 0 of ask ", "out 0 of another ", "out 1 of ask ", "out 1 of another "] * 3
-    )
+    taken = fetched(say, *[{"habit": "unrelated"}] * 3, samples=2)
+    outputs = [f"out {index} of {state} " for index in (0, 1) for state in ("ask", "another")]
+    assert taken.objects("completion") == outputs * 3
 
 
 @pytest.mark.feature(96)
@@ -150,10 +148,9 @@ def test_turn_under_new_weights_has_their_version():
         rolled.sample(wanted, enough=1)
         rolled.engine.version = 4
         taken = rolled.fetch(wanted)
-    versions, mask = taken.ragged("versions")[0], taken.ragged("action_mask")[0]
-    of_actions = versions[mask].tolist()
-    assert of_actions == sorted(of_actions)
-    assert set(of_actions) == {0, 4}
+    versions = taken.ragged("versions")[0][taken.ragged("action_mask")[0]].tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 4}
     assert (taken.dense("min_version").tolist(), taken.dense("version").tolist()) == ([0, 0], [4, 0])
 
 
@@ -203,8 +200,8 @@ def test_scheduler_runs_inside_a_running_loop():
     """A cell of a notebook runs so."""
 
     async def cell():
-        server = Rolling(word)
-        return server.fetch(groups({}, {})), server.loop.close()
+        rolled = Rolling(word)
+        return rolled.fetch(groups({}, {})), rolled.loop.close()
 
     taken, _ = asyncio.run(cell())
     assert taken.objects("completion") == ["word ", "word "]
@@ -218,9 +215,9 @@ def test_patience_is_asked_between_steps():
         assert rolled.engine.steps == 61
 
 
+# -- kept samples ------------------------------------------------------------------------------------------------------
+
 WANTED = groups({"answer": "7"}, {"answer": "8"}, {"answer": "9"})
-
-
 STAMP = WeightStamp(0, "aa")
 
 
@@ -229,10 +226,17 @@ def say(context, index):
     return "word " * (1 + 4 * index)
 
 
-def member(folder, stamp=STAMP, rank=0):
-    server = Rolling(say, copies=KeptSamples(folder, rank))
+def member(folder, stamp=STAMP):
+    server = Rolling(say, copies=KeptSamples(folder, 0))
     server.scheduler._copies.note(stamp)
     return server
+
+
+def drawn_again(folder, stamp=STAMP, wanted=WANTED):
+    """The indices of samples that the next process draws."""
+    server = member(folder, stamp)
+    server.fetch(wanted, samples=3)
+    return {key[1] for key in server.engine.seeds}
 
 
 @pytest.fixture
@@ -257,15 +261,11 @@ def settle(server):
     server.scheduler._copies._writer.shutdown(wait=True)
 
 
-def samples_drawn(server):
-    return {key[1] for key in server.engine.seeds}
-
-
 def test_next_process_draws_only_unfinished_samples(tmp_path, lost):
-    calm = Rolling(say).fetch(WANTED, samples=3)
-    server = member(tmp_path)
+    calm, server = Rolling(say).fetch(WANTED, samples=3), member(tmp_path)
     assert server.fetch(WANTED, samples=3).objects("completion") == calm.objects("completion")
-    assert samples_drawn(server) == {0, 1, 2} - lost
+    assert {key[1] for key in server.engine.seeds} == {0, 1, 2} - lost
+    assert drawn_again(tmp_path, WeightStamp(1, "cc")) <= {0, 1, 2} - lost, "later weights change nothing"
 
 
 def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
@@ -286,15 +286,7 @@ def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
 def test_samples_of_other_weights_are_drawn_again(tmp_path, lost, stamps):
     for stamp in stamps:
         KeptSamples(tmp_path, 1).note(stamp)  # another worker, while this one was away
-    server = member(tmp_path, stamps[-1])
-    server.fetch(WANTED, samples=3)
-    assert samples_drawn(server) == {0, 1, 2}
-
-
-def test_samples_of_earlier_weights_are_kept(tmp_path, lost):
-    server = member(tmp_path, WeightStamp(1, "cc"))
-    server.fetch(WANTED, samples=3)
-    assert samples_drawn(server) == {0, 1, 2} - lost
+    assert drawn_again(tmp_path, stamps[-1]) == {0, 1, 2}
 
 
 def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
@@ -304,15 +296,11 @@ def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         KeptSamples(tmp_path, 1).note(WeightStamp(0, "bb"))
-    server = member(tmp_path, WeightStamp(1, "cc"))
-    server.fetch(WANTED, samples=3)
-    assert samples_drawn(server) == {0, 1, 2}
+    assert drawn_again(tmp_path, WeightStamp(1, "cc")) == {0, 1, 2}
 
 
 def test_kept_samples_of_other_questions_are_not_used(tmp_path, lost):
-    server = member(tmp_path)
-    server.fetch(groups({}, {}, {}, prompt="another "), samples=3)
-    assert samples_drawn(server) == {0, 1, 2}
+    assert drawn_again(tmp_path, wanted=groups({}, {}, {}, prompt="another ")) == {0, 1, 2}
 
 
 def test_unwanted_samples_are_deleted_and_torn_files_skipped(tmp_path, lost):
