@@ -27,6 +27,7 @@ from tests.chaos.job import tiny_job
 from tests.support.recipe_stage import Stage, kill
 
 SHARING = ("ACTOR", "ROLLOUT", "REFERENCE")
+TOGETHER = ",".join(SHARING)
 
 
 class TurnActor(ActorWorkload):
@@ -41,38 +42,40 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(  # noqa: PLR0913 - all have defaults
-    folder, classes, collocation="", adapters=False, has_reference=True, offload=True, weight_sync="auto", **drawing
-):
-    actor, rollout, reference = classes
-    roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
-    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
-    job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
-    job.config.engine.offload, job.config.engine.weight_sync = offload, weight_sync
-    if adapters:
-        job.config.engine.lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
-    if not has_reference:
-        del roles["REFERENCE"]
-    return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
+APART, IN_TURN = (ActorWorkload, RolloutWorkload, ReferenceWorkload), (TurnActor, TurnRollout, TurnReference)
+
+
+def stage(folder, classes=IN_TURN, collocation=TOGETHER, offload=True, weight_sync="auto", **rollout):
+    roles = {role: (workload, 1) for role, workload in zip(SHARING, classes, strict=True)}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, **rollout}
+    config = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4).config
+    config.engine.offload, config.engine.weight_sync = offload, weight_sync
+    return Stage(folder / "out", GRPOTrainer, {**roles, "REWARD": (RewardWorkload, 1)}, config, collocation)
 
 
 def end_of(job, faults=None):
     job.run(faults)
-    job.workload("REWARD").close()
     return (job.folder / "samples.jsonl").read_bytes(), (job.folder / "model/model.safetensors").read_bytes()
+
+
+def is_held(job, role):
+    return [lock.is_held for lock in job.workload(role)._device_locks]
+
+
+@pytest.fixture(autouse=True)
+def _locks_of_this_test(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    classes = (ActorWorkload, RolloutWorkload, ReferenceWorkload)
-    return end_of(stage(tmp_path_factory.mktemp("undisturbed"), classes))
+    return end_of(stage(tmp_path_factory.mktemp("undisturbed"), APART, ""))
 
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("dies", [False, True])
 def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatch, dies):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
+    job = stage(tmp_path)
     together, publish, submit = [], MemoryLedger.publish, job.port.submit
 
     def memories():
@@ -88,11 +91,11 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
         return ref
 
     def gathering(engine, dtype=None):
-        locks_held.append([lock.is_held for lock in job.workload("ACTOR")._device_locks])
+        locks_held.append(is_held(job, "ACTOR"))
         return gather(engine, dtype)
 
     def receiving(transport, ticket):
-        locks_held.append([lock.is_held for lock in job.workload("ROLLOUT")._device_locks])
+        locks_held.append(is_held(job, "ROLLOUT"))
         return receive(transport, ticket)
 
     gather, receive, locks_held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
@@ -111,9 +114,7 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
 
 @pytest.mark.parametrize(("weight_sync", "dies"), [("pull", False), ("cuda_ipc", False), ("cuda_ipc", True)])
 def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, monkeypatch, weight_sync, dies):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    engine = {"offload": False, "weight_sync": weight_sync}
-    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+    job = stage(tmp_path, offload=False, weight_sync=weight_sync)
     moves, holders = [], []
 
     def moving(cls, name):
@@ -129,7 +130,7 @@ def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, 
         receive = cls.receive
 
         def in_turn(receiver, *arguments, **options):
-            received.append([lock.is_held for lock in job.workload("ROLLOUT")._device_locks])
+            received.append(is_held(job, "ROLLOUT"))
             return receive(receiver, *arguments, **options)
 
         monkeypatch.setattr(cls, "receive", in_turn)
@@ -153,11 +154,9 @@ def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, 
 @pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
 def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, monkeypatch, weight_sync):
     """An evaluation sends the weights after the update."""
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
 
     def run(folder, faults=None):
-        engine = {"offload": False, "weight_sync": weight_sync}
-        job = stage(folder, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+        job = stage(folder, offload=False, weight_sync=weight_sync)
         job.config["eval_every"] = 1
         return end_of(job, faults), [method for _, _, method, *_ in job.port.calls].count("publish_weights")
 
@@ -167,9 +166,8 @@ def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("samples", [4, 6])
 def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
-    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
+    job = stage(tmp_path, samples_per_prompt=samples)
     wakes, read = [], []
     wake, add = TorchRolloutEngine.cuda, TorchRolloutEngine.add
 
@@ -192,7 +190,7 @@ def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
 
 
 def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
-    job, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
+    job, frozen = stage(tmp_path, APART), []
 
     class Noting(GRPOTrainer):
         def fit(self):
@@ -207,11 +205,9 @@ def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
 
 
 def test_rollout_in_turn_cannot_run_ahead(tmp_path, monkeypatch):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    job = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
+    job = stage(tmp_path, max_staleness=1)
     with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
         job.run()
-    job.workload("REWARD").close()
 
 
 @pytest.mark.parametrize(
