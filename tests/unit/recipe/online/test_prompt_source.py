@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a run: their ids when a batch holds one twice."""
+"""The prompts of a run: their order, evaluation sets, dropped ones, and what a resumed run finds changed."""
 
 import json
 
@@ -10,14 +10,18 @@ from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.recipe.base.config import PromptData
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource, digest_of_rows, validate_data
+from tests.support.run_files import write_rows
 
 EXACT = "'dlrover.python.rl.environment.verifiers:exact'"
 
 
+def write_sums(folder, rows=8):
+    return write_rows(folder / "p.jsonl", [{"prompt": f"{row}+1=", "answer": row + 1} for row in range(rows)])
+
+
 def source(folder, rows, **more):
-    path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(rows)))
-    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(path), eval_rows=3), **more))
+    path = write_sums(folder, rows)
+    return PromptSource(GRPOConfig("m", PromptData(path, eval=path, eval_rows=3), **more))
 
 
 def test_rows_are_drawn_epoch_after_epoch_however_many_at_a_time(tmp_path):
@@ -53,21 +57,15 @@ def test_dropped_prompts_stay_out_of_a_resumed_run(tmp_path, caplog):
 
 
 def test_evaluation_sets_have_their_own_rows(tmp_path):
-    path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
-    other.write_text("".join(json.dumps({"prompt": f"q{row}", "answer": row}) + "\n" for row in range(2)))
-    sets = {"first": str(path), "second": str(other)}
-    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval=sets, eval_rows=3)))
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": f"{row}", "answer": row} for row in range(8)])
+    other = write_rows(tmp_path / "q.jsonl", [{"prompt": f"q{row}", "answer": row} for row in range(2)])
+    sets = {"first": path, "second": other}
+    prompts = PromptSource(GRPOConfig("m", PromptData(path, eval=sets, eval_rows=3)))
     assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q0", "q1"]
     assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"] * 2
     rows = prompts.name_sets(prompts.held_out.with_columns(row=prompts.held_out.dense("prompt_id")))
-    assert list(zip(rows.objects("set"), rows.dense("row").tolist(), strict=True)) == [
-        ("first", 0),
-        ("first", 1),
-        ("first", 2),
-        ("second", 0),
-        ("second", 1),
-    ]
+    places = [("first", 0), ("first", 1), ("first", 2), ("second", 0), ("second", 1)]
+    assert list(zip(rows.objects("set"), rows.dense("row").tolist(), strict=True)) == places
     prompts.drop([ConfigError(f"{other}:1", "too long")])
     assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q1"]
     assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"]
@@ -86,10 +84,8 @@ def test_run_back_at_its_beginning_has_every_prompt(tmp_path):
 
 
 def other_evaluation(folder, prompts, **changes):
-    path, other = folder / "p.jsonl", folder / "q.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(8)))
-    other.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in prompts))
-    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(other)), **changes))
+    other = write_rows(folder / "q.jsonl", [{"prompt": text, "answer": 1} for text in prompts])
+    return PromptSource(GRPOConfig("m", PromptData(write_sums(folder), eval=other), **changes))
 
 
 def test_changed_evaluation_prompts_are_checked_again(tmp_path):
@@ -137,9 +133,7 @@ def test_columns_are_taken_from_all_rows_and_files(tmp_path):
 
 @pytest.mark.feature(64)
 def test_dropped_rows_may_be_held_out_of_the_training_file(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
-    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval_rows=3)))
+    prompts = PromptSource(GRPOConfig("m", PromptData(write_sums(tmp_path), eval_rows=3)))
     train, held_out = sorted(prompts.next_rows(5)), prompts.held_out.dense("prompt_id").tolist()
     prompts.drop(too_long(tmp_path, train[0] + 1, held_out[1] + 1))
     assert sorted(prompts.next_rows(4)) == train[1:]
@@ -179,10 +173,7 @@ def test_data_without_lookup_is_not_read(tmp_path, monkeypatch):
     ],
 )
 def test_answer_of_another_type_is_not_called_missing(tmp_path, row, message):
-    path = tmp_path / "p.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{at}", **each}) + "\n" for at, each in enumerate([{"answer": "a"}, row]))
-    )
-    errors = validate_data(GRPOConfig("m", PromptData(str(path), eval_rows=1)))
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "0", "answer": "a"}, {"prompt": "1", **row}])
+    errors = validate_data(GRPOConfig("m", PromptData(path, eval_rows=1)))
     assert [error.where for error in errors] == ([] if message is None else [f"{path}:2"])
     assert message is None or errors[0].what.startswith(message)
