@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.layout import job_from_mapping
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
@@ -43,11 +44,9 @@ def test_list_is_a_command_without_a_shell():
 
 
 def test_command_finds_the_python_of_the_job(monkeypatch):
+    """The environment need not be activated; a path that has its folder is unchanged."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert log(ended({"command": "command -v python"})) == f"{Path(sys.executable).with_name('python')}\n"
-
-
-def test_path_with_the_jobs_folder_is_unchanged():
     path = f"/mine:{Path(sys.executable).parent}:/usr/bin"
     assert torchrun_environment({"PATH": path}, MEMBER, ())["PATH"] == path
 
@@ -75,30 +74,26 @@ def test_failed_program_runs_again_until_the_limit():
     assert log(status).count("started") == 4
 
 
-def test_missing_program_is_named():
+def test_missing_program_or_function_is_named():
     assert "pythn train.py: No such file or directory" in ended({"command": ["pythn", "train.py"]}).reason
-
-
-def test_missing_function_is_refused_with_the_nearest_name():
     Path("nearly.py").write_text("def main(config): ...\n")
-    with pytest.raises(
-        Exception, match=r"workload\.train\.function: module 'nearly' has no 'mian'; did you mean 'main'"
-    ):
+    message = r"workload\.train\.function: module 'nearly' has no 'mian'; did you mean 'main'"
+    with pytest.raises(InvalidJob, match=message):
         ended({"function": "nearly:mian"})
 
 
 @pytest.mark.parametrize(
     ("outer", "devices", "visible"),
     [
-        ({}, (), None),
-        ({}, (5,), "0,5"),
-        ({}, (0,), "1,0"),
-        ({"CUDA_VISIBLE_DEVICES": "4,6,7"}, (2,), "4,7"),
-        ({"CUDA_VISIBLE_DEVICES": "7"}, (0,), "7"),
-        ({}, (2, 3), "2,3"),
+        (None, (), None),
+        (None, (5,), "0,5"),
+        (None, (0,), "1,0"),
+        ("4,6,7", (2,), "4,7"),
+        ("7", (0,), "7"),
+        (None, (2, 3), "2,3"),
     ],
 )
 def test_device_at_local_rank_is_the_members_own(outer, devices, visible):
-    environment = torchrun_environment(outer, MEMBER, devices)
+    environment = torchrun_environment({"CUDA_VISIBLE_DEVICES": outer} if outer else {}, MEMBER, devices)
     assert environment.get("CUDA_VISIBLE_DEVICES") == visible
     assert environment["TORCHELASTIC_RESTART_COUNT"] == "2"

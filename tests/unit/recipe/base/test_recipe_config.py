@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
@@ -44,12 +45,15 @@ def test_defaults_depend_on_the_jobs_devices(monkeypatch, devices, cuda_is_here,
     assert (*settings_found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
 
 
-def test_given_values_stay():
+def test_given_values_stay(monkeypatch):
     engine = {"precision": "fp32", "rollout": "torch", "gradient_checkpointing": False, "max_batch": 7}
     config = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
     cfg = complete_config(PolicyConfig, config, "GPU")
     assert {name: getattr(cfg.engine, name) for name in engine} == engine
     assert (cfg.rollout.max_new_tokens, cfg.prompts_per_step) == (9, 3)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    cfg = complete_config(PolicyConfig, {**GIVEN, "engine": {"device": "cpu"}}, "HERE")
+    assert cfg.engine.precision == "fp32", "one process may compute on a CPU beside a GPU"
 
 
 def test_vllm_is_the_default_only_where_it_is_installed(monkeypatch):
@@ -70,11 +74,6 @@ def test_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InvalidJob, match=message):
         complete_config(PolicyConfig, {**GIVEN, "engine": {"device": device}}, devices)
-
-
-def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert complete_config(PolicyConfig, {**GIVEN, "engine": {"device": "cpu"}}, "HERE").engine.precision == "fp32"
 
 
 @pytest.mark.parametrize("devices", ["CPU", "GPU"])
@@ -121,27 +120,24 @@ def test_rl2_values_are_translated(settings, algorithm):
     assert len(lines) == len(algorithm)
 
 
+NORM_VAR = "config.adv.norm_var: must be one of true, false, got"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"norm_var": "yes"},
-            "config.adv.norm_var: must be one of true, false, got 'yes'; here it is algorithm.norma",
-        ),
-        (
-            {"norm_var": [1]},
-            "config.adv.norm_var: must be one of true, false, got [1]; here it is algorithm.normalize",
-        ),
-        (
-            {"estimator": "gea"},
-            """config.adv.estimator: must be one of "gae", "reinforce", got 'gea'; here it is al""",
-        ),
+        ({"norm_var": "yes"}, f"{NORM_VAR} 'yes'; here it is algorithm.norma"),
+        ({"norm_var": [1]}, f"{NORM_VAR} [1]; here it is algorithm.normalize"),
+        ({"estimator": "gea"}, """config.adv.estimator: must be one of "gae", "reinforce", got 'gea'; here it is al"""),
     ],
 )
 def test_rl2_values_without_an_equal_are_refused(settings, message):
     with pytest.raises(InvalidJob) as caught:
         rename_keys(PolicyConfig, {"adv": settings}, "config")
     assert str(caught.value.errors[0]).startswith(message)
+
+
+TARGETS, SUCH_AS = "engine.lora.targets, the last parts", "engine.lora, such as {"
 
 
 @pytest.mark.parametrize("schema", [PolicyConfig, SFTConfig])
@@ -151,17 +147,14 @@ def test_rl2_values_without_an_equal_are_refused(settings, message):
         ({"lora_rank": 8}, "engine.lora.rank"),
         ({"lora_r": 8}, "engine.lora.rank"),
         ({"lora_alpha": 8}, "engine.lora.alpha"),
-        ({"lora_target_modules": ["q_proj"]}, "engine.lora.targets, the last parts"),
-        ({"target_modules": "all-linear"}, "engine.lora.targets, the last parts"),
-        ({"lora": {"rank": 8}}, "engine.lora, such as {"),
-        ({"lora": 8}, "engine.lora, such as {"),
-        ({"actor": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
-        ({"use_peft": True}, "engine.lora, such as {"),
-        ({"ds": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
+        ({"lora_target_modules": ["q_proj"]}, TARGETS),
+        ({"target_modules": "all-linear"}, TARGETS),
+        ({"lora": {"rank": 8}}, SUCH_AS),
+        ({"lora": 8}, SUCH_AS),
+        ({"use_peft": True}, SUCH_AS),
+        ({"ds": {"lora": {"rank": 8}}}, SUCH_AS),
         ({"engine": {"lora_rank": 8}}, "engine.lora.rank"),
-        ({"actor_rollout_ref": {"model": {"lora_rank": 8}}}, "engine.lora.rank"),
-        ({"actor_rollout_ref": {"model": {"lora_alpha": 8}}}, "engine.lora.alpha"),
-        ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, "engine.lora.targets, the last parts"),
+        ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, TARGETS),
     ],
 )
 def test_foreign_keys_of_adapters_are_answered_with_their_place(schema, config, answer):
@@ -197,20 +190,16 @@ def test_files_missing_from_the_index_are_not_counted(tmp_path):
 
 def test_size_of_a_model_is_read_from_its_files(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
-    from transformers import AutoModelForCausalLM
-
     stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     tied = sum(tensor.numel() for tensor in {tensor.data_ptr(): tensor for tensor in stored.values()}.values())
     assert count_parameters(folder) == tied
     cfg = PolicyConfig(str(folder), engine=EngineConfig().resolve(False))
-    assert describe_engines(cfg) == [
-        f"model: {folder}, {tied / 1e3:.3g} k parameters; {4 * tied / 1e3:.3g} kB of weights to generate,"
-        f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
-        "engines: train fsdp2, rollout torch, on cpu in fp32",
-    ]
-    assert describe_engines(cfg, generates=False) == [
-        f"model: {folder}, {tied / 1e3:.3g} k parameters; {16 * tied / 1e3:.3g} kB to train, activations not counted",
-        "engines: train fsdp2, on cpu in fp32",
-    ]
+    for generates, weights, engines in (
+        (True, f" {4 * tied / 1e3:.3g} kB of weights to generate,", "train fsdp2, rollout torch, on cpu in fp32"),
+        (False, "", "train fsdp2, on cpu in fp32"),
+    ):
+        size = f"{tied / 1e3:.3g} k parameters;{weights} {16 * tied / 1e3:.3g} kB to train, activations not counted"
+        lines = [f"model: {folder}, {size}", f"engines: {engines}"]
+        assert describe_engines(cfg, generates=generates) == lines
     (folder / "model.safetensors").write_bytes(b"broken")
     assert count_parameters(folder) is None
