@@ -64,7 +64,7 @@ def call(method, *args):
 @pytest.fixture
 def timed():
     clock = ManualClock()
-    return clock, TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), clock)
+    return clock, TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), PHASES, clock)
 
 
 @pytest.mark.feature(140)
