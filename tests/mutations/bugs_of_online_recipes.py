@@ -11,21 +11,16 @@ _COLUMNS = "data/batch.py"
 
 TESTS = {
     _BATCH: (
-        "recipe/online/test_step_batch.py",
         "recipe/trainers/test_policy_trainer.py",
-        "recipe/reporting/test_whole_samples.py",
+        "recipe/reporting/test_reward_figures.py",
         "recipe/online/test_collector.py",
     ),
-    _REWARDS: (
-        "recipe/online/test_step_batch.py",
-        "recipe/online/test_failures.py",
-        "recipe/reporting/test_whole_samples.py",
-    ),
-    _UPDATES: ("recipe/online/test_failures.py",),
+    _REWARDS: ("recipe/trainers/test_policy_trainer.py", "recipe/reporting/test_reward_figures.py"),
+    _UPDATES: ("recipe/base/test_updates.py",),
     _COLUMNS: ("environment/test_turns.py",),
-    _COLLECTOR: ("recipe/online/test_staleness.py", "recipe/online/test_collector.py"),
+    _COLLECTOR: ("recipe/online/test_collector.py",),
     _PROMPTS: ("recipe/online/test_prompt_source.py",),
-    _TRAINER: ("recipe/trainers/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
+    _TRAINER: ("recipe/trainers/test_policy_trainer.py",),
     _PLAN: ("recipe/trainers/test_policy_trainer.py",),
 }
 

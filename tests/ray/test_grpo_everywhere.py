@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0")
-JUMBLED = ("reward.function=launched_rewards:jumble",)
+JUMBLED = ("reward.function=tests.support.policy_rewards:jumble",)
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
 
 SPLIT = "+engine.parallel={tensor_parallel_size: 2}"

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of the recipes that learn from examples, small enough for a test."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,7 +10,6 @@ from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, ScorerWorkload
-from tests.support.documented_metrics import undocumented
 from tests.support.recipe_stage import Stage
 
 TRAINERS = {"sft": SFTTrainer, "rm": RMTrainer, "dpo": DPOTrainer}
@@ -30,34 +26,21 @@ PAIRS = [
 EXAMPLES = [{"prompt": row["prompt"], "response": row["chosen"]} for row in PAIRS]
 
 
-def write_rows(file: Path, rows) -> str:
-    """Rows as JSON Lines; the path."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def stage(kind, folder, config, roles=None) -> Stage:
     """A job of the recipe ``kind`` that writes to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     return Stage(folder, TRAINERS[kind], roles or ROLES[kind], config)
 
 
-def metrics_of(folder) -> list[dict]:
-    """What a run logged, step by step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert undocumented(rows) == []
-    return rows
-
-
 def log_probs(model: str, rows, side="response") -> list[np.ndarray]:
-    """Of each trained token of each row, by the plain model."""
+    """The log-probs of each row's trained tokens, by the plain model."""
     module, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    found = []
+    per_row = []
     for row in rows:
         encoded = encode_raw(tokenizer, row["prompt"], row[side])
         tokens = torch.tensor(encoded.tokens)
         with torch.no_grad():
-            told = torch.log_softmax(module(tokens[None]).logits[0].float(), dim=-1)
+            scores = torch.log_softmax(module(tokens[None]).logits[0].float(), dim=-1)
         mask = torch.tensor(encoded.action_mask)
-        found.append(told[:-1][mask[1:]].gather(1, tokens[mask][:, None])[:, 0].numpy())
-    return found
+        per_row.append(scores[:-1][mask[1:]].gather(1, tokens[mask][:, None])[:, 0].numpy())
+    return per_row

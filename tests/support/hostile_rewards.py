@@ -8,7 +8,7 @@ import time
 
 
 def lot(text: str, of: int) -> int:
-    """The same for the same text."""
+    """A number below ``of`` that depends on the text alone."""
     return sum(text.encode()) % of
 
 
@@ -44,7 +44,7 @@ async def close(extra_info):
 
 
 class Bombs:
-    """A step that no interpreter survives: whoever plays beside is lost, too."""
+    """A step that no interpreter survives: games beside it are lost, too."""
 
     episodes = 4
 

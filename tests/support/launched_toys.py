@@ -17,7 +17,7 @@ from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
 
 class Adder(BaseWorkload):
-    """Adds what all ranks were given to a sum that every one of them keeps."""
+    """Adds the values of all ranks to a sum that each rank keeps."""
 
     needs_own_process = True
 

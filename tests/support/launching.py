@@ -53,13 +53,13 @@ SFT = (
 PAIRS = "model=model data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3 engine.threads=1"
 GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
-    "steps=2 reward.function=launched_rewards:jumble "
+    "steps=2 reward.function=tests.support.policy_rewards:jumble "
     "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
 )
 WITH_CRITIC = "optimizer.lr=1e-3 critic.optimizer.lr=1e-3"
 PPO = GRPO.replace("recipe.grpo", "recipe.ppo").replace("prompts_per_step=4", f"prompts_per_step=8 {WITH_CRITIC}")
 DISTILL = (
-    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=launched_rewards:jumble ", "")
+    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=tests.support.policy_rewards:jumble ", "")
     + " teachers.teacher.model=teacher"
 )
 TWO_STEPS = {
@@ -77,12 +77,12 @@ ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 def started(desk, *lines, **env):
     """Processes of these command lines, all killed in the end, with whatever they have started."""
     paths = str(ROOT)
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
     children = [
         subprocess.Popen(
             [sys.executable, *shlex.split(line)],
             cwd=desk,
-            env={**known, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
+            env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -102,12 +102,12 @@ def started(desk, *lines, **env):
 
 def _working_in(folder):
     """The processes that work there: torchrun's children have sessions of their own."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
             if entry.readlink() == folder:
-                found.append(int(entry.parent.name))
-    return found
+                pids.append(int(entry.parent.name))
+    return pids
 
 
 def run(desk, *lines, code=0, **env):
@@ -131,7 +131,7 @@ def differ(one, other):
 
 
 def launched_rank(rank, world_size, port, desk, line):
-    """What a launcher would have started, in a process that has imported torch already."""
+    """Run a rank as a launcher would, in a process that has imported torch already."""
     os.chdir(desk)
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in place.items()}

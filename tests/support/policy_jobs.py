@@ -11,7 +11,7 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
-from tests.support.documented_metrics import undocumented
+from tests.support.run_files import read_json, steps_of, write_rows
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
 TRAINERS = {
@@ -35,7 +35,7 @@ def policy_job(folder, recipe, *, roles=(), out="out", **config):
     folder = Path(folder)
     write_inputs(folder)
     trainer, own = TRAINERS[recipe]
-    builder = JobBuilder().device_type("CPU").device_per_node(16).config(_config(folder) | config)
+    builder = JobBuilder().device_type("CPU").device_per_node(16).config(policy_config(folder) | config)
     builder.trainer(f"dlrover.python.rl.recipe.{recipe}", trainer)
     builder.actor(WORKLOADS, "ActorWorkload").total(1)
     builder.rollout(WORKLOADS, "RolloutWorkload").total(1)
@@ -52,10 +52,10 @@ def write_inputs(folder):
     if not (folder / "model").exists():
         write_tiny_model(folder / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(folder / "problems.jsonl", rows)
 
 
-def _config(folder):
+def policy_config(folder):
     return {
         "model": str(folder / "model"),
         "data": {"train": str(folder / "problems.jsonl"), "eval_rows": 4},
@@ -72,9 +72,7 @@ def finished(job):
     """Run a job in this process; its folder and the metrics of its steps from 1 on."""
     status = run_here(check_job(job, local=True))
     assert status.phase is Phase.FINISHED, status.cause
-    rows = [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
-    assert undocumented(rows) == []
-    return job.job_dir, [row for row in rows if row["step"]]
+    return job.job_dir, steps_of(job.job_dir)
 
 
 def write_teacher(folder, name="teacher", sharper=3.0, seed=0):
@@ -86,15 +84,23 @@ def write_teacher(folder, name="teacher", sharper=3.0, seed=0):
     return str(folder / name)
 
 
+def swap_tokens(model, first, second):
+    """Let a model give two tokens each other's ids."""
+    tokenizer = read_json(model / "tokenizer.json")
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
 @torch.no_grad()
 def reverse_kl(student, teacher, rows=256, length=8):
     """KL(student || teacher) over the whole vocabulary: the mean over the tokens of samples that the student draws."""
     student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in (student, teacher))
     draw = torch.Generator().manual_seed(0)
     ids = torch.tensor([list(b"%d+%d=" % (1 + row % 9, 1 + row // 9 % 9)) for row in range(rows)])
-    found = []
+    terms = []
     for _ in range(length):
         p, q = (model(ids).logits[:, -1].double().log_softmax(-1) for model in (student, teacher))
-        found.append((p.exp() * (p - q)).sum(-1).mean())
+        terms.append((p.exp() * (p - q)).sum(-1).mean())
         ids = torch.cat([ids, torch.multinomial(p.exp(), 1, generator=draw)], dim=1)
-    return float(torch.stack(found).mean())
+    return float(torch.stack(terms).mean())

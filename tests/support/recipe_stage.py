@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe's job in one process, with its workers and its trainer killed at chosen calls."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dlrover.python.rl.common.names import RLRoleType, member_name
@@ -60,7 +61,7 @@ def flip_a_bit(actor, ticket, name):
 
 
 class Stage:
-    """A job that is run to its end through whatever faults.
+    """A job that is run to its end through faults.
 
     Args:
         folder: the job's directory.
@@ -72,7 +73,7 @@ class Stage:
 
     def __init__(self, folder, trainer, roles, config, collocation=""):
         self.folder, self.trainer, self.roles, self.config, self.epoch = folder, trainer, roles, config, 0
-        self.collocation, self.commit_every = collocation, 1
+        self.collocation, self.commit_every, self._judges = collocation, 1, []
         self.port = FaultyPort({RLRoleType(role): [] for role in roles})
         for role, (_, size) in roles.items():
             self.port.members[RLRoleType(role)].extend(self.member(role, rank, 1) for rank in range(size))
@@ -83,17 +84,24 @@ class Stage:
         name = member_name("job", "run1", role, rank, incarnation)
         context = MemberContext(name, RLRoleType(role), rank, size, collocation=self.collocation)
         host.start(workload, context, None, self.config)
+        if role == "REWARD":
+            self._judges.append(host.workload)
         return LocalMember(host, {}, incarnation, workload.needs_own_process)
 
     def run(self, faults=None):
-        """Run it; a trainer that was killed is started again."""
+        """Run it; a trainer that was killed is started again.
+
+        Verifiers end here: a killed worker's process would have taken its own along.
+        """
         self.port.faults = dict(faults or {})
         self.folder.mkdir(parents=True, exist_ok=True)
-        for _ in range(12):
-            try:
-                return run_trainer(self._make, self._link())
-            except TrainerKilled:
-                continue
+        try:
+            for _ in range(12):
+                with suppress(TrainerKilled):
+                    return run_trainer(self._make, self._link())
+        finally:
+            for judge in self._judges:
+                judge.close()
         raise AssertionError("the trainer never came to its end")
 
     def _link(self):

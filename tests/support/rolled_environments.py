@@ -66,7 +66,7 @@ async def shutdown():
 
 
 class Pool:
-    """Two worlds; whoever closes late keeps others waiting."""
+    """Two worlds; one that is closed late keeps others waiting."""
 
     episodes = 2
 

@@ -16,18 +16,18 @@ FOREVER = 1e9
 
 
 def actor(model):
-    made = ActorWorkload(None, {})
-    made.init_model(model, ENGINE, OptimizerConfig(lr=1e-2), GRPO())
-    return made
+    workload = ActorWorkload(None, {})
+    workload.init_model(model, ENGINE, OptimizerConfig(lr=1e-2), GRPO())
+    return workload
 
 
 def member(model, ticket=None, engine=ENGINE, **rollout):
     """A rollout with these fields of its configuration."""
-    made = RolloutWorkload(None, {})
-    made.init_model(model, engine, RolloutConfig(**rollout))
+    workload = RolloutWorkload(None, {})
+    workload.init_model(model, engine, RolloutConfig(**rollout))
     if ticket is not None:
-        made.receive_weights(ticket)
-    return made
+        workload.receive_weights(ticket)
+    return workload
 
 
 def trained(actor):

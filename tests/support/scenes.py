@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment whose states never go on from each other: a sample of two turns is two rows. Some fail in the second;
-what is trained on is not what people read."""
+"""An environment of states that never continue each other: a sample of two turns is two rows. Some fail in the second;
+rewards are not the scores that people read."""
 
 
 def lot(text: str, of: int) -> int:
-    """The same for the same text."""
+    """A number below ``of`` that depends on the text alone."""
     return sum(text.encode()) % of
 
 
@@ -14,12 +14,12 @@ async def reset(extra_info):
 
 async def step(state, action, extra_info):
     if "again" not in extra_info:
-        told = {**extra_info, "again": True}
+        info = {**extra_info, "again": True}
         return {
             "next_state": "next scene: ",
             "reward": lot(action, 3) / 2,
             "score": 0.0,
-            "extra_info": told,
+            "extra_info": info,
             "done": False,
         }
     if lot(action, 5) == 0:

@@ -99,16 +99,16 @@ class Rolling:
 
 @contextmanager
 def rolling(say, where=None, *arguments, isolated=False, options=None, **limits):
-    """With the environment called ``where``; it is shut down behind."""
+    """A scheduler for the environment called ``where``, which is shut down at the end."""
     environment = None
     if where is not None:
         environment = (IsolatedEnvironment if isolated else load_environment)(where, options)
-    made = Rolling(say, environment, *arguments, **limits)
+    rolled = Rolling(say, environment, *arguments, **limits)
     try:
-        yield made
+        yield rolled
     finally:
-        made.loop.run(made.scheduler.close())
-        made.loop.close()
+        rolled.loop.run(rolled.scheduler.close())
+        rolled.loop.close()
 
 
 def groups(*infos, prompt="ask ", created_step=1):
@@ -120,7 +120,7 @@ def groups(*infos, prompt="ask ", created_step=1):
 
 
 def texts(batch, name, tokenizer=None):
-    """Rows of a ragged column as text: those of ``tokens`` that ``name``, a mask, chooses."""
+    """The tokens of each row that the mask ``name`` chooses, as text."""
     tokenizer = tokenizer or make_byte_tokenizer()
     masks = batch.ragged(name)
     return [tokenizer.decode(row[mask]) for row, mask in zip(batch.ragged("tokens"), masks, strict=True)]

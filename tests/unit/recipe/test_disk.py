@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A disk that is full for a while: a run waits, and leaves no half line."""
 
-import json
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
 from dlrover.python.rl.runtime.run.progress import redraw
+from tests.support.run_files import read_json, read_lines
 
 QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
 NONE = DiskWait(limit_s=0.05, pause_s=0.01)
@@ -47,14 +47,14 @@ class SmallDisk:
 
 
 class Relief(logging.Handler):
-    """Makes room as soon as somebody says that there is none."""
+    """Makes room as soon as a warning of the full disk is logged."""
 
     def __init__(self, disk):
         super().__init__(logging.WARNING)
-        self.disk, self.said = disk, []
+        self.disk, self.messages = disk, []
 
     def emit(self, record):
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
         self.disk.relieve()
 
 
@@ -77,7 +77,14 @@ def relief(disk):
     logger.removeHandler(handler)
 
 
-def test_a_file_on_a_disk_that_stays_full_is_as_it_was(disk):
+def make_actor(folder):
+    model = write_tiny_model(folder / "T", hidden=32, layers=1, max_positions=16)
+    actor = ActorWorkload(None, {})
+    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
+    return actor, (model / "model.safetensors").read_bytes()
+
+
+def test_file_on_a_full_disk_is_unchanged(disk):
     for write, name in ((append, "lines"), (replace, "whole")):
         write(disk.folder / name, b"before\n", NONE)
     disk.fill(left=8192)
@@ -88,11 +95,11 @@ def test_a_file_on_a_disk_that_stays_full_is_as_it_was(disk):
     assert sorted(os.listdir(disk.folder)) == ["filler", "lines", "whole"]
 
 
-def test_a_whole_log_is_written_through_full_disks(disk, relief):
-    log = RunLog(disk.folder, QUICK)
+def test_log_is_written_whole_through_full_disks(disk, relief):
+    log, steps = RunLog(disk.folder, QUICK), (1, 2, 3)
     disk.fill()
     log.begin_step(1)
-    for step in (1, 2, 3):
+    for step in steps:
         log.begin_step(step)
         disk.fill(left=4096)
         log.write_samples(step, [{"prompt": "x" * 2000, "row": row} for row in range(5)])
@@ -105,49 +112,44 @@ def test_a_whole_log_is_written_through_full_disks(disk, relief):
     ):
         disk.fill()
         close()
-    samples, metrics = ((disk.folder / name).read_text().splitlines() for name in ("samples.jsonl", "metrics.jsonl"))
-    assert [(row["step"], row["row"]) for row in map(json.loads, samples)] == [
-        (step, row) for step in (1, 2, 3) for row in range(5)
-    ]
-    assert [json.loads(row)["step"] for row in metrics] == [1, 2, 3]
+    samples, metrics = (read_lines(disk.folder / name) for name in ("samples.jsonl", "metrics.jsonl"))
+    assert [(row["step"], row["row"]) for row in samples] == [(step, row) for step in steps for row in range(5)]
+    assert [row["step"] for row in metrics] == [1, 2, 3]
     events = EventAccumulator(str(disk.folder / "tensorboard"))
     events.Reload()
-    assert [(event.step, round(event.value, 3)) for event in events.Scalars("figure_79")] == [
-        (step, round(79 + step / 10, 3)) for step in (1, 2, 3)
-    ]
+    values = {event.step: event.value for event in events.Scalars("figure_79")}
+    assert values == pytest.approx({step: 79 + step / 10 for step in steps}, abs=1e-3)
     assert (disk.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((disk.folder / "summary.json").read_text())["what"] == "x" * 9000
-    waited = {line.split()[4].rstrip(";").rpartition("/")[2] for line in relief.said}
+    assert read_json(disk.folder / "summary.json")["what"] == "x" * 9000
+    waited = {line.split()[4].rstrip(";").rpartition("/")[2] for line in relief.messages}
     assert {"samples.jsonl", "metrics.jsonl", "held_out.jsonl", "summary.json", "reward.png"} <= waited
 
 
-def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
-    model = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=16)
-    actor = ActorWorkload(None, {})
-    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
+def test_model_is_saved_once_there_is_room(disk, relief, tmp_path):
+    actor, content = make_actor(tmp_path)
     disk.fill(left=20_000)
     gathered, named_weights = [], actor._engine.named_weights
     actor._engine.named_weights = lambda: gathered.append(1) or named_weights()
     actor.save(disk.folder / "model")
     assert gathered == [1], "the other ranks take part once"
     assert sorted(os.listdir(disk.folder)) == ["model"]
-    assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    (said,) = relief.said
-    assert said.startswith(f"no disk space for {disk.folder / 'model'}; waiting up to 60 s: ")
+    assert (disk.folder / "model" / "model.safetensors").read_bytes() == content
+    (message,) = relief.messages
+    assert message.startswith(f"no disk space for {disk.folder / 'model'}; waiting up to 60 s: ")
 
 
-def test_the_curve_of_a_failed_run_is_not_waited_for(disk, relief, caplog):
+def test_curve_of_a_failed_run_is_not_waited_for(disk, relief, caplog):
     (disk.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     disk.fill()
     with caplog.at_level(logging.WARNING, "dlrover"):
         redraw(disk.folder)
-    assert relief.said == []
+    assert relief.messages == []
     assert "continuing without loss.png: [Errno 28] No space left on device" in caplog.text
     assert not (disk.folder / "loss.png").exists()
 
 
-def test_a_model_whose_upload_has_failed_is_written_whole_again(tmp_path, monkeypatch):
-    model, failures = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=16), [OSError(5, "upload")]
+def test_model_is_written_whole_again_after_a_failed_upload(tmp_path, monkeypatch):
+    failures = [OSError(5, "upload")]
 
     @contextmanager
     def uploaded(place):
@@ -157,9 +159,8 @@ def test_a_model_whose_upload_has_failed_is_written_whole_again(tmp_path, monkey
             raise failures.pop()
 
     monkeypatch.setattr(engine_workload, "local_folder", uploaded)
-    actor = ActorWorkload(None, {})
-    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
+    actor, content = make_actor(tmp_path)
     actor.save(tmp_path / "model")
-    assert (tmp_path / "model/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (tmp_path / "model/model.safetensors").read_bytes() == content
     with pytest.raises(EngineError, match="there was none"):
         actor._engine.save_again(tmp_path / "again")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.layout import job_from_mapping
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
@@ -31,34 +32,32 @@ def log(status):
     return (Path(status.folder) / "logs" / "TRAIN-0.log").read_text()
 
 
-def test_a_command_runs_in_a_shell_with_the_variables_of_torchrun():
+def test_command_runs_in_a_shell_with_torchruns_variables():
     status = ended({"command": "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE; echo to stderr >&2"})
     assert status.phase is Phase.FINISHED
     assert sorted(log(status).splitlines()) == ["0/1 0/1", "to stderr"]
 
 
-def test_a_list_is_a_command_without_a_shell():
+def test_list_is_a_command_without_a_shell():
     status = ended({"command": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "$HOME; *"]})
     assert log(status) == "['$HOME; *']\n"
 
 
-def test_python_is_that_of_the_job_where_its_environment_is_not_activated(monkeypatch):
+def test_command_finds_the_python_of_the_job(monkeypatch):
+    """The environment need not be activated; a path that has its folder is unchanged."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert log(ended({"command": "command -v python"})) == f"{Path(sys.executable).with_name('python')}\n"
+    path = f"/mine:{Path(sys.executable).parent}:/usr/bin"
+    assert torchrun_environment({"PATH": path}, MEMBER, ())["PATH"] == path
 
 
-def test_folders_of_programs_stay_in_their_order_where_the_environments_is_among_them():
-    given = f"/mine:{Path(sys.executable).parent}:/usr/bin"
-    assert torchrun_environment({"PATH": given}, MEMBER, ())["PATH"] == given
-
-
-def test_a_function_gets_the_config():
+def test_function_gets_the_config():
     Path("mine.py").write_text("def main(config):\n    print(config.lr * 2, sorted(config))\n")
     assert log(ended({"function": "mine:main"}, {"lr": 2.0})) == "4.0 ['lr']\n"
 
 
 @pytest.mark.slow
-def test_a_function_that_raises_shows_its_own_frames_only():
+def test_function_with_an_error_shows_its_own_frames_only():
     Path("faulty.py").write_text("def main(config):\n    raise ValueError('no such corpus')\n")
     status = ended({"function": "faulty:main"})
     assert status.phase is Phase.FAILED
@@ -68,37 +67,33 @@ def test_a_function_that_raises_shows_its_own_frames_only():
 
 
 @pytest.mark.slow
-def test_an_exit_code_fails_with_the_last_line_and_the_program_runs_again_until_the_limit():
+def test_failed_program_runs_again_until_the_limit():
     status = ended({"command": "echo started; echo 'no such corpus' >&2; exit 7"})
     assert status.phase is Phase.FAILED
     assert "exit code 7: no such corpus" in status.reason
     assert log(status).count("started") == 4
 
 
-def test_a_program_that_is_not_there_is_named():
+def test_missing_program_or_function_is_named():
     assert "pythn train.py: No such file or directory" in ended({"command": ["pythn", "train.py"]}).reason
-
-
-def test_a_function_that_is_not_there_is_refused_with_the_nearest_name():
     Path("nearly.py").write_text("def main(config): ...\n")
-    with pytest.raises(
-        Exception, match=r"workload\.train\.function: module 'nearly' has no 'mian'; did you mean 'main'"
-    ):
+    message = r"workload\.train\.function: module 'nearly' has no 'mian'; did you mean 'main'"
+    with pytest.raises(InvalidJob, match=message):
         ended({"function": "nearly:mian"})
 
 
 @pytest.mark.parametrize(
     ("outer", "devices", "visible"),
     [
-        ({}, (), None),
-        ({}, (5,), "0,5"),
-        ({}, (0,), "1,0"),
-        ({"CUDA_VISIBLE_DEVICES": "4,6,7"}, (2,), "4,7"),
-        ({"CUDA_VISIBLE_DEVICES": "7"}, (0,), "7"),
-        ({}, (2, 3), "2,3"),
+        (None, (), None),
+        (None, (5,), "0,5"),
+        (None, (0,), "1,0"),
+        ("4,6,7", (2,), "4,7"),
+        ("7", (0,), "7"),
+        (None, (2, 3), "2,3"),
     ],
 )
-def test_the_device_at_local_rank_is_the_members_own(outer, devices, visible):
-    environment = torchrun_environment(outer, MEMBER, devices)
+def test_device_at_local_rank_is_the_members_own(outer, devices, visible):
+    environment = torchrun_environment({"CUDA_VISIBLE_DEVICES": outer} if outer else {}, MEMBER, devices)
     assert environment.get("CUDA_VISIBLE_DEVICES") == visible
     assert environment["TORCHELASTIC_RESTART_COUNT"] == "2"

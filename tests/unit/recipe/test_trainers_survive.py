@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO and distillation through deaths of workers and of the trainer: the end is that of an undisturbed run, to the bit,
-the critic's too."""
+"""Recipes through deaths of workers and of the trainer: they end like an undisturbed run, to the bit."""
 
-import json
 import random
 
+import numpy as np
 import pytest
 
+from dlrover.python.rl.common.errors import DataError, NonFiniteUpdate, WeightsLost
 from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.recipe.distill import DistillationTrainer
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.ppo import PPOTrainer
 from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
@@ -18,74 +21,59 @@ from dlrover.python.rl.recipe.workloads import (
     RolloutWorkload,
     TeacherWorkload,
 )
-from tests.support.policy_jobs import write_inputs, write_teacher
-from tests.support.recipe_stage import Stage, both, kill, kill_trainer
+from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.support import example_jobs
+from tests.support.policy_jobs import policy_config, write_inputs, write_teacher
+from tests.support.recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer
+from tests.support.run_files import read_json, read_lines, untimed, write_rows
 
 STEPS = 3
-TIMES = ("time/", "speed/", "memory/")
-TRAINED = {"ppo": ("ACTOR", "CRITIC"), "distill": ("ACTOR",)}
-JUDGES = []
+COLLECTING = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
+RECIPES = {
+    "grpo": (GRPOTrainer, {}),
+    "ppo": (PPOTrainer, {"CRITIC": (CriticWorkload, 1), "REFERENCE": (ReferenceWorkload, 1)}),
+    "distill": (DistillationTrainer, {"TEACHER": (TeacherWorkload, 2), "CODER": (TeacherWorkload, 1)}),
+}
 
 
-class Judge(RewardWorkload):
-    """A killed process would take its verifiers with it; here the test does."""
-
-    def init_verifier(self, reward, columns):
-        JUDGES.append(self)
-        super().init_verifier(reward, columns)
-
-
-def end_verifiers():
-    while JUDGES:
-        JUDGES.pop().close()
-
-
-@pytest.fixture(autouse=True)
-def _no_verifier_is_left():
-    yield
-    end_verifiers()
-
-
-ROLES = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (Judge, 1)}
-
-
-def stage(folder, inputs, recipe):
-    """PPO with all it has: values, a reference in the reward, log-probs computed anew, several updates, a warm-up. Or
-    two teachers that tell their likely ids."""
-    config = {
-        "model": str(inputs / "model"),
-        "data": {"train": str(inputs / "problems.jsonl"), "eval_rows": 4},
-        "steps": STEPS,
-        "prompts_per_step": 4,
-        "optimizer": {"lr": 3e-3},
-        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 3},
-        "reward": {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0},
-        "engine": {"threads": 1},
-    }
-    if recipe == "ppo":
+def stage(folder, inputs, recipe="grpo", roles=COLLECTING, **changes):
+    """A job of PPO has a critic, a reference, corrections, several updates and a warm-up; distillation two teachers."""
+    config = policy_config(inputs) | {"rollout": {"samples_per_prompt": 2, "max_new_tokens": 3}}
+    if recipe == "grpo":
+        config |= {"eval_every": 2, "rollout": {"samples_per_prompt": 4, "max_new_tokens": 3}}
+    elif recipe == "ppo":
         config["algorithm"] = {"name": "openai_ppo", "correction": "truncate"}
         config |= {"critic": {"optimizer": {"lr": 3e-3}, "warmup_steps": 1}, "updates_per_step": 3, "epochs": 2}
-        roles = {**ROLES, "CRITIC": (CriticWorkload, 1), "REFERENCE": (ReferenceWorkload, 1)}
-        return Stage(folder / "out", PPOTrainer, roles, config)
-    config |= {"algorithm": {"name": "vocabulary_distillation"}, "top": 8}
-    config["teachers"] = {
-        "teacher": {"model": str(inputs / "teacher"), "weight": 2.0},
-        "coder": {"model": str(inputs / "coder")},
-    }
-    roles = {**ROLES, "TEACHER": (TeacherWorkload, 2), "CODER": (TeacherWorkload, 1)}
-    return Stage(folder / "out", DistillationTrainer, roles, config)
+    else:
+        config |= {"algorithm": {"name": "vocabulary_distillation"}, "top": 8}
+        config["teachers"] = {name: {"model": str(inputs / name)} for name in ("teacher", "coder")}
+        config["teachers"]["teacher"]["weight"] = 2.0
+    trainer, own_roles = RECIPES[recipe]
+    return Stage(folder / "out", trainer, {**roles, **own_roles}, config | changes)
 
 
-def end_of(made, recipe, faults=None):
+def state_of(job, role):
+    state = job.workload(role).state_dict()
+    # Other recipes' roles share a generator, in one process, and draw nothing from it.
+    skeleton, buffers = state_tree.dump(state if job.trainer is GRPOTrainer else state["engine"])
+    return skeleton, [bytes(buffer) for buffer in buffers]
+
+
+def end_of(job, faults=None):
     """Run it through the faults; everything that must not depend on them."""
-    made.run(faults)
-    rows = [json.loads(line) for line in (made.folder / "metrics.jsonl").read_text().splitlines()]
-    end = {name: (made.folder / name).read_bytes() for name in ("samples.jsonl", "model/model.safetensors")}
-    for role in TRAINED[recipe]:
-        # Not the random numbers: in one process the roles share a generator, and nothing of theirs is drawn from it.
-        skeleton, buffers = state_tree.dump(made.workload(role).state_dict()["engine"])
-        end[role] = (skeleton, [bytes(buffer) for buffer in buffers])
-    return end | {"metrics": [{name: row[name] for name in row if not name.startswith(TIMES)} for row in rows]}
+    job.run(faults)
+    states = {role: state_of(job, role) for role in ("ACTOR", "CRITIC") if role in job.roles}
+    files = {name: (job.folder / name).read_bytes() for name in ("samples.jsonl", "held_out.jsonl")}
+    return states | files | models_of(job.folder) | {"metrics": untimed(job.folder)}
+
+
+def models_of(folder):
+    files = (file for name in ("model", "best", "steps") for file in sorted((folder / name).rglob("*.safetensors")))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def changed_parts(end, expected):
+    return [name for name, value in expected.items() if end[name] != value]
 
 
 @pytest.fixture(scope="module")
@@ -97,31 +85,34 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["ppo", "distill"])
+@pytest.fixture(scope="module", params=RECIPES)
 def undisturbed(request, tmp_path_factory, inputs):
-    made = stage(tmp_path_factory.mktemp("undisturbed"), inputs, request.param)
-    end = end_of(made, request.param)
-    end_verifiers()
-    return request.param, end, list(made.port.calls)
+    job = stage(tmp_path_factory.mktemp("undisturbed"), inputs, request.param)
+    return request.param, end_of(job), list(job.port.calls)
 
 
-def test_what_is_compared_has_moved(undisturbed, inputs):
+of_grpo = pytest.mark.parametrize("undisturbed", ["grpo"], indirect=True)
+
+
+def test_undisturbed_run_trains_in_every_step(undisturbed, inputs):
     recipe, end, _ = undisturbed
     _, first, *later = end["metrics"]
     assert [row["step"] for row in end["metrics"]] == [0, 1, 2, 3]
     if recipe == "ppo":
         assert "loss" not in first, "the critic alone is warmed up"
         assert {"loss", "critic/loss", "policy/mismatch_kl"} <= set(later[0])
-    else:
+    elif recipe == "distill":
         assert min(row["policy/reverse_kl"] for row in (first, *later)) > 0
+    else:
+        assert end["samples.jsonl"].count(b"\n") == STEPS * 16
     assert end["model/model.safetensors"] != (inputs / "model" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
+def test_policy_recipe_with_random_deaths_ends_the_same(tmp_path, inputs, undisturbed, seed):
     recipe, expected, calls = undisturbed
-    made = stage(tmp_path, inputs, recipe)
-    members = [kill(role, rank) for role, (_, size) in made.roles.items() for rank in range(size)]
+    job = stage(tmp_path, inputs, recipe)
+    members = [kill(role, rank) for role, (_, size) in job.roles.items() for rank in range(size)]
     first = next(at for at, call in enumerate(calls) if call[2] == "publish_weights")
     draw = random.Random(seed)
     faults = {
@@ -130,14 +121,183 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
         )
         for _ in range(3)
     }
-    end = end_of(made, recipe, faults)
-    assert [name for name, value in expected.items() if end[name] != value] == [], f"faults at {sorted(faults)}"
+    assert changed_parts(end_of(job, faults), expected) == [], f"faults at {sorted(faults)}"
 
 
 @pytest.mark.parametrize("undisturbed", ["ppo"], indirect=True)
 @pytest.mark.parametrize("role", ["CRITIC", pytest.param("ACTOR", marks=pytest.mark.slow)])
-def test_a_critic_that_dies_after_its_update_or_after_the_actors_comes_back(tmp_path, inputs, undisturbed, role):
-    recipe, expected, calls = undisturbed
+def test_critic_killed_after_an_update_comes_back(tmp_path, inputs, undisturbed, role):
+    _, expected, calls = undisturbed
     (*_, last) = (at for at, call in enumerate(calls) if call[0] == role and call[2] == "update")
-    end = end_of(stage(tmp_path, inputs, recipe), recipe, {(last, "after"): kill("CRITIC", 0)})
-    assert [name for name, value in expected.items() if end[name] != value] == []
+    end = end_of(stage(tmp_path, inputs, "ppo"), {(last, "after"): kill("CRITIC", 0)})
+    assert changed_parts(end, expected) == []
+
+
+@pytest.mark.slow
+@pytest.mark.feature(64)
+def test_next_trainer_drops_the_same_prompts(tmp_path, inputs):
+    rows = [{"prompt": f"{number}{'+1' * (number % 2)}=", "answer": "2"} for number in range(16)]
+    train = write_rows(tmp_path / "own.jsonl", rows)
+    data = {"train": train, "eval_rows": 4, "max_prompt_tokens": 3, "over_long": "drop"}
+    whole, broken = (stage(tmp_path / name, inputs, data=data) for name in ("whole", "broken"))
+    expected = end_of(whole)
+    last = max(at for at, call in enumerate(whole.port.calls) if call[2] == "sample")
+    assert end_of(broken, {(last, "before"): kill_trainer}) == expected
+    assert broken.epoch == 2
+    for job in (whole, broken):
+        assert read_json(job.folder / "summary.json")["dropped_prompts"] == 8
+        assert {row["row"] % 2 for row in read_lines(job.folder / "samples.jsonl")} == {0}
+
+
+@of_grpo
+def test_rollout_lost_with_the_actor_asks_for_weights_again(tmp_path, inputs, undisturbed, monkeypatch):
+    """The replacement gets the ticket of an actor that is gone, and whose memory went with it."""
+    _, expected, calls = undisturbed
+    lost, receive = [], PullTransport.receive
+
+    def noted(transport, ticket):
+        try:
+            return receive(transport, ticket)
+        except WeightsLost as error:
+            lost.append(str(error))
+            raise
+
+    monkeypatch.setattr(PullTransport, "receive", noted)
+    drawing = [at for at, call in enumerate(calls) if call[1:] == (1, "generate")]
+    fault = both(kill("ACTOR", 0), both(kill("ROLLOUT", 0), kill("ROLLOUT", 1)))
+    job = stage(tmp_path, inputs)
+    assert changed_parts(end_of(job, {(drawing[1], "before"): fault}), expected) == []
+    assert lost and all("from ACTOR[0] cannot be fetched" in message for message in lost)
+    before, after = ([call[2] for call in run].count("publish_weights") for run in (calls, job.port.calls))
+    assert after - before >= 2  # by the new actor for its own replay, and for the rollouts
+
+
+class Poisoned(ActorWorkload):
+    """Some of its updates are given a NaN."""
+
+    updates = 0
+    poisoned = ()
+
+    def update(self, rollouts, rows, *more):
+        type(self).updates += 1
+        if self.updates in self.poisoned:
+            rows = rows.with_columns(advantage=np.full_like(rows.dense("advantage"), np.nan))
+        return super().update(rollouts, rows, *more)
+
+
+class Torn(ActorWorkload):
+    """Once, a bit of the weights flips on the way."""
+
+    published_times = 0
+
+    @trainer_invocation(blocking=False)
+    def publish_weights(self):
+        type(self).published_times += 1
+        ticket = super().publish_weights()
+        if self.published_times == 2:
+            flip_a_bit(self, ticket, "model.norm.weight")
+        return ticket
+
+
+def with_actor(actor):
+    return {**COLLECTING, "ACTOR": (actor, 1)}
+
+
+@of_grpo
+def test_update_with_a_nan_once_is_repeated(tmp_path, inputs, undisturbed):
+    class Actor(Poisoned):
+        poisoned = (2,)
+
+    assert end_of(stage(tmp_path, inputs, roles=with_actor(Actor))) == undisturbed[1]
+    assert Actor.updates == STEPS + 1
+
+
+@of_grpo
+def test_torn_weights_are_sent_again(tmp_path, inputs, undisturbed):
+    assert end_of(stage(tmp_path, inputs, roles=with_actor(Torn))) == undisturbed[1]
+    assert Torn.published_times > 2
+
+
+def test_update_with_a_nan_each_time_ends_the_run(tmp_path, inputs):
+    class Actor(Poisoned):
+        poisoned = range(2, 100)
+
+    message = r"step 2: the loss is nan \(first in: advantage\): .*sample 0 of prompt "
+    with pytest.raises(NonFiniteUpdate, match=message):
+        stage(tmp_path, inputs, roles=with_actor(Actor)).run()
+    assert Actor.updates == 1 + 4
+    assert [row["step"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in read_lines(tmp_path / "out/refused.jsonl")] == [2] * 16
+
+
+class Away(RewardWorkload):
+    """A judge without an opinion of samples after the first update."""
+
+    def score(self, rollouts):
+        scored = super().score(rollouts)
+        is_away = scored.dense("version") > 0
+        reward = np.where(is_away, np.nan, scored.dense("reward"))
+        return scored.with_columns(reward=reward, error=["it is away" if lost else None for lost in is_away.tolist()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["sample", "score"])
+def test_next_trainer_counts_on_steps_without_a_reward(tmp_path, inputs, when):
+    def job(name):
+        roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 1), "REWARD": (Away, 1)}
+        reward = policy_config(inputs)["reward"] | {"give_up_after": 3}
+        return stage(tmp_path / name, inputs, roles=roles, reward=reward, steps=9, eval_every=0)
+
+    whole, killed = job("whole"), job("killed")
+    with pytest.raises(DataError, match="step 4: .* it is away; it was the last of 3 such steps in a row"):
+        whole.run()
+    at = [at for at, call in enumerate(whole.port.calls) if call[2] == when][-2]
+    with pytest.raises(DataError, match="step 4: .* the last of 3 such steps"):
+        killed.run({(at, "after"): kill_trainer})
+    assert killed.epoch == 2
+
+
+# -- recipes on examples -----------------------------------------------------------------------------------------------
+
+
+def end_on_examples(folder, kind, config, faults=None):
+    """Run it through the faults; the metrics, the models and the summary at its end, and its calls."""
+    job = example_jobs.stage(kind, folder, config)
+    job.run(faults)
+    assert not job.port.faults, "not all of them have happened"
+    summary = {name: value for name, value in read_json(folder / "summary.json").items() if "model" not in name}
+    return untimed(folder), models_of(folder), summary, job.port.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+def test_example_recipe_with_deaths_ends_the_same(tmp_path, kind):
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
+    sides = {"response": 1} if kind == "sft" else {"chosen": 1, "rejected": 0}
+    rows = [{"prompt": f"{n}+1=", **{side: str(n + more) for side, more in sides.items()}} for n in range(10)]
+    config = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": write_rows(tmp_path / "rows.jsonl", rows)},
+        "batch_size": 4,
+        "epochs": 2.0,
+        "eval_every": 2,
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3},
+        "engine": {"threads": 1},
+        "keep": {"best": "eval/loss", "save_every": 2},
+    }
+    *undisturbed, calls = end_on_examples(tmp_path / "undisturbed", kind, config)
+    assert [row["step"] for row in undisturbed[0]] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in undisturbed[0] if "eval/loss" in row] == [2, 4, 5]
+    assert [name.split("/")[-2] for name in undisturbed[1]] == ["model", "best", "step-2", "step-4"]
+    methods = ("train", "measure", "save")
+    at = {name: [number for number, call in enumerate(calls) if call[2] == name] for name in methods}
+    other = kill("REFERENCE", 0) if kind == "dpo" else kill("ACTOR", 0)
+    faults = {
+        (at["train"][1], "after"): kill("ACTOR", 0),
+        (at["train"][3], "before"): kill_trainer,
+        (at["train"][3] + 2, "after"): kill_trainer,
+        (at["measure"][1] + 9, "before"): both(other, kill_trainer),
+        (at["save"][-1] + 12, "before"): kill_trainer,
+    }
+    *disturbed, _ = end_on_examples(tmp_path / "disturbed", kind, config, faults)
+    assert disturbed == undisturbed

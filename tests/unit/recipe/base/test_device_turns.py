@@ -27,6 +27,7 @@ from tests.chaos.job import tiny_job
 from tests.support.recipe_stage import Stage, kill
 
 SHARING = ("ACTOR", "ROLLOUT", "REFERENCE")
+TOGETHER = ",".join(SHARING)
 
 
 class TurnActor(ActorWorkload):
@@ -41,42 +42,44 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(  # noqa: PLR0913 - all have defaults
-    folder, classes, collocation="", adapters=False, has_reference=True, offload=True, weight_sync="auto", **drawing
-):
-    actor, rollout, reference = classes
-    roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
-    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
-    job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
-    job.config.engine.offload, job.config.engine.weight_sync = offload, weight_sync
-    if adapters:
-        job.config.engine.lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
-    if not has_reference:
-        del roles["REFERENCE"]
-    return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
+APART, IN_TURN = (ActorWorkload, RolloutWorkload, ReferenceWorkload), (TurnActor, TurnRollout, TurnReference)
 
 
-def end_of(made, faults=None):
-    made.run(faults)
-    made.workload("REWARD").close()
-    return (made.folder / "samples.jsonl").read_bytes(), (made.folder / "model/model.safetensors").read_bytes()
+def stage(folder, classes=IN_TURN, collocation=TOGETHER, offload=True, weight_sync="auto", **rollout):
+    roles = {role: (workload, 1) for role, workload in zip(SHARING, classes, strict=True)}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, **rollout}
+    config = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4).config
+    config.engine.offload, config.engine.weight_sync = offload, weight_sync
+    return Stage(folder / "out", GRPOTrainer, {**roles, "REWARD": (RewardWorkload, 1)}, config, collocation)
+
+
+def end_of(job, faults=None):
+    job.run(faults)
+    return (job.folder / "samples.jsonl").read_bytes(), (job.folder / "model/model.safetensors").read_bytes()
+
+
+def is_held(job, role):
+    return [lock.is_held for lock in job.workload(role)._device_locks]
+
+
+@pytest.fixture(autouse=True)
+def _locks_of_this_test(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    classes = (ActorWorkload, RolloutWorkload, ReferenceWorkload)
-    return end_of(stage(tmp_path_factory.mktemp("undisturbed"), classes))
+    return end_of(stage(tmp_path_factory.mktemp("undisturbed"), APART, ""))
 
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("dies", [False, True])
-def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch, dies):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
-    together, publish, submit = [], MemoryLedger.publish, made.port.submit
+def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatch, dies):
+    job = stage(tmp_path)
+    together, publish, submit = [], MemoryLedger.publish, job.port.submit
 
     def memories():
-        return [lock._memory for role in SHARING for lock in getattr(made.workload(role), "_device_locks", ())]
+        return [lock._memory for role in SHARING for lock in getattr(job.workload(role), "_device_locks", ())]
 
     def record(ledger, owners):
         together.append(sum(memory.total() for memory in memories()))
@@ -88,21 +91,21 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
         return ref
 
     def gathering(engine, dtype=None):
-        held.append([lock.is_held for lock in made.workload("ACTOR")._device_locks])
+        locks_held.append(is_held(job, "ACTOR"))
         return gather(engine, dtype)
 
     def receiving(transport, ticket):
-        held.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+        locks_held.append(is_held(job, "ROLLOUT"))
         return receive(transport, ticket)
 
-    gather, receive, held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
+    gather, receive, locks_held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
     monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
     monkeypatch.setattr(PullTransport, "receive", receiving)
     monkeypatch.setattr(MemoryLedger, "publish", record)
-    made.port.submit = checked
+    job.port.submit = checked
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
-    assert end_of(made, faults) == undisturbed
-    assert len(held) > 4 and all(held_now == [True] for held_now in held)
+    assert end_of(job, faults) == undisturbed
+    assert len(locks_held) > 4 and all(held_now == [True] for held_now in locks_held)
     peaks = [memory.peak for memory in memories()]
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
@@ -110,12 +113,8 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
 
 
 @pytest.mark.parametrize(("weight_sync", "dies"), [("pull", False), ("cuda_ipc", False), ("cuda_ipc", True)])
-def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
-    tmp_path, undisturbed, monkeypatch, weight_sync, dies
-):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    engine = {"offload": False, "weight_sync": weight_sync}
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, monkeypatch, weight_sync, dies):
+    job = stage(tmp_path, offload=False, weight_sync=weight_sync)
     moves, holders = [], []
 
     def moving(cls, name):
@@ -124,14 +123,14 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
 
     def acquiring(lock, timeout_s):
         acquire(lock, timeout_s)
-        workloads = [made.workload(role) for role in SHARING if RLRoleType(role) in made.port.members]
+        workloads = [job.workload(role) for role in SHARING if RLRoleType(role) in job.port.members]
         holders.append(sum(other.is_held for workload in workloads if workload for other in workload._device_locks))
 
     def receiving(cls):
         receive = cls.receive
 
         def in_turn(receiver, *arguments, **options):
-            received.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+            received.append(is_held(job, "ROLLOUT"))
             return receive(receiver, *arguments, **options)
 
         monkeypatch.setattr(cls, "receive", in_turn)
@@ -143,37 +142,32 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
     moving(Fsdp2TrainEngine, "cpu")
     monkeypatch.setattr(DeviceLock, "acquire", acquiring)
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
-    assert end_of(made, faults) == undisturbed
+    assert end_of(job, faults) == undisturbed
     assert moves == []
-    assert {made.workload(role)._engine.place() for role in SHARING} == {"cuda"}
+    assert {job.workload(role)._engine.place() for role in SHARING} == {"cuda"}
     assert {1} <= set(holders) <= {0, 1}, "they compute one at a time all the same"
     assert len(received) > 4 and set(map(tuple, received)) == {(True,)}, "the device compares and adds there"
-    kept = [made.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
-    assert (kept[0] is not None, kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
+    weights_kept = [job.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
+    assert (weights_kept[0] is not None, weights_kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
 
 
 @pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
-def test_a_rollout_that_dies_after_the_second_sync_of_a_step_receives_both_versions_again(
-    tmp_path, monkeypatch, weight_sync
-):
+def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, monkeypatch, weight_sync):
     """An evaluation sends the weights after the update."""
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
 
     def run(folder, faults=None):
-        engine = {"offload": False, "weight_sync": weight_sync}
-        made = stage(folder, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
-        made.config["eval_every"] = 1
-        return end_of(made, faults), [method for _, _, method, *_ in made.port.calls].count("publish_weights")
+        job = stage(folder, offload=False, weight_sync=weight_sync)
+        job.config["eval_every"] = 1
+        return end_of(job, faults), [method for _, _, method, *_ in job.port.calls].count("publish_weights")
 
     expected, publishes = run(tmp_path / "undisturbed")
     assert run(tmp_path / "dies", {(40, "after"): kill("ROLLOUT", 0)}) == (expected, publishes)
 
 
 @pytest.mark.parametrize("samples", [4, 6])
-def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_path, monkeypatch, samples):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
     monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
+    job = stage(tmp_path, samples_per_prompt=samples)
     wakes, read = [], []
     wake, add = TorchRolloutEngine.cuda, TorchRolloutEngine.add
 
@@ -189,49 +183,31 @@ def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_p
 
     monkeypatch.setattr(TorchRolloutEngine, "cuda", waking)
     monkeypatch.setattr(TorchRolloutEngine, "add", adding)
-    end_of(made)
+    end_of(job)
     assert wakes == [0, 0, 1, 2], "evaluation, step 1, step 2, evaluation"
     assert len(read) == len(set(read)) == 2 * 4 * samples
     assert {done for *_, done in read} == {0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", [False, True])
-def test_with_adapters_the_actor_is_the_reference_and_the_run_is_the_same(tmp_path, monkeypatch, turns):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    ends = []
-    for name, has_role in (("with", True), ("without", False)):
-        classes = (
-            (TurnActor, TurnRollout, TurnReference) if turns else (ActorWorkload, RolloutWorkload, ReferenceWorkload)
-        )
-        made = stage(tmp_path / name, classes, ",".join(SHARING), adapters=True, has_reference=has_role)
-        assert (RLRoleType.REFERENCE in made.port.members) == has_role
-        ends.append(end_of(made))
-    assert ends[0] == ends[1]
-
-
-def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):
-    made, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
+def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
+    job, frozen = stage(tmp_path, APART), []
 
     class Noting(GRPOTrainer):
         def fit(self):
             super().fit()
             frozen.append(self.state["frozen_models"].state_dict())
 
-    made.trainer = Noting
-    assert end_of(made) == undisturbed
-    assert frozen == [{"REFERENCE": fingerprint_files(Path(made.config["model"]))}]
-    assert made.workload("ACTOR")._device_locks == ()
-    assert made.workload("ACTOR")._engine.place() == "cuda"
+    job.trainer = Noting
+    assert end_of(job) == undisturbed
+    assert frozen == [{"REFERENCE": fingerprint_files(Path(job.config["model"]))}]
+    assert job.workload("ACTOR")._device_locks == ()
+    assert job.workload("ACTOR")._engine.place() == "cuda"
 
 
-def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
+def test_rollout_in_turn_cannot_run_ahead(tmp_path, monkeypatch):
+    job = stage(tmp_path, max_staleness=1)
     with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
-        made.run()
-    made.workload("REWARD").close()
+        job.run()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +221,7 @@ def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
         ("cpu", "3", "cpu-0"),
     ],
 )
-def test_a_device_has_one_name_whatever_each_process_sees(monkeypatch, device, visible, known_as):
+def test_device_has_one_name_in_all_processes(monkeypatch, device, visible, known_as):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -4,7 +4,6 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from transformers import AutoConfig
@@ -22,16 +21,16 @@ from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWor
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config
-from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-from dlrover.python.rl.trainer.workload import MemberContext
 from tests.support.half_billion import SIZES
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
+
+
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
+
+
 SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
@@ -83,12 +82,12 @@ def choose(trainer, uses=None, **engine):
 
 
 def chosen(trainer, **engine):
-    found = choose(trainer, **engine)
-    assert found.device_memory_gb == engine.get("device_memory_gb")
-    return found.max_tokens_per_microbatch, found.gradient_checkpointing
+    settings = choose(trainer, **engine)
+    assert settings.device_memory_gb == engine.get("device_memory_gb")
+    return settings.max_tokens_per_microbatch, settings.gradient_checkpointing
 
 
-def test_they_fit_the_smallest_device_that_any_member_has(trainer):
+def test_passes_fit_the_smallest_device_of_all_members(trainer):
     assert chosen(trainer) == (16384, False)
     trainer.RG_ACTOR = Group(device("a/cuda-0", 80), device("a/cuda-1", 12))
     assert chosen(trainer) == (16384, True)
@@ -96,12 +95,12 @@ def test_they_fit_the_smallest_device_that_any_member_has(trainer):
     assert chosen(trainer, device_memory_gb=80) == (16384, False)
 
 
-def test_what_is_given_needs_no_call(trainer):
+def test_given_passes_need_no_call(trainer):
     assert chosen(trainer, max_tokens_per_microbatch=100, gradient_checkpointing=True, offload=True) == (100, True)
     assert trainer.RG_ACTOR.calls == []
 
 
-def test_the_first_choice_of_a_run_stays(trainer):
+def test_first_choice_of_passes_stays(trainer):
     group = trainer.RG_ACTOR
     assert chosen(trainer) == (16384, False)
     calls = list(group.calls)
@@ -112,38 +111,7 @@ def test_the_first_choice_of_a_run_stays(trainer):
     assert chosen(trainer) == (16384, False)
 
 
-class Member(TrainedWorkload):
-    nbytes: ClassVar[float] = 80e9
-
-    def device_share(self, engine):
-        return DeviceShare("a/cuda-0", self.nbytes, False)
-
-
-class Choosing(BaseTrainer):
-    def init(self):
-        self.engine = choose(self)
-
-    def fit(self):
-        pass
-
-
-def test_a_trainer_that_replaces_another_one_takes_over_its_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
-    host = MemberHost()
-    host.start(Member, MemberContext(role=ACTOR, world_size=1), None, {})
-    port = LocalPort({"ACTOR": [LocalMember(host, {})]})
-    found = []
-    for nbytes in (80e9, 12e9):
-        Member.nbytes = nbytes
-        trainer = Choosing({ACTOR: [LocalHandle(port, "ACTOR", 0)]}, {ACTOR: Member}, {})
-        with trainer.bind(TrainerLink(port, lambda report: None, "job", tmp_path)).setup():
-            trainer.init()
-        found.append((trainer.engine.max_tokens_per_microbatch, trainer.engine.gradient_checkpointing))
-    assert found == [(16384, False)] * 2
-    assert host.executed == {"device_share": 1, "keep_passes": 1}
-
-
-def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(trainer):
+def test_members_share_a_device_they_have_together(trainer):
     uses = {ACTOR: ModelUse("trained", ""), ROLLOUT: ModelUse("rollout", "")}
     engine = EngineConfig(device="cuda")
 
@@ -168,11 +136,13 @@ def together(gigabytes, roles=BOTH, place="a"):
     return DeviceShare(place, gigabytes * 1e9, True, roles)
 
 
-def stay(actors, rollouts, others=(), bounded=True, **engine):
+def stay(actors, rollouts, other_roles=(), bounded=True, **engine):
     rows = {"longest": 512, "bounded": bounded}
     uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
     engine = EngineConfig(**{"device": "cuda", "rollout": "torch", "precision": "bf16", **engine})
-    return all_stay(MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, others)
+    return all_stay(
+        MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, other_roles
+    )
 
 
 @pytest.fixture
@@ -181,7 +151,7 @@ def half_billion(monkeypatch):
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
+def test_engines_stay_on_a_device_with_room_for_all():
     """At most 34.4 GB for the actor, and 1.8 for a rollout that rests; 7 for an actor that rests."""
     assert stay([together(80)], [together(80)])
     assert not stay([together(44)], [together(44)])
@@ -190,8 +160,8 @@ def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_a_copy():
-    """Of 1 GB twice, beside the 36.2 that the engines need."""
+def test_weights_stay_on_a_device_with_room_for_a_copy():
+    """The copy takes 1 GB twice, beside the 36.2 that the engines need."""
 
     def kept(actors, rollouts):
         rows = {"longest": 512}
@@ -219,19 +189,19 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
         (47, "cuda_ipc", (True, "cuda_ipc")),
     ],
 )
-def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, expected):
+def test_weights_on_the_device_count_for_the_engines_there(gigabytes, weight_sync, expected):
     uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
     trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]})
     trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
     engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync.partition(",")[0]}
     engine |= {"offload": False} if "stay" in weight_sync else {}
     engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
-    found = choose(trainer, uses, **engine)
-    assert (found.offload, found.weight_sync) == expected
+    settings = choose(trainer, uses, **engine)
+    assert (settings.offload, settings.weight_sync) == expected
 
 
 @pytest.mark.usefixtures("half_billion")
-def test_they_leave_where_what_others_need_is_not_known():
+def test_engines_leave_where_the_others_need_is_unknown():
     eighty = [together(80)]
     assert not stay([None], [None])
     assert not stay([DeviceShare("a", 80e9, False)], [DeviceShare("a", 80e9, False)]), "nothing is shared"
@@ -241,12 +211,12 @@ def test_they_leave_where_what_others_need_is_not_known():
     assert not stay(eighty, [eighty[0]._replace(free=30e9)]), "another job is there"
     assert not stay(eighty, [*eighty, DeviceShare("a", 80e9, False)]), "one is there at the same time"
     assert stay(eighty, [*eighty, DeviceShare("b", 80e9, False)])
-    assert stay(eighty, eighty, others=["CRITIC"]), "it is elsewhere"
+    assert stay(eighty, eighty, other_roles=["CRITIC"]), "it is elsewhere"
     three = [together(80, (*BOTH, "CRITIC"))]
-    assert not stay(three, three, others=["CRITIC"])
+    assert not stay(three, three, other_roles=["CRITIC"])
 
 
-def test_the_choice_reaches_the_members_in_their_settings(trainer):
+def test_choice_of_offload_reaches_the_settings(trainer):
     def offload(*shares, roles=("ACTOR",), **engine):
         trainer.RG_ACTOR = Group(*(together(each, roles) for each in shares))
         return choose(trainer, **engine).offload
@@ -268,13 +238,13 @@ def test_the_choice_reaches_the_members_in_their_settings(trainer):
         ({"max_prompt_tokens": 100}, {"env_path": "dlrover.python.rl.environment.verifiers:exact"}, False),
     ],
 )
-def test_prompts_and_turns_without_a_bound_may_be_longer_than_what_is_planned(data, rollout, bounded):
+def test_use_without_a_limit_of_length_is_unbounded(data, rollout, bounded):
     config = {"model": "m", "data": {"train": "d", **data}, "rollout": rollout}
     cfg = complete_config(PolicyConfig, config, "GPU")
     assert plan_of(GRPOTrainer).model_uses(cfg, {ACTOR: 1})[ACTOR].bounded == bounded
 
 
-def test_a_member_says_which_device_it_has():
+def test_device_share_of_a_member_names_its_device():
     workload = TrainedWorkload(None, {})
     assert workload.device_share(EngineConfig(device="cpu")) is None
     engine = EngineConfig(device="cuda:1", device_memory_gb=3)
@@ -283,7 +253,7 @@ def test_a_member_says_which_device_it_has():
     assert share.free == math.inf
 
 
-def test_a_member_says_what_is_free_on_its_device(monkeypatch):
+def test_device_share_of_a_member_has_the_free_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: {"cuda:1": (2e9, 3e9)}[device])
     monkeypatch.setattr(engine_workload, "shares_memory", {"cuda:1": False}.__getitem__)
@@ -291,7 +261,7 @@ def test_a_member_says_what_is_free_on_its_device(monkeypatch):
     assert (share.free, share.opens) == (2e9, False)
 
 
-def test_a_member_whose_engine_has_its_own_process_does_not_begin_to_use_cuda_itself(monkeypatch):
+def test_device_share_of_an_own_process_leaves_cuda_unused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", None)
     share = RolloutWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3, rollout="vllm"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a run: their ids when a batch holds one twice."""
+"""The prompts of a run: their order, evaluation sets, dropped ones, and what a resumed run finds changed."""
 
 import json
 
@@ -10,22 +10,26 @@ from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.recipe.base.config import PromptData
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource, digest_of_rows, validate_data
+from tests.support.run_files import write_rows
 
 EXACT = "'dlrover.python.rl.environment.verifiers:exact'"
 
 
+def write_sums(folder, rows=8):
+    return write_rows(folder / "p.jsonl", [{"prompt": f"{row}+1=", "answer": row + 1} for row in range(rows)])
+
+
 def source(folder, rows, **more):
-    path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(rows)))
-    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(path), eval_rows=3), **more))
+    path = write_sums(folder, rows)
+    return PromptSource(GRPOConfig("m", PromptData(path, eval=path, eval_rows=3), **more))
 
 
 def test_rows_are_drawn_epoch_after_epoch_however_many_at_a_time(tmp_path):
-    drawn, prompts = [], source(tmp_path, 8, prompts_per_step=5)
+    numbers, prompts = [], source(tmp_path, 8, prompts_per_step=5)
     for count in (3, 0, 8, 5, 16):
-        drawn += prompts.next_rows(count)
-        assert prompts.select(drawn[-2:]).objects("prompt") == [f"{row}+1=" for row in drawn[-2:]]
-    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16, 24)] == [list(range(8))] * 4
+        numbers += prompts.next_rows(count)
+        assert prompts.select(numbers[-2:]).objects("prompt") == [f"{row}+1=" for row in numbers[-2:]]
+    assert [sorted(numbers[start : start + 8]) for start in (0, 8, 16, 24)] == [list(range(8))] * 4
 
 
 def test_every_prompt_has_a_place(tmp_path):
@@ -39,7 +43,7 @@ def too_long(folder, *lines):
 
 
 @pytest.mark.feature(64)
-def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_goes_on(tmp_path, caplog):
+def test_dropped_prompts_stay_out_of_a_resumed_run(tmp_path, caplog):
     prompts = source(tmp_path, 8)
     prompts.drop(too_long(tmp_path, 2, 7))
     assert sorted(prompts.next_rows(6)) == [0, 2, 3, 4, 5, 7]
@@ -52,22 +56,16 @@ def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_g
     assert again.next_rows(12) == prompts.next_rows(12)
 
 
-def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path):
-    path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
-    other.write_text("".join(json.dumps({"prompt": f"q{row}", "answer": row}) + "\n" for row in range(2)))
-    sets = {"first": str(path), "second": str(other)}
-    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval=sets, eval_rows=3)))
+def test_evaluation_sets_have_their_own_rows(tmp_path):
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": f"{row}", "answer": row} for row in range(8)])
+    other = write_rows(tmp_path / "q.jsonl", [{"prompt": f"q{row}", "answer": row} for row in range(2)])
+    sets = {"first": path, "second": other}
+    prompts = PromptSource(GRPOConfig("m", PromptData(path, eval=sets, eval_rows=3)))
     assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q0", "q1"]
     assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"] * 2
     rows = prompts.name_sets(prompts.held_out.with_columns(row=prompts.held_out.dense("prompt_id")))
-    assert list(zip(rows.objects("set"), rows.dense("row").tolist(), strict=True)) == [
-        ("first", 0),
-        ("first", 1),
-        ("first", 2),
-        ("second", 0),
-        ("second", 1),
-    ]
+    places = [("first", 0), ("first", 1), ("first", 2), ("second", 0), ("second", 1)]
+    assert list(zip(rows.objects("set"), rows.dense("row").tolist(), strict=True)) == places
     prompts.drop([ConfigError(f"{other}:1", "too long")])
     assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q1"]
     assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"]
@@ -76,7 +74,7 @@ def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path)
 
 
 @pytest.mark.feature(64)
-def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
+def test_run_back_at_its_beginning_has_every_prompt(tmp_path):
     prompts = source(tmp_path, 8)
     state = prompts.state_dict()
     prompts.drop(too_long(tmp_path, 5))
@@ -86,16 +84,14 @@ def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
 
 
 def other_evaluation(folder, prompts, **changes):
-    path, other = folder / "p.jsonl", folder / "q.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(8)))
-    other.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in prompts))
-    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(other)), **changes))
+    other = write_rows(folder / "q.jsonl", [{"prompt": text, "answer": 1} for text in prompts])
+    return PromptSource(GRPOConfig("m", PromptData(write_sums(folder), eval=other), **changes))
 
 
-def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path):
+def test_changed_evaluation_prompts_are_checked_again(tmp_path):
     prompts = other_evaluation(tmp_path, "abc")
     prompts.drop([ConfigError(f"{tmp_path}/q.jsonl:1", "too long"), *too_long(tmp_path, 2)])
-    drawn = prompts.next_rows(4)
+    numbers = prompts.next_rows(4)
     state = json.loads(json.dumps(prompts.state_dict()))
     again = other_evaluation(tmp_path, "abc")
     again.load_state_dict(state)
@@ -105,16 +101,16 @@ def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path
     assert (other.changed_sets, other.held_out.objects("prompt")) == ({""}, ["d", "b", "f"])
     other.drop([ConfigError(f"{tmp_path}/q.jsonl:3", "too long"), *too_long(tmp_path, 2)])
     assert (other.changed_sets, other.held_out.objects("prompt")) == (set(), ["d", "b"])
-    assert sorted(drawn + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "and the order of the others goes on"
+    assert sorted(numbers + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "the others keep their order"
     assert other.state_dict()["sets"] != state["sets"]
 
 
-def test_objects_in_rows_are_the_same_ones_in_another_process():
+def test_digest_of_rows_is_the_same_for_any_object():
     one, other = object(), object()
     assert digest_of_rows([{"image": one}]) == digest_of_rows([{"image": other}]) != digest_of_rows([{}])
 
 
-def test_other_rows_to_train_on_are_refused(tmp_path):
+def test_changed_training_rows_are_refused(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = tmp_path / "p.jsonl"
     source(tmp_path, 8)
@@ -127,7 +123,7 @@ def test_other_rows_to_train_on_are_refused(tmp_path):
     PromptSource(GRPOConfig("m", data)).load_state_dict({**state, "digest": ""})
 
 
-def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
+def test_columns_are_taken_from_all_rows_and_files(tmp_path):
     path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     path.write_text('{"prompt": "a", "level": 3}\n{"prompt": "b", "level": null, "extra_info": {"source": "x"}}\n')
     other.write_text('{"prompt": "c", "answer": 1, "grade": 2, "level": null}\n')
@@ -136,10 +132,8 @@ def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
 
 
 @pytest.mark.feature(64)
-def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
-    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval_rows=3)))
+def test_dropped_rows_may_be_held_out_of_the_training_file(tmp_path):
+    prompts = PromptSource(GRPOConfig("m", PromptData(write_sums(tmp_path), eval_rows=3)))
     train, held_out = sorted(prompts.next_rows(5)), prompts.held_out.dense("prompt_id").tolist()
     prompts.drop(too_long(tmp_path, train[0] + 1, held_out[1] + 1))
     assert sorted(prompts.next_rows(4)) == train[1:]
@@ -147,14 +141,14 @@ def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
 
 
 @pytest.mark.feature(64)
-@pytest.mark.parametrize(("lines", "what"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
-def test_a_run_is_left_something(tmp_path, lines, what):
-    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
+@pytest.mark.parametrize(("lines", "message"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
+def test_dropping_every_prompt_is_an_error(tmp_path, lines, message):
+    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {message}"):
         source(tmp_path, 8).drop(too_long(tmp_path, *lines))
 
 
 @pytest.mark.feature(64)
-def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
+def test_resumed_run_needs_the_same_limit_of_length(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = str(tmp_path / "p.jsonl")
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
@@ -162,14 +156,14 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
 
 
-def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
+def test_data_without_lookup_is_not_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with looking_up("none"):
         assert validate_data(GRPOConfig("m", PromptData("other/train", eval="other/test"))) == []
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("row", "message"),
     [
         ({}, f"has no 'answer', which reward.function {EXACT} needs; it has prompt"),
         ({"answer": True}, f"its 'answer' is true, a bool: reward.function {EXACT} needs text or a number"),
@@ -178,11 +172,8 @@ def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
         ({"answer": 2.5}, None),
     ],
 )
-def test_an_answer_of_another_type_is_not_called_missing(tmp_path, row, what):
-    path = tmp_path / "p.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{at}", **each}) + "\n" for at, each in enumerate([{"answer": "a"}, row]))
-    )
-    errors = validate_data(GRPOConfig("m", PromptData(str(path), eval_rows=1)))
-    assert [error.where for error in errors] == ([] if what is None else [f"{path}:2"])
-    assert what is None or errors[0].what.startswith(what)
+def test_answer_of_another_type_is_not_called_missing(tmp_path, row, message):
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "0", "answer": "a"}, {"prompt": "1", **row}])
+    errors = validate_data(GRPOConfig("m", PromptData(path, eval_rows=1)))
+    assert [error.where for error in errors] == ([] if message is None else [f"{path}:2"])
+    assert message is None or errors[0].what.startswith(message)

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes, what it replaces, and what a restart makes of it."""
+"""The files that a run writes, and replaces after a restart: its log, curves and samples."""
 
 import json
+import math
 import sys
 
+import numpy as np
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrover.python.rl.common.errors import DataError, RowsDiffer
+from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog, markdown_table
+from dlrover.python.rl.recipe.reporting.sample_file import Excerpt, cut_at_step, format_rows, write_step
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.python.rl.runtime.run import progress as curve
 from dlrover.python.rl.runtime.run.progress import CURVES, redraw
 from tests.support.manual_clock import ManualClock
+from tests.support.run_files import read_lines, write_rows
 
 
 def refuse(token):
@@ -26,34 +35,36 @@ def written(log, steps, mark=""):
         log.write_step(step, {"reward/mean": step / 10, "loss": float("nan")})
 
 
+def events_of(folder):
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
+
+
 def texts(folder):
     return {name: (folder / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")}
 
 
 def board(folder):
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(point.step, round(point.value, 4)) for point in events.Scalars("reward/mean")]
+    return [(point.step, round(point.value, 4)) for point in events_of(folder).Scalars("reward/mean")]
 
 
 @pytest.mark.feature(137)
-def test_numbers_that_are_none_become_null(tmp_path):
+def test_values_without_a_number_become_null(tmp_path):
     log = RunLog(tmp_path)
     log.begin_step(1)
     log.write_step(1, {"reward/mean": float("nan"), "loss": float("inf")})
-    log.write_step(2, {"reward/mean": 1.0, "loss": 0.5})
     log.write_samples(1, [{"reward": float("nan"), "prompt": "NaN"}])
     log.write_held_out([{"reward": float("nan")}])
     log.write_summary({"mean": float("nan")})
     log.write_curve("reward/mean")
-    read = {
-        name: [json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+    expected = {
+        "metrics.jsonl": {"step": 1, "reward/mean": None, "loss": None},
+        "samples.jsonl": {"step": 1, "reward": None, "prompt": "NaN"},
+        "held_out.jsonl": {"reward": None},
+        "summary.json": {"mean": None},
     }
-    assert read["metrics.jsonl"][0] == {"step": 1, "reward/mean": None, "loss": None}
-    assert read["samples.jsonl"] == [{"step": 1, "reward": None, "prompt": "NaN"}]
-    assert read["held_out.jsonl"] == [{"reward": None}]
-    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse) == {"mean": None}
+    assert {name: json.loads((tmp_path / name).read_text(), parse_constant=refuse) for name in expected} == expected
 
 
 def test_half_a_character_in_an_errors_text_is_escaped(tmp_path, caplog):
@@ -61,15 +72,14 @@ def test_half_a_character_in_an_errors_text_is_escaped(tmp_path, caplog):
     log = RunLog(tmp_path, config=LogConfig(show_samples=1))
     log.begin_step(1)
     log.write_samples(1, [{"prompt": "p", "error": "bad \ud83d", "reward": 1.0}])
-    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert json.loads(line)["error"] == "bad \ud83d"
+    (row,) = read_lines(tmp_path / "samples.jsonl")
+    assert row["error"] == "bad \ud83d"
     assert "bad \\ud83d" in caplog.text
 
 
-def test_a_second_run_keeps_nothing_of_the_firsts_log_and_all_of_the_rest(tmp_path):
+def test_second_run_replaces_the_log_and_keeps_the_rest(tmp_path):
     first = RunLog(tmp_path)
-    first.begin_step(1)
-    first.write_step(1, {"reward": 1.0, "loss": 1.0})
+    written(first, [1])
     first.write_held_out([{"reward": 1.0}])
     first.write_summary({})
     for name in CURVES:
@@ -88,7 +98,7 @@ def test_a_second_run_keeps_nothing_of_the_firsts_log_and_all_of_the_rest(tmp_pa
     assert events.stat().st_size < 200
 
 
-def test_a_restart_keeps_the_rows_of_committed_steps_and_writes_the_others_once(tmp_path):
+def test_restart_keeps_committed_rows_and_writes_others_once(tmp_path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for folder in (undisturbed, disturbed):
         folder.mkdir()
@@ -111,44 +121,30 @@ def test_step_0_stays_until_step_1_begins_again(tmp_path, caplog):
         log.write_step(0, {"eval/reward": score})
         log.write_step(1, {"reward/mean": 0.1})
     written(RunLog(tmp_path), [2])
-    rows = [json.loads(line) for line in texts(tmp_path)["metrics.jsonl"].splitlines()]
+    rows = read_lines(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("eval/reward")) for row in rows] == [(0, 0.5), (1, None), (2, None)]
     assert "lacks rows" not in caplog.text
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("eval/reward")] == [(0, 0.5)]
+    assert [(point.step, point.value) for point in events_of(tmp_path).Scalars("eval/reward")] == [(0, 0.5)]
 
 
-def test_a_step_between_its_samples_and_its_figures_is_written_anew(tmp_path):
-    first = RunLog(tmp_path)
-    written(first, [1, 2])
-    first.begin_step(3)
-    first.write_samples(3, [{"prompt": "lost"}])
-    written(RunLog(tmp_path), [3])
-    steps = [json.loads(line)["step"] for line in texts(tmp_path)["samples.jsonl"].splitlines()]
-    assert steps == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert "lost" not in texts(tmp_path)["samples.jsonl"]
-
-
-def test_a_log_that_goes_back_replaces_what_is_redone(tmp_path):
-    log = RunLog(tmp_path)
+def test_log_set_back_replaces_its_later_steps(tmp_path):
+    log, steps = RunLog(tmp_path), list(range(1, 7))
     written(log, range(1, 6), mark="old ")
     written(log, range(4, 7), mark="new ")
-    rows = [json.loads(line) for line in texts(tmp_path)["samples.jsonl"].splitlines()]
-    assert [(row["step"], row["prompt"].split()[0]) for row in rows[::3]] == [
-        (step, "old" if step < 4 else "new") for step in range(1, 7)
-    ]
-    assert [json.loads(line)["step"] for line in texts(tmp_path)["metrics.jsonl"].splitlines()] == list(range(1, 7))
-    assert [step for step, _ in board(tmp_path)] == [step for step, _ in log._history] == list(range(1, 7))
+    rows = read_lines(tmp_path / "samples.jsonl")
+    marks = [(row["step"], row["prompt"].split()[0]) for row in rows[::3]]
+    assert marks == [(step, "old" if step < 4 else "new") for step in steps]
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == steps
+    assert [step for step, _ in board(tmp_path)] == [step for step, _ in log._history] == steps
 
 
-def test_a_restart_within_the_same_second_overwrites_no_events(tmp_path):
+def test_restart_within_the_same_second_overwrites_no_events(tmp_path):
     for step in range(1, 5):
         written(RunLog(tmp_path), [step])
     assert board(tmp_path) == [(step, step / 10) for step in range(1, 5)]
 
 
-def test_a_restart_after_the_last_step_keeps_every_row_for_the_curve(tmp_path):
+def test_restart_after_the_last_step_keeps_every_row(tmp_path):
     written(RunLog(tmp_path), range(1, 4))
     before = texts(tmp_path)
     log = RunLog(tmp_path)
@@ -158,14 +154,14 @@ def test_a_restart_after_the_last_step_keeps_every_row_for_the_curve(tmp_path):
     assert [step for step, _ in log._history] == [1, 2, 3]
 
 
-def test_rows_that_are_missing_are_said_to_be(tmp_path, caplog):
+def test_missing_rows_are_warned_of(tmp_path, caplog):
     written(RunLog(tmp_path), [1])
     with caplog.at_level("WARNING"):
         RunLog(tmp_path).begin_step(4)
     assert "lacks rows of steps up to 3" in caplog.text
 
 
-def test_without_matplotlib_a_run_has_no_curves_and_one_warning(tmp_path, monkeypatch, caplog):
+def test_run_without_matplotlib_has_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -173,12 +169,12 @@ def test_without_matplotlib_a_run_has_no_curves_and_one_warning(tmp_path, monkey
     written(log, [1])
     for name in CURVES:
         log.write_curve(name)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "matplotlib is not installed (dlrover-rl[plot]); continuing without reward.png"
+    warning = "matplotlib is not installed (dlrover-rl[plot]); continuing without reward.png"
+    assert [record.getMessage() for record in caplog.records] == [warning]
     assert not (tmp_path / "reward.png").exists()
 
 
-def test_the_samples_and_tokens_so_far_survive_a_restart(tmp_path):
+def test_counts_of_samples_and_tokens_survive_a_restart(tmp_path):
     before, after = RunLog(tmp_path), RunLog(tmp_path)
     before.count(samples=8, tokens=100)
     after.load_state_dict(before.state_dict())
@@ -187,9 +183,9 @@ def test_the_samples_and_tokens_so_far_survive_a_restart(tmp_path):
     assert after.count(samples=4, tokens=50) == {"total/samples": 4.0, "total/tokens": 50.0}
 
 
-def test_the_curve_is_drawn_again_every_half_a_minute_beside_the_run(tmp_path):
+def test_curve_is_drawn_again_every_half_a_minute(tmp_path):
     clock = ManualClock()
-    log, drawn = RunLog(tmp_path, now_s=clock), tmp_path / "reward.png"
+    log, image = RunLog(tmp_path, now_s=clock), tmp_path / "reward.png"
     written(log, [1])
     clock.advance(29.0)
     log.redraw("reward/mean")
@@ -198,52 +194,194 @@ def test_the_curve_is_drawn_again_every_half_a_minute_beside_the_run(tmp_path):
     log.redraw("reward/mean")
     first = log.drawing
     first.join(60.0)
-    assert drawn.read_bytes().startswith(b"\x89PNG")
+    before = image.read_bytes()
+    assert before.startswith(b"\x89PNG")
     clock.advance(29.0)
     log.redraw("reward/mean")
     assert log.drawing is first
     clock.advance(1.0)
-    before = drawn.read_bytes()
     written(log, [2, 3])
     log.redraw("reward/mean")
     log.drawing.join(60.0)
-    assert drawn.read_bytes() != before
+    assert image.read_bytes() != before
 
 
 @pytest.mark.parametrize(("name", "file"), CURVES.items())
-def test_the_curve_of_a_run_that_ended_early_is_drawn_from_its_rows(tmp_path, name, file):
+def test_curve_of_an_unfinished_run_is_drawn_from_its_rows(tmp_path, name, file):
     redraw(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    rows = [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "los')
+    write_rows(
+        tmp_path / "metrics.jsonl", [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1))]
+    )
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4, "los')
     redraw(tmp_path)
     assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_broken_library_leaves_a_run_without_a_curve(tmp_path, monkeypatch):
-    """As a Ctrl-C does that comes while it is imported."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n")
+def test_run_with_a_broken_library_has_no_curve(tmp_path, monkeypatch):
+    """A Ctrl-C that comes while it is imported breaks it."""
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 0.5}])
     monkeypatch.setattr(curve, "curve_png", lambda name, points: curve.no_such_attribute)
     redraw(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_has_a_table_of_samples_in_the_first_step_and_every_few(tmp_path):
+def test_tensorboard_has_a_table_of_samples_every_few_steps(tmp_path):
     log = RunLog(tmp_path, config=LogConfig(samples_every=2, samples_rows=1))
     for step in (1, 2, 3):
         log.begin_step(step)
         rows = [{"prompt": [{"role": "user"}], "completion": f"{step}\n|", "reward": 0.5, "version": 7, "score": None}]
         log.write_samples(step, rows * 2)
         log.write_step(step, {"loss": 1.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    tables = {each.step: each.tensor_proto.string_val[0].decode() for each in events.Tensors("samples/text_summary")}
+    texts = events_of(tmp_path).Tensors("samples/text_summary")
+    tables = {each.step: each.tensor_proto.string_val[0].decode() for each in texts}
     assert list(tables) == [1, 3]
-    header, rule, row = tables[3].splitlines()
+    header, _, row = tables[3].splitlines()
     assert header == "| step | prompt | completion | reward | score |"
     assert row == "| 3 | [{'role': 'user'}] | 3<br>\\| | 0.5 |  |"
+    assert markdown_table([{"a": "x\\|y"}]).splitlines()[-1] == "| x\\\\\\|y |", "a cell ends where its text does"
 
 
-def test_a_cell_of_markdown_ends_where_the_text_does():
-    assert markdown_table([{"a": "x\\|y"}]).splitlines()[-1] == "| x\\\\\\|y |"
+NOTHING = Excerpt(0, 0, 0)
+
+
+# -- the file of samples -----------------------------------------------------------------------------------------------
+
+
+def lines_of(step, count=2):
+    return "".join(f'{{"step": {step}, "row": {row}}}\n' for row in range(count)).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "step", "size"),
+    [
+        (b"", 1, 0),
+        (lines_of(1) + lines_of(2), 1, 0),
+        (lines_of(1) + lines_of(2), 2, len(lines_of(1))),
+        (lines_of(1) + lines_of(2), 3, len(lines_of(1) + lines_of(2))),
+        (lines_of(1) + lines_of(2)[:-4], 3, len(lines_of(1, 2) + lines_of(2, 1))),
+        (lines_of(1) + bytes(100), 3, len(lines_of(1))),
+    ],
+    ids=["empty", "all", "one step", "nothing", "a torn line", "a hole of zeros"],
+)
+def test_sample_file_is_cut_at_a_step_from_any_expected_place(tmp_path, content, step, size):
+    file = tmp_path / "samples.jsonl"
+    for expected in (None, *range(len(content) + 3)):
+        file.write_bytes(content)
+        if expected is None or not _is_another_place(content, step, expected):
+            assert cut_at_step(file, step, expected) == size, expected
+            assert file.read_bytes() == content[:size]
+
+
+def _is_another_place(content, step, expected):
+    """Tell whether a later or torn line begins there: only a file that was changed from outside ends so."""
+    begins_a_line = expected <= len(content) and (not expected or content[expected - 1 : expected] == b"\n")
+    return begins_a_line and expected > len(b"".join(lines_of(number) for number in range(1, step)))
+
+
+def test_lines_cut_off_stay_superseded_until_repeated(tmp_path):
+    file, old = tmp_path / "samples.jsonl", tmp_path / "samples.superseded.jsonl"
+    file.write_bytes(b"".join(map(lines_of, (1, 2, 3, 4, 5))) + lines_of(6)[:-4])
+    cut_at_step(file, 3)
+    assert old.read_bytes() == b"".join(map(lines_of, (3, 4, 5))) + lines_of(6, 1), "whole lines"
+    write_step(file, 3, [{"text": "new"}], NOTHING)
+    assert old.read_bytes() == b"".join(map(lines_of, (4, 5))) + lines_of(6, 1)
+    cut_at_step(file, 3)
+    assert old.read_bytes().startswith(b'{"step": 3, "text": "new"}\n' + lines_of(4)), "of a second way back too"
+    for step in (3, 4, 5, 6):
+        assert old.exists()
+        write_step(file, step, [], NOTHING)
+    assert not old.exists()
+    cut_at_step(file, 1)
+    assert not old.exists(), "a run that begins again replaces nothing"
+
+
+def test_lines_before_the_expected_place_are_not_read(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b"not a line of a step\n" + lines_of(5))
+    assert cut_at_step(file, 5, 21) == 21
+    assert cut_at_step(file, 5, 20) == 0
+
+
+def test_lines_written_again_are_there_once(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(lines_of(1))
+    rows = [{"prompt": "x" * 99, "reward": float(row)} for row in range(3)]
+    first = write_step(file, 2, rows, NOTHING, at=len(lines_of(1)))
+    content = file.read_bytes()
+    assert content.startswith(lines_of(1))
+    assert read_lines(file)[2:] == [{"step": 2, **row} for row in rows]
+    file.write_bytes(content[:-40] + b"{")
+    assert write_step(file, 2, rows, NOTHING, at=len(lines_of(1))) == first
+    assert file.read_bytes() == content
+    assert first.end == len(content)
+
+
+def test_columns_of_a_line_have_their_order():
+    numbers = Batch({"version": np.array([3]), "reward": np.array([0.5]), "reward/right": np.array([1.0])})
+    numbers = numbers.with_columns(row=np.array([7]), set=["first"])
+    (row,) = format_rows(numbers, Batch({"prompt": ["p"], "completion": ["c"], "answer": [None]}))
+    assert list(row) == ["set", "reward", "version", "prompt", "completion", "answer", "reward/right", "row"]
+    assert json.dumps(row)
+
+
+def test_excerpt_of_a_step_is_cut_as_asked_for(tmp_path):
+    rows = [{"prompt": "p" * 500, "reward": 0.5}] * 5
+    excerpt = write_step(tmp_path / "samples.jsonl", 1, rows, Excerpt(printed=2, max_chars=10, table=3))
+    assert excerpt.printed == [f"prompt {'p' * 10}... (500 characters)  reward 0.5"] * 2
+    assert excerpt.table == [{"step": 1, "prompt": "p" * 500, "reward": 0.5}] * 3
+
+
+@pytest.mark.parametrize(("samples", "lines"), [(math.inf, 6), (2, 4), (0, 0), (9, 6)])
+def test_first_samples_are_kept_with_all_their_rows(tmp_path, samples, lines):
+    rows = [{"trajectory": row // 2, "prompt": str(row)} for row in range(6)]
+    settings = Excerpt(printed=1, max_chars=10, table=3, samples=samples)
+    excerpt = write_step(tmp_path / "samples.jsonl", 1, rows, settings)
+    assert [row["prompt"] for row in read_lines(tmp_path / "samples.jsonl")] == [str(row) for row in range(lines)]
+    assert (len(excerpt.printed), len(excerpt.table)) == (1, 3)
+
+
+@pytest.mark.parametrize(("text", "most"), [("all", math.inf), ("off", 0), ("false", 0), ("'off'", 0), ("12", 12)])
+def test_log_samples_in_yaml_is_read(tmp_path, text, most):
+    config, errors = parse(LogConfig, yaml.safe_load(f"samples: {text}"), "log")
+    assert (errors, RunLog(tmp_path, config=config).excerpt(1).samples) == ([], most)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0", "greater than 0, got 0"),
+        ("on", "a valid integer, got True"),
+        ("none", "a valid integer, got 'none'"),
+        ("1.5", "a valid integer, got a number with a fractional part, got 1.5"),
+    ],
+)
+def test_other_values_of_log_samples_are_refused(text, error):
+    _, errors = parse(LogConfig, yaml.safe_load(f"samples: {text}"), "log")
+    assert list(map(str, errors)) == [f"log.samples: input should be 'all' or 'off', or {error}"]
+
+
+def test_rollout_without_the_folder_of_the_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes need to see job_dir"):
+        RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
+
+
+@pytest.mark.parametrize("left", [None, b"", lines_of(1)[:9]], ids=["removed", "emptied", "cut"])
+def test_file_shorter_than_expected_gets_no_hole(tmp_path, left, caplog):
+    file = tmp_path / "samples.jsonl"
+    if left is not None:
+        file.write_bytes(left)
+    excerpt = write_step(file, 2, [{"row": 0}], NOTHING, at=len(lines_of(1)))
+    assert file.read_bytes() == (left or b"") + lines_of(2, 1)
+    assert excerpt.end == file.stat().st_size
+    assert "was cut or removed during the run" in caplog.text
+
+
+def test_texts_of_other_samples_than_the_numbers_are_refused():
+    numbers = Batch({"reward": np.zeros(2), "digest": np.array([1, 2])})
+    texts = Batch({"prompt": ["a", "b"], "completion": ["c", "d"], "digest": np.array([1, 2])})
+    assert [*format_rows(numbers, texts)][0] == {"reward": 0.0, "prompt": "a", "completion": "c"}
+    with pytest.raises(RowsDiffer, match=r"rows \[1\] of 2"):
+        list(format_rows(numbers, texts.with_columns(digest=np.array([1, 3]))))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained reward model scores completions."""
 
-import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -16,23 +16,23 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload
-from tests.support.example_jobs import PAIRS, stage, write_rows
-from tests.support.policy_jobs import finished, policy_job, write_inputs
+from tests.support.example_jobs import PAIRS, stage
+from tests.support.policy_jobs import finished, policy_job, swap_tokens, write_inputs
+from tests.support.run_files import read_lines, write_rows
 
 SHAPE = {"heads": 4, "kv_heads": 2, "max_positions": 32}
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+
+
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """One that recipe.rm has trained, with token ids of its own and a chat template."""
+    """A model that recipe.rm has trained, with its own token ids and a chat template."""
     folder = tmp_path_factory.mktemp("rm")
     base = write_tiny_model(folder / "base", hidden=16, layers=1, seed=1, **SHAPE)
-    tokenizer = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["1"], vocabulary["A"] = vocabulary["A"], vocabulary["1"]
-    (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    swap_tokens(base, "1", "A")
     (base / "chat_template.jinja").write_text(TEMPLATE)
     data = write_rows(folder / "pairs.jsonl", PAIRS)
     config = {"model": str(base), "data": {"train": data}, "batch_size": 4, "epochs": 10.0, "optimizer": {"lr": 1e-2}}
@@ -48,7 +48,7 @@ def judged_by_model(folder, model, **config):
 
 @torch.no_grad()
 def plain_score(model, tokens):
-    """By transformers alone."""
+    """A score that transformers alone computes."""
     module = AutoModelForSequenceClassification.from_pretrained(model)
     return float(module(torch.tensor([tokens])).logits[0, 0])
 
@@ -61,19 +61,21 @@ def rollouts(prompts, completions):
     return Batch({"tokens": tokens, "action_mask": mask, **columns})
 
 
-def workload(model):
-    judge = ModelRewardWorkload(None, {})
-    judge.init_verifier(RewardConfig(model=str(model)), EngineConfig(threads=1))
-    return judge
+@pytest.fixture
+def judge(reward_model):
+    workload = ModelRewardWorkload(None, {})
+    workload.init_verifier(RewardConfig(model=str(reward_model)), EngineConfig(threads=1))
+    with closing(workload):
+        yield workload
 
 
 @pytest.mark.slow
 @pytest.mark.feature(109)
-def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
+def test_run_has_the_rewards_of_its_reward_model(reward_model, tmp_path):
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
     assert all(step["samples/failed"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(folder / "samples.jsonl")
     assert len({sample["reward"] for sample in samples}) > 8
     for sample in samples[:16]:
         encoded = encode_raw(tokenizer, sample["prompt"], sample["completion"])
@@ -81,68 +83,65 @@ def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(rewar
 
 
 @pytest.mark.feature(109)
-def test_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
-    judge = workload(reward_model)
+def test_score_is_the_same_alone_and_beside_longer_ones(judge, reward_model):
     talk = [{"role": "user", "content": "1+1="}]
     prompts, completions = ["1+1=", talk, "10+10=", talk], ["2", "2", "20, or so it seems", "it is 2"]
-    told = judge.score(rollouts(prompts, completions))
-    assert told.objects("error") == [None] * 4
+    scored = judge.score(rollouts(prompts, completions))
+    assert scored.objects("error") == [None] * 4
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         alone = judge.score(rollouts([prompt], [completion])).dense("reward")
-        np.testing.assert_allclose(told.dense("reward")[row], alone[0], atol=1e-5)
+        np.testing.assert_allclose(scored.dense("reward")[row], alone[0], atol=1e-5)
         side = "messages" if isinstance(prompt, list) else "prompt"
         chosen, _ = encode_pair(judge._engine.tokenizer, {side: prompt, "chosen": completion, "rejected": "no"})
         assert alone[0] == pytest.approx(plain_score(reward_model, chosen.tokens), abs=1e-5)
-    judge.close()
 
 
-def test_reward_model_sees_the_tools_of_a_row(reward_model):
-    judge = workload(reward_model)
-    judge._engine.tokenizer.chat_template = (
-        "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+def test_reward_model_sees_the_tools_of_a_row(judge):
+    template = "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    judge._engine.tokenizer.chat_template = template
     talk, info = [{"role": "user", "content": "1+1="}], {"chat_template_kwargs": {"tools": [{"name": "add"}]}}
     texts = [judge._engine.tokenizer.decode(judge._encode(talk, "2", extra)) for extra in (info, {}, None)]
     assert texts == ["T1+1=2", "1+1=2", "1+1=2"]
-    judge.close()
 
 
 @pytest.mark.feature(109)
-def test_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
-    judge = workload(reward_model)
-    told = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
-    assert told.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
-    assert np.isnan(told.dense("reward")).tolist() == [True, False]
+def test_completion_too_long_for_the_reward_model_fails_alone(judge):
+    scored = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
+    assert scored.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
+    assert np.isnan(scored.dense("reward")).tolist() == [True, False]
     judge._engine.evaluate = lambda batch: batch.with_columns(
         scores=batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), np.inf, dtype=np.float32))
     )
-    told = judge.score(rollouts(["1+1="], ["2"]))
-    assert told.objects("error") == ["the reward model's score is inf"]
-    assert np.isnan(told.dense("reward")).all()
-    judge.close()
+    scored = judge.score(rollouts(["1+1="], ["2"]))
+    assert scored.objects("error") == ["the reward model's score is inf"]
+    assert np.isnan(scored.dense("reward")).all()
 
 
-def problems_of(job):
-    with pytest.raises(InvalidJob) as caught:
-        check_job(job, local=True)
-    return {problem.where: problem.what for problem in caught.value.errors}
+LOW = "tests.support.policy_rewards:low"
 
 
-def test_what_does_not_go_together_is_said_before_the_start(reward_model, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "where", "message"),
+    [
+        ({"reward": {"function": LOW}}, "reward.model", "is required by ModelRewardWorkload"),
+        ({"reward": {"model": "{folder}/model"}}, "reward.model", "holds Qwen2ForCausalLM, which gives no score"),
+        ({"reward": {"model": "./none"}}, "reward.model", "no such folder: ./none"),
+        (
+            {"reward": {"model": "{model}", "function": LOW}},
+            "reward.function",
+            "is not called if there is a reward.mod",
+        ),
+        ({"reward": {"model": "{model}"}, "engine": {"train": "megatron"}}, "engine.train", "a reward model must not"),
+    ],
+)
+def test_unfit_reward_model_is_refused(reward_model, tmp_path, config, where, message):
     write_inputs(tmp_path)
-    found = problems_of(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}))
-    assert found["workload.reward.class"] == (
-        "RewardWorkload calls reward.function: with reward.model it has to be ModelRewardWorkload"
-    )
-    found = problems_of(
-        judged_by_model(tmp_path, reward_model, reward={"function": "tests.support.policy_rewards:low"})
-    )
-    assert "is required by ModelRewardWorkload" in found["config.reward.model"]
-    found = problems_of(judged_by_model(tmp_path, tmp_path / "model"))
-    assert "holds Qwen2ForCausalLM, which gives no score" in found["config.reward.model"]
-    assert "no such folder: ./none" in problems_of(judged_by_model(tmp_path, "./none"))["config.reward.model"]
-    both = {"model": str(reward_model), "function": "tests.support.policy_rewards:low"}
-    found = problems_of(judged_by_model(tmp_path, reward_model, reward=both))
-    assert "is not called if there is a reward.model" in found["config.reward.function"]
-    found = problems_of(judged_by_model(tmp_path, reward_model, engine={"train": "megatron"}))
-    assert "a reward model must not have" in found["config.engine.train"]
+    reward = {key: text.format(folder=tmp_path, model=reward_model) for key, text in config["reward"].items()}
+    with pytest.raises(InvalidJob) as caught:
+        check_job(judged_by_model(tmp_path, reward_model, **{**config, "reward": reward}), local=True)
+    assert message in {problem.where: problem.what for problem in caught.value.errors}[f"config.{where}"]
+
+
+def test_reward_model_needs_its_own_workload(reward_model, tmp_path):
+    with pytest.raises(InvalidJob, match=r"workload\.reward\.class: RewardWorkload calls reward\.function: with"):
+        check_job(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}), local=True)

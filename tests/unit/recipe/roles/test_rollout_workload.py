@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that a rollout worker is told to have: begun, gone on with, taken, given up; one turn each."""
+"""Groups of one turn that a rollout worker begins, continues, gives to the trainer, and abandons."""
 
 import threading
 
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -25,15 +25,15 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first(model):
     """An actor and the ticket of its weights."""
-    made = actor(model)
-    return made, made.publish_weights()
+    source = actor(model)
+    return source, source.publish_weights()
 
 
 @pytest.fixture(params=[0, 2], ids=["within calls", "between calls too"])
 def server(request, model, first):
-    made = member(model, first[1], max_staleness=request.param)
-    yield made
-    made.close()
+    server = member(model, first[1], max_staleness=request.param)
+    yield server
+    server.close()
 
 
 def rows(batch, *names):
@@ -42,8 +42,8 @@ def rows(batch, *names):
     return list(zip(*read, strict=True))
 
 
-def test_what_is_taken_is_bit_for_bit_what_the_engine_generates(server):
-    """With the seed ``(seed, step)``, and ``attempt`` behind it from the second on."""
+def test_fetched_groups_are_bit_for_bit_the_engines(server):
+    """The seed is ``(seed, step)``, with ``attempt`` behind it from the second on."""
     for attempt in (0, 1):
         groups = wanted(3, 1, 2, created_step=7, retry=attempt)
         standing = sample(server, groups)
@@ -51,14 +51,14 @@ def test_what_is_taken_is_bit_for_bit_what_the_engine_generates(server):
         taken = server.fetch(groups)
         seed = (5, 7, 1) if attempt else (5, 7)
         encoded = [server._engine.tokenizer(text)["input_ids"] for text in groups.objects("prompt")]
-        asked = Batch({"prompt_id": groups["prompt_id"], "tokens": type(taken.ragged("tokens")).from_rows(encoded)})
-        drawn = server._engine.generate(asked, SAMPLING, seed)
-        assert rows(taken, *DRAWN) == rows(drawn, *DRAWN)
-        assert rows(server.generate(groups, SAMPLING, seed), *DRAWN) == rows(drawn, *DRAWN)
+        prompts = Batch({"prompt_id": groups["prompt_id"], "tokens": type(taken.ragged("tokens")).from_rows(encoded)})
+        generated = server._engine.generate(prompts, SAMPLING, seed)
+        assert rows(taken, *DRAWN) == rows(generated, *DRAWN)
+        assert rows(server.generate(groups, SAMPLING, seed), *DRAWN) == rows(generated, *DRAWN)
 
 
 @pytest.mark.feature(81)
-def test_rows_come_in_the_order_asked_for_and_say_whose_they_are(server):
+def test_fetched_rows_have_the_requested_order_and_their_ids(server):
     sample(server, wanted(4, 2, 9))
     taken = server.fetch(wanted(9, 4))
     assert taken.dense("prompt_id").tolist() == [9] * 4 + [4] * 4
@@ -73,41 +73,21 @@ def test_rows_come_in_the_order_asked_for_and_say_whose_they_are(server):
     assert "reward" not in taken
 
 
-@pytest.mark.feature(84)
-def test_log_probs_are_those_that_the_actor_computes(server, first):
-    taken = server.fetch(wanted(1, 2, 3)) if sample(server, wanted(1, 2, 3)) else None
-    theirs = first[0]._engine.evaluate(taken.select("tokens", "action_mask"))
-    assert np.abs(taken.ragged("logprobs").values - theirs.ragged("logprobs").values).max() < 1e-4
-
-
-@pytest.mark.feature(85)
-def test_the_end_of_sequence_token_of_a_completion_is_trained(server):
-    sampling = SamplingParams(max_new_tokens=32, temperature=3.0, samples_per_prompt=32)
-    groups = wanted(1, 2)
-    sample(server, groups, sampling=sampling)
-    taken = server.fetch(groups)
-    eos = server._engine.tokenizer.eos_token_id
-    ended = [row for row in range(len(taken)) if taken.dense("finished")[row]]
-    assert ended
-    for row in ended:
-        assert (taken.ragged("tokens")[row][-1], taken.ragged("action_mask")[row][-1]) == (eos, True)
-
-
-def test_the_trainer_is_told_of_the_rows_that_are_taken(server):
+def test_summary_of_fetched_rows_has_their_digests(server):
     groups = wanted(1, 2)
     sample(server, groups)
     taken = server.fetch(groups)
-    told = server.summarize(taken)
-    assert rows(told, *told.columns) == rows(summarize_rows(taken), *told.columns)
-    assert told.dense("action_tokens").tolist() == [int(mask.sum()) for mask in taken.ragged("action_mask")]
-    assert told.dense("token_count").tolist() == taken.ragged("tokens").lengths.tolist()
+    summary = server.summarize(taken)
+    assert rows(summary, *summary.columns) == rows(summarize_rows(taken), *summary.columns)
+    assert summary.dense("action_tokens").tolist() == [int(mask.sum()) for mask in taken.ragged("action_mask")]
+    assert summary.dense("token_count").tolist() == taken.ragged("tokens").lengths.tolist()
     by_tokens = {
-        tokens.tobytes(): digest for tokens, digest in zip(taken.ragged("tokens"), told["digest"], strict=True)
+        tokens.tobytes(): digest for tokens, digest in zip(taken.ragged("tokens"), summary["digest"], strict=True)
     }
     assert len(set(by_tokens.values())) == len(by_tokens)
 
 
-def test_a_member_comes_back_when_enough_groups_are_complete(model, first):
+def test_sample_returns_when_enough_groups_are_complete(model, first):
     server = member(model, first[1], EngineConfig(threads=1, max_batch=4))
     groups = wanted(*range(6))
     standing = sample(server, groups, enough=2)
@@ -121,14 +101,14 @@ def test_a_member_comes_back_when_enough_groups_are_complete(model, first):
     assert (again.dense("min_version") == 0).all()
 
 
-def test_a_member_whose_patience_has_passed_comes_back_with_what_there_is(model, first):
+def test_sample_returns_after_its_patience(model, first):
     server = member(model, first[1])
     standing = sample(server, wanted(1, 2), patience_s=0.0)
     assert rows(standing, "started", "complete", "min_version") == [(False, False, -1)] * 2
     assert len(sample(server, wanted())) == 0
 
 
-def test_nothing_moves_between_calls_unless_it_is_asked_for(model, first):
+def test_sampling_between_calls_needs_staleness(model, first):
     few, groups = EngineConfig(threads=1, max_batch=4), wanted(*range(6))
     server, before = member(model, first[1], few), set(threading.enumerate())
     standing = sample(server, groups, enough=1)
@@ -142,7 +122,7 @@ def test_nothing_moves_between_calls_unless_it_is_asked_for(model, first):
     assert set(threading.enumerate()) <= before
 
 
-def test_what_is_not_listed_any_more_is_given_up_and_its_keys_are_free(server):
+def test_group_not_listed_again_is_abandoned(server):
     sample(server, wanted(1, 2, 3), enough=0, patience_s=0.0)
     standing = sample(server, wanted(2, 3, created_step=2))
     assert standing.dense("complete").all()
@@ -150,7 +130,7 @@ def test_what_is_not_listed_any_more_is_given_up_and_its_keys_are_free(server):
     assert server._engine.running == 0
 
 
-def test_the_same_prompt_in_two_steps_is_two_groups(server):
+def test_same_prompt_in_two_steps_is_two_groups(server):
     """They have the same key in the engine, so one waits for the other."""
     both = Batch.concat([wanted(1, created_step=1), wanted(1, created_step=2), wanted(1, created_step=2, retry=1)])
     sample(server, both)
@@ -160,7 +140,7 @@ def test_the_same_prompt_in_two_steps_is_two_groups(server):
     assert len(set(taken.dense("trajectory").tolist())) == 12
 
 
-def test_a_replacement_draws_the_same_again(model, first):
+def test_replacement_draws_the_same_again(model, first):
     groups = wanted(*range(5))
     lost, other = member(model, first[1]), member(model, first[1])
     sample(lost, groups)
@@ -169,34 +149,30 @@ def test_a_replacement_draws_the_same_again(model, first):
     assert rows(taken, *taken.columns) == rows(again, *again.columns)
 
 
-def test_a_rollout_without_weights_has_no_groups(model):
-    server = member(model)
-    with pytest.raises(WeightSyncError, match="no weights yet"):
-        sample(server, wanted(1))
-
-
-def test_a_prompt_that_cannot_be_completed_is_an_error_and_the_others_stay(server):
+def test_prompt_too_long_is_an_error_and_others_stay(server):
     long = wanted(1, 2, prompt=["fine", "x" * 80])
     with pytest.raises(EngineError, match="64"):
         sample(server, long)
     assert sample(server, wanted(1, prompt=["fine"])).dense("complete").all()
 
 
-# -- partial rollout --------------------------------------------------------------------------------------------------
+# -- partial rollout ---------------------------------------------------------------------------------------------------
 
 
 LONG = SamplingParams(max_new_tokens=24, temperature=1.0, samples_per_prompt=4)
+
+
 SHORT = SamplingParams(max_new_tokens=4, temperature=1.0, samples_per_prompt=4)
 
 
 def partly(server, groups, number):
-    """Draw a few tokens more of groups that were told of before: until one of four tokens is complete."""
+    """Draw a few tokens more of groups known from before: until one of four tokens is complete."""
     standing = sample(server, Batch.concat([wanted(number, created_step=number), groups]), enough=1, sampling=SHORT)
     return rows(standing, "complete", "min_version")[1:]
 
 
 @pytest.mark.feature(96)
-def test_an_unfinished_sample_goes_on_with_new_weights_and_each_token_says_which(model):
+def test_unfinished_sample_continues_under_new_weights(model):
     source = actor(model)
     first = source.publish_weights()
     whole, server = member(model, first), member(model, first)
@@ -212,17 +188,17 @@ def test_an_unfinished_sample_goes_on_with_new_weights_and_each_token_says_which
     taken = server.fetch(groups)
     columns = (taken.ragged(name) for name in ("versions", "action_mask", "tokens"))
     for versions, chosen, tokens, before in zip(*columns, expected.ragged("tokens"), strict=True):
-        drawn, given = versions[chosen].tolist(), int((~chosen).sum())
-        assert drawn == sorted(drawn)
-        assert drawn.count(0) >= min(4, len(drawn))
-        assert set(drawn) == {0, 1, 2} or len(drawn) < 12
-        same = given + drawn.count(0)
+        generated, prompt_size = versions[chosen].tolist(), int((~chosen).sum())
+        assert generated == sorted(generated)
+        assert generated.count(0) >= min(4, len(generated))
+        assert set(generated) == {0, 1, 2} or len(generated) < 12
+        same = prompt_size + generated.count(0)
         assert tokens[:same].tolist() == before[:same].tolist()
     assert taken.dense("version").max() == 2
     assert taken.dense("min_version").tolist() == [0] * 12
 
 
-def test_a_repeated_step_gives_the_same_bits_also_where_it_was_interrupted(model, first):
+def test_interrupted_step_repeats_the_same_bits(model, first):
     """The actor was replaced: its weights come again, while groups are half done."""
     whole, server = member(model, first[1]), member(model, first[1])
     groups = wanted(1, 2, 3)
@@ -234,7 +210,7 @@ def test_a_repeated_step_gives_the_same_bits_also_where_it_was_interrupted(model
     assert rows(server.fetch(groups), *DRAWN) == rows(whole.fetch(groups), *DRAWN)
 
 
-def test_a_run_that_goes_back_draws_anew_what_later_weights_have_drawn(model):
+def test_run_set_back_draws_later_samples_again(model):
     source = actor(model)
     older = source.publish_weights()
     server = member(model, older)

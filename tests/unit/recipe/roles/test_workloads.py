@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ready workloads: what each promises to a run that loses and replaces them."""
+"""The ready workloads: what each promises to a run that replaces them, and how weights get to the rollouts."""
 
 import os
 import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,10 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.ranks import get_random_state
@@ -27,12 +29,27 @@ from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, SenderConfig
 from dlrover.python.rl.recipe.base.updates import UpdatePlan
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.roles.reward import name_parts
-from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
+from dlrover.python.rl.recipe.workloads import (
+    ActorWorkload,
+    ReferenceWorkload,
+    RewardWorkload,
+    RolloutWorkload,
+    ShardedReferenceWorkload,
+    ShardedTeacherWorkload,
+    TeacherWorkload,
+)
+from dlrover.python.rl.runtime.member.host import Stored
+from dlrover.python.rl.trainer.port import Ref
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
-from tests.support.recipe_stage import flip_a_bit
+from tests.chaos.job import tiny_job
+from tests.support.processes import run
+from tests.support.recipe_stage import Stage
 
 ENGINE = EngineConfig(threads=1)
+
+
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=4)
 
 
@@ -41,18 +58,18 @@ def model(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64))
 
 
-def actor(model):
-    made = ActorWorkload(None, {})
-    made.init_model(model, ENGINE, OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1), GRPO())
-    return made
+def actor(model, engine=ENGINE):
+    workload = ActorWorkload(None, {})
+    workload.init_model(model, engine, OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1), GRPO())
+    return workload
 
 
 def rollout(model, ticket=None, engine=ENGINE):
-    made = RolloutWorkload(None, {})
-    made.init_model(model, engine)
+    workload = RolloutWorkload(None, {})
+    workload.init_model(model, engine)
     if ticket is not None:
-        made.receive_weights(ticket)
-    return made
+        workload.receive_weights(ticket)
+    return workload
 
 
 def synced(model):
@@ -71,10 +88,10 @@ def prompts(*ids):
 def train(actor, rollout, step):
     """One step of a run, as the trainer drives it."""
     rollout.receive_weights(actor.publish_weights())
-    drawn = rollout.generate(prompts(1, 2, 3), SAMPLING, (5, step))
-    sign = np.where(np.arange(len(drawn)) % 2, 1, -1).astype(np.float32)
-    rows = Batch({"advantage": sign, "weight": np.full(len(drawn), 1 / 64, dtype=np.float32)})
-    return actor.update(drawn, rows, UpdatePlan(1.0))
+    samples = rollout.generate(prompts(1, 2, 3), SAMPLING, (5, step))
+    sign = np.where(np.arange(len(samples)) % 2, 1, -1).astype(np.float32)
+    rows = Batch({"advantage": sign, "weight": np.full(len(samples), 1 / 64, dtype=np.float32)})
+    return actor.update(samples, rows, UpdatePlan(1.0))
 
 
 def bits(workload):
@@ -87,10 +104,7 @@ def saved(workload):
     return state_tree.load(skeleton, [memoryview(buffer) for buffer in buffers])
 
 
-# -- the actor --------------------------------------------------------------------------------------------------------
-
-
-def test_a_replaced_actor_goes_on_bit_for_bit(model):
+def test_replaced_actor_trains_on_bit_for_bit(model):
     first, server = actor(model), rollout(model)
     for step in (1, 2, 3):
         train(first, server, step)
@@ -103,74 +117,22 @@ def test_a_replaced_actor_goes_on_bit_for_bit(model):
     assert bits(second)[1][1:] == bits(first)[1][1:]
 
 
-def test_two_runs_end_in_the_same_bits(model):
-    """The random states among them, whatever the process has drawn before."""
-
-    def run():
-        torch.rand(3), np.random.random(2), random.random()
-        first, server = actor(model), rollout(model)
-        return [train(first, server, step) for step in (1, 2, 3)], bits(first)
-
-    assert run() == run()
-
-
 @pytest.mark.feature(146)
-def test_the_random_states_of_an_actor_follow_from_the_seed_and_who_it_is(model):
+def test_random_states_of_an_actor_follow_from_seed_and_rank(model):
     def state(seed, role, rank):
         with member_context(MemberContext("a", RLRoleType(role), rank, 1)):
-            made = ActorWorkload(None, {})
-        made.init_model(model, ENGINE, OptimizerConfig(), GRPO(), seed)
-        return state_tree.dump(made.state_dict()["random"])
-
-    def drawn(*who):
-        skeleton, buffers = state(*who)
+            workload = ActorWorkload(None, {})
+        workload.init_model(model, ENGINE, OptimizerConfig(), GRPO(), seed)
+        skeleton, buffers = state_tree.dump(workload.state_dict()["random"])
         return skeleton, *map(bytes, buffers), random.random(), np.random.random(), torch.rand(1).item()
 
-    several = [drawn(seed, role, rank) for seed in (0, 1) for role in ("ACTOR", "CRITIC") for rank in (0, 1)]
-    assert drawn(0, "ACTOR", 0) == several[0]
-    assert all(len(set(values)) == len(several) for values in zip(*(made[-3:] for made in several), strict=True))
-
-
-def test_an_update_that_is_not_finite_changes_nothing_and_is_worth_another_try(model):
-    first, server = actor(model), rollout(model)
-    train(first, server, 1)
-    drawn = server.generate(prompts(1), SAMPLING, (5, 2))
-    rows = Batch({"advantage": np.full(4, np.nan, dtype=np.float32), "weight": np.ones(4, dtype=np.float32)})
-    before = bits(first)
-    with pytest.raises(NonFiniteUpdate, match=r"first in: advantage.*the update of version 1") as caught:
-        first.update(drawn, rows, UpdatePlan(1.0))
-    assert caught.value.retryable
-    assert bits(first) == before
-
-
-def test_what_was_published_is_known_by_its_stamp(model):
-    first = actor(model)
-    ticket = first.publish_weights()
-    assert first.published_stamp() == rollout(model).receive_weights(ticket) == first._engine.publish().stamp
-
-
-# -- the rollout ------------------------------------------------------------------------------------------------------
-
-
-def test_a_rollout_without_weights_serves_nothing(model):
-    with pytest.raises(WeightSyncError, match="no weights yet"):
-        rollout(model).generate(prompts(1), SAMPLING, (1, 1))
-
-
-def test_a_rollout_whose_sync_was_refused_serves_the_old_weights(model):
-    first = actor(model)
-    server = rollout(model, first.publish_weights())
-    before = server.generate(prompts(1, 2), SAMPLING, (1, 1))
-    train(first, rollout(model), 1)
-    torn = first.publish_weights()
-    flip_a_bit(first, torn, "model.norm.weight")
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' came with other bytes than were sent"):
-        server.receive_weights(torn)
-    assert same(before, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
+    several = [state(seed, role, rank) for seed in (0, 1) for role in ("ACTOR", "CRITIC") for rank in (0, 1)]
+    assert state(0, "ACTOR", 0) == several[0]
+    assert all(len(set(values)) == len(several) for values in zip(*(each[-3:] for each in several), strict=True))
 
 
 class Foreign(TorchRolloutEngine):
-    """It does not say that it adds adapters, and reads the bytes."""
+    """An engine that does not add adapters, and reads the bytes."""
 
     info = EngineInfo(masks_unknown_ids=True)
 
@@ -181,7 +143,7 @@ class Foreign(TorchRolloutEngine):
 
 @pytest.mark.feature(145)
 @pytest.mark.parametrize("engine", ["torch", f"{__name__}:Foreign"])
-def test_a_rollout_that_gets_adapters_alone_is_as_one_with_the_merged_weights(model, engine):
+def test_rollout_with_adapters_alone_has_the_merged_weights(model, engine):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     first = ActorWorkload(None, {})
     first.init_model(model, replace(ENGINE, lora=LoraSettings(rank=2)), OptimizerConfig(lr=1e-2), GRPO())
@@ -196,122 +158,85 @@ def test_a_rollout_that_gets_adapters_alone_is_as_one_with_the_merged_weights(mo
     assert same(ours, plain)
 
 
-def test_rollouts_of_the_same_process_are_not_waited_for(model):
+def test_broadcast_to_rollouts_of_the_same_process_is_refused(model):
     with member_context(MemberContext(shares_process=True)):
-        made = ActorWorkload(None, {})
+        sender = ActorWorkload(None, {})
     engine = SenderConfig(**{**vars(ENGINE), "weight_sync": "broadcast"}, receivers=2)
     with pytest.raises(EngineError, match="sends to 2 rollouts at once, .* leave out --local"):
-        made.init_model(model, engine, OptimizerConfig(), GRPO())
-    made.close()
-
-
-def test_a_run_that_has_gone_back_takes_its_rollouts_with_it(model, caplog):
-    first, gone_back = actor(model), actor(model)
-    older = gone_back.publish_weights()
-    server = rollout(model, older)
-    before = server.generate(prompts(1, 2), SAMPLING, (1, 1))
-    train(first, server, 1)
-    server.receive_weights(first.publish_weights())
-    with caplog.at_level("WARNING"):
-        server.receive_weights(older)
-    assert "weights go back from version 1 to 0" in caplog.text
-    assert same(before, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
+        sender.init_model(model, engine, OptimizerConfig(), GRPO())
+    sender.close()
 
 
 def same(first, second):
     """Equal to the bit, log-probs and versions included."""
-    assert first.columns.keys() == second.columns.keys()
-    return state_of(first) == state_of(second)
+    return batch_bits(first) == batch_bits(second)
 
 
-def state_of(batch):
-    return [
-        column.tobytes() if isinstance(column, np.ndarray) else column if isinstance(column, list) else
-        (column.values.tobytes(), column.offsets.tobytes())
-        for column in batch.columns.values()
-    ]  # fmt: skip
-
-
-def test_a_repeated_call_gives_the_same_bits_whatever_was_asked_in_between(model):
-    server = synced(model)
-    first = server.generate(prompts(1, 2), SAMPLING, (1, 1))
-    server.generate(prompts(7, 8, 9), SAMPLING, (1, 2))
-    torch.rand(5), np.random.random(5)
-    assert same(first, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
-
-
-def test_another_rollout_gives_the_same_bits(model):
-    publisher = actor(model)
-    weights = publisher.publish_weights()
-    draws = [rollout(model, weights).generate(prompts(1, 2, 3), SAMPLING, (1, 1)) for _ in range(2)]
-    assert same(*draws)
+def batch_bits(batch):
+    ragged = {name: column for name, column in batch.columns.items() if isinstance(column, Ragged)}
+    parts = {name: (column.values.tobytes(), column.offsets.tobytes()) for name, column in ragged.items()}
+    return {name: parts.get(name, np.asarray(column).tolist()) for name, column in batch.columns.items()}
 
 
 @pytest.mark.feature(146)
-def test_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
-    """Not on which worker drew it, nor on what was drawn beside it."""
-    publisher = actor(model)
-    weights = publisher.publish_weights()
+def test_sample_depends_on_its_seed_prompt_and_index_alone(model):
+    """Neither the worker that drew it matters, nor what was drawn beside it."""
+    first = actor(model)
+    weights = first.publish_weights()
     whole = rollout(model, weights).generate(prompts(1, 2, 3, 4), SAMPLING, (1, 1))
-    parts = [rollout(model, weights, EngineConfig(threads=1, max_batch=3)) for _ in range(2)]
-    cut = Batch.concat(
+    parts = Batch.concat(
         [
-            part.generate(chosen, SAMPLING, (1, 1))
-            for part, chosen in zip(parts, (prompts(4), prompts(1, 2, 3)), strict=True)
+            rollout(model, weights, EngineConfig(threads=1, max_batch=3)).generate(prompts(*ids), SAMPLING, (1, 1))
+            for ids in ((4,), (1, 2, 3))
         ]
     )
-    order = np.lexsort((cut.dense("sample_index"), cut.dense("prompt_id")))
-    assert [cut.objects("completion")[row] for row in order] == whole.objects("completion")
+    order = np.lexsort((parts.dense("sample_index"), parts.dense("prompt_id")))
+    assert [parts.objects("completion")[row] for row in order] == whole.objects("completion")
 
 
-# -- the reward -------------------------------------------------------------------------------------------------------
+# -- the reward --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def judge(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
-    made = RewardWorkload(None, {})
-    made.init_verifier(RewardConfig(function="tests.support.verifiers:obedient", timeout_s=1.0, workers=2))
-    yield made
-    made.close()
+def make_judge(**config):
+    judge = RewardWorkload(None, {})
+    level = judge.init_verifier(RewardConfig(**config))
+    return judge, level
 
 
 @pytest.mark.slow
-def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched(judge, model):
-    drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
+def test_failed_samples_have_a_reason_and_no_reward(model):
+    judge, _ = make_judge(function="tests.support.verifiers:obedient", timeout_s=1.0, workers=2)
+    samples = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
     words = ["fine", "loop", "abort", "loop", "raise", "fine", "kill-parent", "fine"]
-    scored = judge.score(drawn.with_columns(completion=words))
-    assert np.isnan(scored.dense("reward")).tolist() == [word in ("loop", "abort", "raise") for word in words]
-    reasons = [error for error in scored.objects("error") if error]
-    assert ["within 1 s" in reasons[0], "SIGABRT" in reasons[1], "KeyError" in reasons[3]] == [True] * 3
-    again = judge.score(drawn.with_columns(completion=["fine"] * 8))
-    assert again.dense("reward").tolist() == [1.0] * 8
+    with closing(judge):
+        scored = judge.score(samples.with_columns(completion=words))
+        assert np.isnan(scored.dense("reward")).tolist() == [word in ("loop", "abort", "raise") for word in words]
+        reasons = [error for error in scored.objects("error") if error]
+        assert ["within 1 s" in reasons[0], "SIGABRT" in reasons[1], "KeyError" in reasons[3]] == [True] * 3
+        again = judge.score(samples.with_columns(completion=["fine"] * 8))
+        assert again.dense("reward").tolist() == [1.0] * 8
 
 
-def test_several_functions_give_a_column_each(monkeypatch, model):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
+def test_several_reward_functions_give_a_column_each(model):
     functions = {"tests.support.verifiers:obedient": 1.0, "tests.support.verifiers:length": 0.5}
-    judge = RewardWorkload(None, {})
-    level = judge.init_verifier(RewardConfig(function=functions, timeout_s=5.0, workers=1))
+    judge, level = make_judge(function=functions, timeout_s=5.0, workers=1)
     assert level == sandbox_level()
-    try:
-        drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
-        scored = judge.score(drawn.with_columns(completion=["four", "raise", *["fives"] * 6]))
-    finally:
-        judge.close()
+    with closing(judge):
+        samples = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
+        scored = judge.score(samples.with_columns(completion=["four", "raise", *["fives"] * 6]))
     np.testing.assert_array_equal(scored.dense("reward/obedient"), [1.0, np.nan, *[1.0] * 6])
     np.testing.assert_array_equal(scored.dense("reward/length"), [4.0, np.nan, *[5.0] * 6])
     np.testing.assert_array_equal(scored.dense("reward"), [3.0, np.nan, *[3.5] * 6])
 
 
-def test_functions_with_one_label_or_that_of_another_figure_keep_their_whole_names():
+def test_reward_functions_with_one_label_keep_their_whole_names():
     assert name_parts("a:right") == {}
     assert name_parts({"a:right": 1.0}) == {"a:right": "reward/right"}
     whole = {"a:right": 1.0, "b:right": 1.0, "c:mean": 1.0}
     assert name_parts(whole) == {name: f"reward/{name}" for name in whole}
 
 
-# -- those who wait for a death ---------------------------------------------------------------------------------------
+# -- those who wait for a death ----------------------------------------------------------------------------------------
 
 
 def threads_and_children():
@@ -329,8 +254,8 @@ def test_warming_up_leaves_nothing_behind(workload, tmp_path, monkeypatch):
     before, running = state_of_process(), threads_and_children()
     workload.warm_up()
     assert state_of_process() == before
-    for after, those_before in zip(threads_and_children(), running, strict=True):
-        assert after <= those_before  # what earlier tests have left may end at any time
+    for after, earlier in zip(threads_and_children(), running, strict=True):
+        assert after <= earlier  # what earlier tests have left may end at any time
     assert os.listdir(tmp_path) == []
 
 
@@ -359,7 +284,7 @@ print(*sorted(set(sys.modules) - before))
 
 
 @pytest.mark.slow
-def test_who_is_warm_imports_nothing_more_when_it_takes_over(model):
+def test_warm_process_imports_nothing_more(model):
     ran = subprocess.run([sys.executable, "-c", LATE, model], capture_output=True, text=True, timeout=240, check=True)
     family = "transformers.models."  # what is looked up by the name in a model's own files
     assert [name for name in ran.stdout.split() if not name.startswith(family)] == []
@@ -376,9 +301,130 @@ def test_who_is_warm_imports_nothing_more_when_it_takes_over(model):
     ],
 )
 def test_is_deterministic_is_false_with_a_users_reward(function, expected, monkeypatch):
-    monkeypatch.setattr(
-        "dlrover.python.rl.recipe.roles.reward.VerifierPool", lambda workers, start: SimpleNamespace(close=lambda: None)
-    )
-    judge = RewardWorkload(None, {})
-    judge.init_verifier(RewardConfig(function=function))
+    pool = "dlrover.python.rl.recipe.roles.reward.VerifierPool"
+    monkeypatch.setattr(pool, lambda workers, start: SimpleNamespace(close=lambda: None))
+    judge, _ = make_judge(function=function)
     assert judge.is_deterministic() is expected
+
+
+# -- weights on their way ----------------------------------------------------------------------------------------------
+
+
+def size(value):
+    """The bytes of a value on its way."""
+    stored = value.token.result if isinstance(value, Ref) else Stored.of(value)
+    return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
+
+
+def test_actor_unable_to_write_its_weights_does_not_begin(model):
+    engine = replace(ENGINE, weight_sync="disk", weight_sync_options={"folder": "/proc/nope"})
+    with pytest.raises(EngineError, match="weight_sync_options.folder: weights cannot be written to /proc/nope"):
+        actor(model, engine)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_actor_publishes_in_the_precision_of_the_rollouts(model, precision, width):
+    with closing(actor(model, replace(ENGINE, precision=precision))) as sender:
+        entries = sender.publish_weights().table.entries
+        assert sum(entry.nbytes for entry in entries) == width * sender._engine.parameter_count
+
+
+@pytest.mark.feature(101)
+def test_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
+    sizes = {"publish_weights": [], "receive_weights": [], "published_stamp": []}
+    job = tiny_job(tmp_path, 2, rollout={"samples_per_prompt": 4, "max_new_tokens": 3}, prompts_per_step=4)
+    roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
+    run = Stage(tmp_path / "out", GRPOTrainer, roles, job.config)
+    submit = run.port.submit
+
+    def measured(role, rank, call):
+        ref = submit(role, rank, call)
+        if call.method in sizes:
+            assert not call.kwargs
+            sizes[call.method] += [size(ref), *map(size, call.args)]
+        return ref
+
+    run.port.submit = measured
+    run.run()
+    with closing(run.workload("ACTOR")) as sender:
+        weights = sender._engine.publish()
+        assert run.workload("ROLLOUT", 1).receive_weights(sender.publish_weights()) == weights.stamp
+    passed = sum(sizes.values(), [])
+    assert len(passed) == 3 * (1 + 2 * 2 + 1)
+    assert max(passed) < 150 * len(weights.buffers) < weights.nbytes / 50
+
+
+@pytest.mark.feature(104)
+def test_rollout_without_weights_serves_nothing(model):
+    replacement = rollout(model)
+    assert replacement._engine.version == -1
+    with pytest.raises(WeightSyncError, match="no weights yet"):
+        replacement.generate(None, None, ())
+
+
+@pytest.mark.feature(101)
+@pytest.mark.parametrize("name", ["disk", "broadcast", "dlrover.python.rl.engine.weight_sync.pull:PullTransport"])
+def test_weight_transport_of_the_job_is_used(model, name, tmp_path):
+    """The rollouts receive while the actor sends, where the transport waits for them."""
+    options = {"folder": str(tmp_path)} if name == "disk" else {}
+    engine = SenderConfig(threads=1, weight_sync=name, weight_sync_options=options, receivers=2)
+    sender, servers = actor(model, engine), [rollout(model, engine=engine) for _ in range(2)]
+    for _ in range(2):
+        ticket = sender.publish_weights()
+        with ThreadPoolExecutor(2) as pool:
+            received = list(pool.map(lambda server, ticket=ticket: server.receive_weights(ticket), servers))
+        assert received == [sender.published_stamp()] * 2
+    for member in (sender, *servers):
+        member.close()
+
+
+# -- a reference of which each worker holds a part ---------------------------------------------------------------------
+
+
+def batch_of(rows):
+    generator = np.random.default_rng(0)
+    tokens = Ragged.from_rows([generator.integers(0, 256, 12) for _ in range(rows)])
+    return Batch({"tokens": tokens, "action_mask": Ragged.from_rows([np.arange(12) >= 4] * rows)})
+
+
+def make_reference(kind, model, rank=0, world_size=1, port=0):
+    where = {"master_addr": "127.0.0.1", "master_port": port}
+    with member_context(MemberContext("reference", RLRoleType.REFERENCE, rank, world_size, **where)):
+        workload = kind(None, {})
+    workload.init_model(model, EngineConfig(device="cpu", threads=1, shard_frozen=True))
+    return workload
+
+
+def _part(rank, world_size, port, model, shares):
+    workload = make_reference(ShardedReferenceWorkload, model, rank, world_size, port)
+    mine = batch_of(sum(shares)).take(list(range(sum(shares[:rank]), sum(shares[: rank + 1]))))
+    logprobs = workload.logprobs(mine, 0.7).ragged("ref_logprobs").values
+    size = sum(shard.master.numel() for shard in workload._engine._model.shards)
+    workload.close()
+    return logprobs, size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(3, 2), (3, 0)], ids=["rows for both", "a rank without rows"])
+def test_sharded_reference_computes_like_a_whole_one(model, shares):
+    whole = make_reference(ReferenceWorkload, model)
+    expected = whole.logprobs(batch_of(sum(shares)), 0.7).ragged("ref_logprobs").values
+    parts, sizes = zip(*run(2, _part, model, shares), strict=True)
+    np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=1e-5)
+    assert sum(sizes) == whole._engine.parameter_count
+    assert max(sizes) < 0.6 * whole._engine.parameter_count
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "error"),
+    [
+        (ReferenceWorkload, False, ""),
+        (ShardedTeacherWorkload, True, ""),
+        (ReferenceWorkload, True, "needs the class ShardedReferenceWorkload"),
+        (TeacherWorkload, True, "needs the class ShardedTeacherWorkload"),
+        (ShardedReferenceWorkload, False, "has to be true for ShardedReferenceWorkload"),
+    ],
+)
+def test_shard_frozen_needs_a_sharded_class(kind, shards, error):
+    errors = list(kind.check_config({"engine": {"shard_frozen": shards}}))
+    assert list(map(str, errors)) == ([f"config.engine.shard_frozen: {error}"] if error else [])

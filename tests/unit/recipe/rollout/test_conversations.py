@@ -6,13 +6,23 @@ import json
 import pytest
 
 from dlrover.python.rl.environment.core.messages import make_assistant_message
+from dlrover.python.rl.recipe.base.config import RewardConfig
+from dlrover.python.rl.recipe.roles.reward import RewardWorkload
 from tests.support import chat_environments
 from tests.support.scripted import groups, rolling, texts
 
 TOOLS = "dlrover.python.rl.environment.core.tools:ToolEnvironment"
+
+
 OPTIONS = {"tools": {"add": "tests.support.chat_environments:add"}, "judge": "tests.support.chat_environments:judge"}
+
+
 ASKING = "tests.support.chat_environments:Asking"
+
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"first": 2}}\n</tool_call>'
+
+
 ADD = {
     "type": "function",
     "function": {
@@ -36,7 +46,7 @@ def played(say, infos, where=ASKING, *, prompt="ask", template=chat_environments
 
 
 def rendered(tokenizer, messages, **template_kwargs):
-    """Without the line break behind the last end marker, which the policy ends with."""
+    """The tokens up to the last end marker, which the policy ends with: no line break behind it."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
     return tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
@@ -46,7 +56,7 @@ def calling(context, index):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
+def test_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
     prompt = [{"role": "user", "content": "2+1, then 7?"}]
     taken, tokenizer = played(calling, [{}], TOOLS, prompt=prompt, options=OPTIONS, isolated=isolated)
     call = {"type": "function", "function": {"name": "add", "arguments": {"first": 2}}}
@@ -61,7 +71,7 @@ def test_a_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
     assert (taken.dense("reward").tolist(), taken.objects("error")) == ([1.0], [None])
 
 
-def test_a_user_of_messages_sees_messages_and_turns_that_were_cut_are_closed():
+def test_environment_of_messages_gets_messages_and_cut_turns():
     long = "x" * 120  # of which 100 tokens are generated
     answers = iter(["ask what?", long, CALL])
     taken, tokenizer = played(lambda *_: next(answers), [{"questions": ["one", "two", "three"]}])
@@ -86,7 +96,7 @@ def test_a_user_of_messages_sees_messages_and_turns_that_were_cut_are_closed():
     assert taken.dense("reward").tolist() == [2.0]
 
 
-def test_the_jobs_arguments_of_the_template_take_the_place_of_the_environments():
+def test_template_arguments_of_the_job_replace_the_environments():
     taken, _ = played(
         lambda *_: "yes", [{"questions": ["one"]}], template_kwargs={"tools": None, "enable_thinking": False}
     )
@@ -95,7 +105,7 @@ def test_the_jobs_arguments_of_the_template_take_the_place_of_the_environments()
     assert prompt.endswith("<|im_start|>assistant\n<think></think>")
 
 
-def test_a_template_that_strips_answers_keeps_them_as_they_were_generated():
+def test_stripping_template_keeps_answers_as_generated():
     template = chat_environments.TEMPLATE.replace(
         "{{ message.content }}\n{%- for", "{{ message.content | trim }}\n{%- for"
     )
@@ -104,8 +114,7 @@ def test_a_template_that_strips_answers_keeps_them_as_they_were_generated():
     assert texts(taken, "action_mask") == [" a \n<|im_end|> a \n<|im_end|>"]
 
 
-def test_a_template_that_drops_old_thoughts_begins_another_sequence():
-    """As the model sees it in use."""
+def test_template_without_old_thoughts_begins_another_sequence():
     content = "{{ message.content.split('</think>')[-1] }}\n{%- for"
     template = chat_environments.TEMPLATE.replace("{{ message.content }}\n{%- for", content)
     taken, tokenizer = played(lambda *_: "<think>hm</think>a", [{"questions": ["one", "two"]}], template=template)
@@ -150,8 +159,8 @@ def test_wrong_messages_fail_their_sample(questions, error):
 def test_calls_in_the_text_of_an_action(text, content, calls):
     message = make_assistant_message(text, turn=3)
     assert (message["role"], message["content"]) == ("assistant", content)
-    found = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
-    assert found == (calls or [])
+    parsed = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
+    assert parsed == (calls or [])
     json.dumps(message)
 
 
@@ -165,7 +174,7 @@ def test_calls_in_the_text_of_an_action(text, content, calls):
         ({"tools": None, "enable_thinking": True}, {"enable_thinking": False}, "", "<think></think>"),
     ],
 )
-def test_rows_arguments_precede_the_jobs_and_the_environments(where, of_job, of_row, tools, ending):
+def test_template_arguments_of_a_row_come_first(where, of_job, of_row, tools, ending):
     prompt, info = [{"role": "user", "content": "one"}], {"questions": ["one"], "chat_template_kwargs": of_row}
     with rolling(lambda *_: "yes", where, template_kwargs=of_job) as rolled:
         rolled.engine.tokenizer.chat_template = chat_environments.TEMPLATE
@@ -175,3 +184,55 @@ def test_rows_arguments_precede_the_jobs_and_the_environments(where, of_job, of_
     assert text.endswith(ending)
     tools = tools if where or tools != "look" else ""  # which the environment declares
     assert [name for name in ("look", "add") if f'"name": "{name}"' in text] == ([tools] if tools else [])
+
+
+OPENING = chat_environments.TEMPLATE.replace("assistant\n{% if", "assistant\n<think>\n{% if")
+
+
+PROMPT = [{"role": "user", "content": "2+5?"}]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"first": 2}}</tool_call>'
+
+
+COMPLETIONS = [  # with reward.thoughts: ignored, and scored, which commit d3d8fc39 gave
+    (r"Is it \boxed{7}? I check", 0.0, 1.0),
+    (r"Is it \boxed{7}?</think>It is 6.", 0.0, 1.0),
+    (r"Is it \boxed{6}?</think>It is 7.", 1.0, 0.0),
+]
+
+
+def score(rollouts, **settings):
+    workload = RewardWorkload(None, {})
+    workload.init_verifier(RewardConfig(function="exact", timeout_s=20.0, workers=1, **settings))
+    try:
+        return workload.score(rollouts).dense("reward").tolist()
+    finally:
+        workload.close()
+
+
+def test_reward_thoughts_decides_whether_thoughts_are_scored():
+    with rolling(lambda _, index: COMPLETIONS[index][0]) as rolled:
+        rolled.engine.tokenizer.chat_template = OPENING
+        rollouts = rolled.fetch(groups({}, prompt=PROMPT), samples=len(COMPLETIONS))
+    assert rollouts.objects("think_prefix") == ["<think>\n"] * 3
+    assert rollouts.objects("completion") == [text for text, _, _ in COMPLETIONS]
+    assert score(rollouts) == [reward for _, reward, _ in COMPLETIONS]
+    assert score(rollouts, thoughts="scored") == [reward for _, _, reward in COMPLETIONS]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "2+5? <think>"], ids=["messages", "text"])
+@pytest.mark.parametrize(
+    ("actions", "reward", "turns"),
+    [
+        ((f"Perhaps {CALL}, so 7",), 0.0, 1),  # d3d8fc39: the call is made
+        ((f"Perhaps {CALL}.</think>{CALL}", "So?</think>7"), 1.0, 2),  # d3d8fc39: two calls are made
+    ],
+)
+def test_tools_of_an_opened_thought_makes_no_draft(prompt, actions, reward, turns):
+    options, remaining = {"tools": {"add": "tests.support.chat_environments:add"}, "judge": "exact"}, iter(actions)
+    with rolling(lambda *_: next(remaining), "tools", options=options) as rolled:
+        rolled.engine.tokenizer.chat_template, rolled.max_new_tokens = OPENING, 200
+        rollouts = rolled.fetch(groups({}, prompt=prompt))
+    assert (rollouts.dense("reward").sum(), rollouts.dense("turns")[0]) == (reward, turns)
+    assert "".join(texts(rollouts, "action_mask")) == "".join(f"{action}<|im_end|>" for action in actions)

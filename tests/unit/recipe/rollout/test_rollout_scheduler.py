@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and their environments: many at once, turn by turn, whatever the environment does."""
+"""Samples and their environments, many at once and turn by turn, and samples kept for a lost rollout's replacement."""
 
 import asyncio
 import math
@@ -11,8 +11,9 @@ import pytest
 
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
-from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, summarize_rows
 from tests.support import rolled_environments
 from tests.support.scripted import SAMPLING, Rolling, groups, rolling, texts
 
@@ -29,7 +30,13 @@ def word(context, index):
 
 
 def seen(call):
-    return [told[1:] for told in rolled_environments.seen if told[0] == call]
+    return [entry[1:] for entry in rolled_environments.seen if entry[0] == call]
+
+
+def fetched(say, *infos, samples=1, prompt="ask ", **limits):
+    """The samples of groups with these ``extra_info``, in the environment of this suite."""
+    with rolling(say, OURS, **limits) as rolled:
+        return rolled.fetch(groups(*infos, prompt=prompt), samples=samples)
 
 
 def searching(context, index):
@@ -41,7 +48,7 @@ def searching(context, index):
 
 @pytest.mark.feature(86)
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_readmes_environment_loaded_from_its_path(isolated):
+def test_environment_of_the_readme_is_loaded_from_its_path(isolated):
     with rolling(searching, RL2, isolated=isolated) as rolled:
         taken = rolled.fetch(groups({"answer": "7"}, {"answer": "8"}), samples=2)
     assert taken.dense("reward").tolist() == [1.0, 0.0, 0.0, 1.0]
@@ -51,27 +58,15 @@ def test_the_readmes_environment_loaded_from_its_path(isolated):
     )
 
 
-@pytest.mark.feature(74)
-def test_extra_info_reaches_the_steps_unchanged():
-    info = {"answer": "7", "nested": {"list": [1, None]}}
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups(info, {}))
-    first = [told[2] for told in seen("step") if "nested" in told[2]]
-    assert first[0] == {**info, "number": 0}
-    assert first[1] == {**info, "number": 0, "turns": 1}
-    assert taken.objects("extra_info") == [{"answer": "7", "nested": {"list": [1, None]}}, {}]
-
-
 @pytest.mark.feature(75)
-def test_without_data_the_environment_says_what_it_begins_with():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"seed": 4}, {"seed": 9}, prompt=""), samples=2)
+def test_environment_without_data_gives_the_first_state():
+    taken = fetched(word, {"seed": 4}, {"seed": 9}, prompt="", samples=2)
     assert taken.objects("prompt") == ["game 4: "] * 2 + ["game 9: "] * 2
     assert taken.objects("error") == [None] * 4
 
 
 @pytest.mark.feature(87)
-def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
+def test_continued_states_are_one_sequence_of_the_engines_ids():
     with rolling(word, OURS) as rolled:
         taken = rolled.fetch(groups({}))
         eos = rolled.engine.tokenizer.eos_token_id
@@ -87,17 +82,14 @@ def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
     assert taken.objects("completion") == ["word seen word "]
 
 
-def test_the_rewards_of_a_sample_add_up_without_the_rounding_of_its_tokens_rewards():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]}))
+def test_reward_of_a_sample_is_summed_without_rounding():
+    taken = fetched(word, {"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]})
     assert taken.dense("reward").tolist() == [1.0, 100.0]
 
 
 @pytest.mark.feature(88)
-def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage():
-    with rolling(word, OURS) as rolled:
-        both = groups({"habit": "unrelated", "until": 3}, {"until": 1})
-        taken = rolled.fetch(both, samples=2)
+def test_other_state_is_another_sequence_of_the_sample():
+    taken = fetched(word, {"habit": "unrelated", "until": 3}, {"until": 1}, samples=2)
     assert taken.dense("prompt_id").tolist() == [0] * 6 + [1] * 2
     assert taken.dense("sample_index").tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
     assert taken.objects("prompt") == ["ask ", "another ", "another "] * 2 + ["ask "] * 2
@@ -105,40 +97,15 @@ def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage
     numbers = taken.dense("trajectory")
     assert len(set(numbers.tolist())) == 4
     assert (numbers[:3] == numbers[0]).all()
-    samples = SampleView.of(summarize_rows(taken))
-    assert sorted(samples.reward.tolist()) == [0.25, 0.25, 1.5, 1.5]
-    rewarded = summarize_rows(taken).with_columns(reward=np.array([1.0, 0, 0, 0, 0, 0, 0, 0]))
-    advantages = GRPO().annotate(rewarded).dense("advantage")
+    summary = summarize_rows(taken)
+    assert sorted(SampleView.of(summary).reward.tolist()) == [0.25, 0.25, 1.5, 1.5]
+    advantages = GRPO().annotate(summary.with_columns(reward=np.array([1.0, 0, 0, 0, 0, 0, 0, 0]))).dense("advantage")
     assert len(set(advantages[:3].tolist())) == 1
     assert advantages[0] == -advantages[3] > 0
 
 
-@pytest.mark.feature(89)
-def test_the_reward_is_trained_on_and_the_score_is_shown():
-    with rolling(word, OURS) as rolled:
-        taken = rolled.fetch(groups({"until": 1}, {"until": 2}))
-    assert taken.dense("reward").tolist() == [0.25, 0.75]
-    assert taken.dense("score").tolist() == [1.0, 1.0]
-    told = summarize_rows(taken)
-    assert told.dense("score").tolist() == [1.0, 1.0]
-    assert SampleView.of(told).reward.tolist() == [0.25, 0.75]
-
-
-@pytest.mark.feature(90)
-def test_a_sample_ends_when_it_is_done_and_at_the_limit_its_episode_is_closed():
-    with rolling(word, OURS, 3) as rolled:
-        taken = rolled.fetch(groups({"until": 2}, {"until": 99}))
-    assert taken.dense("turns").tolist() == [2, 3]
-    assert [told[0]["turns"] for told in seen("close")] == [2, 3]
-    assert taken.dense("reward").tolist() == [0.75, 1.5]
-    assert taken.objects("error") == [None, None]
-    assert texts(taken, "action_mask")[1].endswith("word <|im_end|>")
-    assert seen("shutdown") == [()]
-
-
-def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
-    with rolling(word, OURS, longest=1000) as rolled:
-        taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 1000}))
+def test_state_without_room_for_an_action_ends_the_sample():
+    taken = fetched(word, {"habit": "long"}, {"reset": "x" * 1000}, longest=1000)
     assert taken.dense("turns").tolist() == [1, 0]
     assert taken.objects("error") == [None, "the first state leaves no room for an action: it has 1000 tokens"]
     assert not taken.dense("finished").any()
@@ -147,122 +114,60 @@ def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
     assert taken.ragged("action_mask")[0][-1]
 
 
-def test_a_turn_has_the_room_that_is_left():
+def test_turn_is_cut_at_the_room_left():
     """The second one is cut off, and counts as such."""
-    with rolling(word, OURS, longest=len("ask word \0seen wo")) as rolled:
-        taken = rolled.fetch(groups({}))
+    taken = fetched(word, {}, longest=len("ask word \0seen wo"))
     assert taken.objects("completion") == ["word seen wo"]
     assert taken.dense("turns").tolist() == [2]
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 
-WHY = {
-    "raise": "step raised RuntimeError: out of order",
-    "none": "step returned None",
-    "fallthrough": "step returned no 'next_state', and is not done",
-    "sleep": "step gave no answer within 2 s",
-    "huge": "next_state has 10000000 characters",
-    "bomb": "within 2 s",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.feature(91)
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_failed_environment_marks_its_sample_and_the_group_finishes(isolated):
-    """A call that holds the interpreter takes the others along that are in the same process, which is replaced."""
-    habits = [habit for habit in WHY if habit != "bomb"]
-    infos = [*({"habit": habit} for habit in habits), {"reset": "raise"}, {}]
-    with rolling(word, OURS, isolated=isolated, timeout_s=2.0) as rolled:
-        taken = rolled.fetch(groups(*infos), samples=2)
-        assert rolled.guard.failures.total() == 2 * (len(habits) + 1)
-        if isolated:
-            (why,) = rolled.fetch(groups({"habit": "bomb"}, created_step=2)).objects("error")
-            assert WHY["bomb"] in why
-        for again in range(3, 9):  # What begins before the process is found to be stuck ends with it.
-            after = rolled.fetch(groups({}, created_step=again))
-            if after.objects("error") == [None]:
-                break
-    errors = taken.objects("error")
-    for at, why in enumerate([*(WHY[habit] for habit in habits), "no such game"]):
-        assert why in errors[2 * at]
-        assert why in errors[2 * at + 1]
-    assert errors[-2:] == [None, None]
-    failed = [error is not None for error in errors]
-    assert np.isnan(taken.dense("reward")).tolist() == np.isnan(taken.dense("score")).tolist() == failed
-    assert after.objects("error") == [None]
-    assert SampleView.of(summarize_rows(taken)).counted.sum() == 2
-
-
 @pytest.mark.feature(92)
-def test_a_pool_of_two_worlds_serves_eight_samples_half_of_which_come_to_the_limit():
-    with rolling(word, f"{OURS}:Pool", 3) as rolled:
-        taken = rolled.fetch(groups({"ends": True}, {"ends": False}), samples=4)
-    assert taken.objects("error") == [None] * 8
-    assert taken.dense("turns").tolist() == [1] * 4 + [3] * 4
-
-
-def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
+def test_pool_serves_an_evaluation_beside_open_samples():
     with rolling(word, f"{OURS}:Pool", 3) as rolled:
         under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
         rolled.sample(under_way, enough=1)
-        told = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
-        assert told.objects("error") == [None]
+        answers = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
+        assert answers.objects("error") == [None]
         assert rolled.fetch(under_way).objects("error") == [None] * 3
 
 
-@pytest.mark.feature(93)
-def test_environments_wait_side_by_side_while_the_engine_draws():
-    with rolling(word, OURS) as rolled:
-        took = []
-        for attempt in range(3):  # The machine may have had other things to do.
-            began = time.monotonic()
-            taken = rolled.fetch(groups(*[{"nap": 0.2, "until": 1}] * 8, created_step=attempt))
-            took.append(time.monotonic() - began)
-    assert taken.objects("error") == [None] * 8
-    assert max(rolled_environments.asleep) == 8
-    assert min(took) < 0.6
-
-
 @pytest.mark.feature(94)
-def test_a_hook_after_each_generation_gives_two_outputs_of_each_prompt_in_order():
-    """The environment is that hook: what it returns as next state is generated from again."""
+def test_two_outputs_of_each_prompt_come_in_order():
+    """The environment is a hook after each generation: its next state is generated from again."""
     say = lambda context, index: f"out {index} of {context.split()[0]} "  # noqa: E731
-    with rolling(say, OURS) as rolled:
-        taken = rolled.fetch(groups(*[{"habit": "unrelated"}] * 3), samples=2)
-    assert (
-        taken.objects("completion") == ["out 0 of ask ", "out 0 of another ", "out 1 of ask ", "out 1 of another "] * 3
-    )
+    taken = fetched(say, *[{"habit": "unrelated"}] * 3, samples=2)
+    outputs = [f"out {index} of {state} " for index in (0, 1) for state in ("ask", "another")]
+    assert taken.objects("completion") == outputs * 3
 
 
 @pytest.mark.feature(96)
-def test_a_turn_under_new_weights_says_so_and_the_sample_its_oldest():
+def test_turn_under_new_weights_has_their_version():
     with rolling(word, OURS) as rolled:
         wanted = groups({"until": 3}, {"until": 1})
         rolled.sample(wanted, enough=1)
         rolled.engine.version = 4
         taken = rolled.fetch(wanted)
-    versions, mask = taken.ragged("versions")[0], taken.ragged("action_mask")[0]
-    drawn = versions[mask].tolist()
-    assert drawn == sorted(drawn)
-    assert set(drawn) == {0, 4}
+    versions = taken.ragged("versions")[0][taken.ragged("action_mask")[0]].tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 4}
     assert (taken.dense("min_version").tolist(), taken.dense("version").tolist()) == ([0, 0], [4, 0])
 
 
-def test_turns_after_the_first_have_seeds_of_their_own_and_the_first_the_samples():
+def test_later_turns_have_their_own_seeds():
     with rolling(word, OURS) as rolled:
         rolled.fetch(groups({"until": 3}, created_step=6))
         assert list(rolled.engine.seeds.values()) == [(5, 6), (5, 6, 0, 1), (5, 6, 0, 2)]
 
 
-def test_who_waits_for_the_environment_makes_room_for_others():
+def test_sample_waiting_for_its_environment_makes_room():
     """One place in the engine, and samples whose environment takes its time: others are under way."""
     with rolling(word, OURS, room=1) as rolled:
         rolled.sample(groups(*[{"nap": 0.4, "until": 1}] * 4))
     assert max(rolled_environments.asleep) > 1
 
 
-def test_an_episode_that_is_given_up_is_closed():
+def test_abandoned_episode_is_closed():
     with rolling(word, OURS, 50) as rolled:
         endless = groups({"until": 99, "nap": 0.05})
         rolled.sample(endless, patience_s=0.1)
@@ -271,7 +176,7 @@ def test_an_episode_that_is_given_up_is_closed():
     assert seen("shutdown") == [()]
 
 
-def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeypatch):
+def test_closing_ends_open_episodes_without_waiting(monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.recipe.rollout.scheduler._CLOSING_S", 0.3)
     with rolling(word, OURS, 50) as rolled:
         rolled.sample(groups({"until": 99}, {"until": 99, "close": "late"}), enough=1, patience_s=0.2)
@@ -281,7 +186,7 @@ def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeyp
 
 
 @pytest.mark.slow
-def test_time_stands_for_an_environment_between_calls():
+def test_time_of_an_environment_stops_between_calls():
     """A call of it that was under way has its whole time left."""
     with rolling(word, OURS, timeout_s=2.0) as rolled:
         wanted = groups({"nap": 0.2, "until": 1})
@@ -291,12 +196,12 @@ def test_time_stands_for_an_environment_between_calls():
         assert rolled.fetch(wanted).objects("error") == [None]
 
 
-def test_a_scheduler_goes_on_in_a_loop_that_runs_already():
-    """As in a notebook's cell."""
+def test_scheduler_runs_inside_a_running_loop():
+    """A cell of a notebook runs so."""
 
     async def cell():
-        made = Rolling(word)
-        return made.fetch(groups({}, {})), made.loop.close()
+        rolled = Rolling(word)
+        return rolled.fetch(groups({}, {})), rolled.loop.close()
 
     taken, _ = asyncio.run(cell())
     assert taken.objects("completion") == ["word ", "word "]
@@ -310,18 +215,99 @@ def test_patience_is_asked_between_steps():
         assert rolled.engine.steps == 61
 
 
-@pytest.mark.feature(97)
-def test_all_that_an_algorithm_filters_by_is_told():
-    with rolling(word, OURS) as rolled:
-        told = summarize_rows(rolled.fetch(groups({"until": 1}, {"until": 2}), samples=3))
-    by_prompt = {number: told.dense("reward")[told.dense("prompt_id") == number].std() for number in (0, 1)}
-    assert by_prompt == {0: 0.0, 1: 0.0}
+# -- kept samples ------------------------------------------------------------------------------------------------------
+
+WANTED = groups({"answer": "7"}, {"answer": "8"}, {"answer": "9"})
+STAMP = WeightStamp(0, "aa")
 
 
-def test_no_group_at_all():
-    with rolling(word, OURS) as rolled:
-        nothing = groups()
-        assert (
-            len(rolled.sample(nothing)) == len(rolled.fetch(nothing)) == len(summarize_rows(rolled.fetch(nothing))) == 0
-        )
-        assert isinstance(rolled.fetch(nothing), Batch)
+def say(context, index):
+    """Later samples are longer."""
+    return "word " * (1 + 4 * index)
+
+
+def member(folder, stamp=STAMP):
+    server = Rolling(say, copies=KeptSamples(folder, 0))
+    server.scheduler._copies.note(stamp)
+    return server
+
+
+def drawn_again(folder, stamp=STAMP, wanted=WANTED):
+    """The indices of samples that the next process draws."""
+    server = member(folder, stamp)
+    server.fetch(wanted, samples=3)
+    return {key[1] for key in server.engine.seeds}
+
+
+@pytest.fixture
+def lost(tmp_path):
+    """The samples that a worker has finished in the ten steps that it had."""
+    server = member(tmp_path)
+    advance = server.engine.advance
+
+    def ten_times():
+        if server.engine.steps == 10:
+            raise EngineError("the end")
+        return advance()
+
+    server.engine.advance = ten_times
+    with pytest.raises(EngineError, match="the end"):
+        server.sample(WANTED, samples=3)
+    settle(server)
+    return {0}
+
+
+def settle(server):
+    server.scheduler._copies._writer.shutdown(wait=True)
+
+
+def test_next_process_draws_only_unfinished_samples(tmp_path, lost):
+    calm, server = Rolling(say).fetch(WANTED, samples=3), member(tmp_path)
+    assert server.fetch(WANTED, samples=3).objects("completion") == calm.objects("completion")
+    assert {key[1] for key in server.engine.seeds} == {0, 1, 2} - lost
+    assert drawn_again(tmp_path, WeightStamp(1, "cc")) <= {0, 1, 2} - lost, "later weights change nothing"
+
+
+def test_whole_group_of_kept_samples_needs_no_engine(tmp_path):
+    before = member(tmp_path)
+    before.fetch(WANTED, samples=2)
+    settle(before)
+    server = member(tmp_path)
+    assert len(server.fetch(WANTED, samples=2)) == 6 and not server.engine.seeds
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        pytest.param([WeightStamp(0, "bb")], id="other weights of that version"),
+        pytest.param([WeightStamp(0, "bb"), WeightStamp(1, "cc")], id="the run went back, and on"),
+    ],
+)
+def test_samples_of_other_weights_are_drawn_again(tmp_path, lost, stamps):
+    for stamp in stamps:
+        KeptSamples(tmp_path, 1).note(stamp)  # another worker, while this one was away
+    assert drawn_again(tmp_path, stamps[-1]) == {0, 1, 2}
+
+
+def test_stamp_not_written_makes_no_sample_valid(tmp_path, lost, monkeypatch):
+    def full(path, text):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        KeptSamples(tmp_path, 1).note(WeightStamp(0, "bb"))
+    assert drawn_again(tmp_path, WeightStamp(1, "cc")) == {0, 1, 2}
+
+
+def test_kept_samples_of_other_questions_are_not_used(tmp_path, lost):
+    assert drawn_again(tmp_path, wanted=groups({}, {}, {}, prompt="another ")) == {0, 1, 2}
+
+
+def test_unwanted_samples_are_deleted_and_torn_files_skipped(tmp_path, lost):
+    copies = KeptSamples(tmp_path, 0)
+    files = sorted((tmp_path / "0").iterdir())
+    copies.retain([])
+    copies._writer.shutdown(wait=True)
+    assert not list((tmp_path / "0").iterdir())
+    files[0].write_text("{")
+    assert member(tmp_path).fetch(WANTED, samples=3) is not None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation on the way: when, of what, without a trace in the training; the best model; and an early end."""
+"""Evaluation on the way, the best model, an early end, and updates that are not finite."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -22,7 +21,8 @@ from dlrover.python.rl.recipe.trainers.examples import Measured, PairData, SFTDa
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.workload import trainer_invocation
-from tests.support.example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
+from tests.support.example_jobs import EXAMPLES, PAIRS, log_probs, stage
+from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
 
 HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "one, and a good deal more"}]
 
@@ -41,7 +41,7 @@ def config_of(inputs, kind="sft", **more):
     data = {"train": str(inputs / "examples.jsonl"), "eval": str(inputs / "held_out.jsonl")}
     return {
         "model": str(inputs / "model"),
-        "data": data if kind == "sft" else {"train": str(inputs / "pairs.jsonl")},
+        "data": data if kind == "sft" else {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")},
         "batch_size": 2,
         "epochs": 2.5,
         "optimizer": {"lr": 1e-2},
@@ -50,8 +50,12 @@ def config_of(inputs, kind="sft", **more):
     }
 
 
+def evaluated_steps(folder):
+    return [row["step"] for row in metrics_of(folder) if "eval/loss" in row]
+
+
 @pytest.mark.feature(128)
-def test_evaluation_comes_in_its_steps_and_leaves_weights_and_random_states_alone(inputs, tmp_path):
+def test_evaluation_in_its_steps_changes_no_state(inputs, tmp_path):
     ends = {}
     for every in (0, 2):
         job = stage("sft", tmp_path / str(every), config_of(inputs, eval_every=every))
@@ -59,64 +63,62 @@ def test_evaluation_comes_in_its_steps_and_leaves_weights_and_random_states_alon
         dumped = state_tree.dump(job.workload("ACTOR").state_dict())
         ends[every] = dumped.skeleton, [bytes(buffer) for buffer in dumped.buffers]
     assert ends[0] == ends[2]
-    steps = [[row["step"] for row in metrics_of(tmp_path / str(every)) if "eval/loss" in row] for every in (0, 2)]
-    assert steps == [[], [2, 4, 5]]
-    for without, with_ in zip(metrics_of(tmp_path / "0"), metrics_of(tmp_path / "2"), strict=True):
-        assert without["loss"] == with_["loss"]
+    assert [evaluated_steps(tmp_path / every) for every in ("0", "2")] == [[], [2, 4, 5]]
+    losses = [[row["loss"] for row in metrics_of(tmp_path / every)] for every in ("0", "2")]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"),
+    ("data", "steps"),
     [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])],
 )
-def test_rows_to_evaluate_on_are_used_after_the_last_step_where_nothing_says_when(inputs, tmp_path, given, steps):
-    files = {name: str(inputs / value) if name == "eval" else value for name, value in given.items()}
+def test_evaluation_comes_after_the_last_step_by_default(inputs, tmp_path, data, steps):
+    files = {name: str(inputs / value) if name == "eval" else value for name, value in data.items()}
     stage("sft", tmp_path, config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **files})).run()
-    assert [row["step"] for row in metrics_of(tmp_path) if "eval/loss" in row] == steps
+    assert evaluated_steps(tmp_path) == steps
 
 
 @pytest.mark.feature(129)
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 @pytest.mark.parametrize("budget", [8, 1024])
-def test_cross_entropy_and_perplexity_are_weighted_by_tokens_over_uneven_batches(inputs, tmp_path, averaging, budget):
+def test_cross_entropy_and_perplexity_are_weighted_by_tokens(inputs, tmp_path, averaging, budget):
     engine = {"threads": 1, "max_tokens_per_microbatch": budget}
-    config = config_of(inputs, eval_every=1, epochs=0.5, averaging=averaging, engine=engine)
-    stage("sft", tmp_path, config).run()
+    stage("sft", tmp_path, config_of(inputs, eval_every=1, epochs=0.5, averaging=averaging, engine=engine)).run()
     (row,) = metrics_of(tmp_path)
-    told = np.concatenate(log_probs(str(tmp_path / "model"), HELD_OUT))
-    assert row["eval/loss"] == pytest.approx(-told.mean(), abs=1e-5)
-    assert row["eval/perplexity"] == pytest.approx(math.exp(-told.mean()), rel=1e-5)
+    expected = np.concatenate(log_probs(str(tmp_path / "model"), HELD_OUT))
+    assert row["eval/loss"] == pytest.approx(-expected.mean(), abs=1e-5)
+    assert row["eval/perplexity"] == pytest.approx(math.exp(-expected.mean()), rel=1e-5)
 
 
 @pytest.mark.feature(76)
 def test_held_out_rows_are_never_trained_on(inputs, tmp_path):
-    rows = [{"prompt": f"{n}:", "response": str(n)} for n in range(40)]
-    where = write_rows(tmp_path / "rows.jsonl", rows)
+    where = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "response": str(n)} for n in range(40)])
     config = config_of(inputs, data={"train": where, "eval_share": 0.1}, batch_size=8, epochs=1.0, eval_every=3)
     job = stage("sft", tmp_path / "out", config)
-    batches, submit = [], job.port.submit
+    lines, submit = {"train": set(), "measure": set()}, job.port.submit
 
     def watching(role, rank, call):
-        if call.method in ("train", "measure"):
-            batches.append((call.method, call.args[0].token.stored().load().dense("line").tolist()))
+        if call.method in lines:
+            lines[call.method].update(call.args[0].token.stored().load().dense("line").tolist())
         return submit(role, rank, call)
 
     job.port.submit = watching
     job.run()
-    trained = {line for method, lines in batches if method == "train" for line in lines}
-    measured = {line for method, lines in batches if method == "measure" for line in lines}
-    assert (len(trained), len(measured)) == (36, 4)
-    assert not trained & measured
-    assert json.loads((tmp_path / "out/summary.json").read_text())["held_out_rows"] == 4
+    assert (len(lines["train"]), len(lines["measure"])) == (36, 4)
+    assert not lines["train"] & lines["measure"]
+    assert read_json(tmp_path / "out/summary.json")["held_out_rows"] == 4
 
 
 @pytest.mark.feature(76)
 def test_pairs_of_one_prompt_are_held_out_together(inputs, tmp_path):
-    def sides(number, answer):
-        asked = {"role": "user", "content": f"{number}?"}
-        return {side: [asked, {"role": "assistant", "content": f"{side} {answer}"}] for side in ("chosen", "rejected")}
+    def talk(number, answer):
+        return [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}]
 
-    rows = [sides(number, answer) for answer in range(2) for number in range(10)]
+    rows = [
+        {side: talk(number, f"{side} {answer}") for side in ("chosen", "rejected")}
+        for answer in range(2)
+        for number in range(10)
+    ]
     data = PairData(train=write_rows(tmp_path / "pairs.jsonl", rows), eval_share=0.3)
     examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=True, seed=0)
     train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
@@ -126,49 +128,46 @@ def test_pairs_of_one_prompt_are_held_out_together(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rm", "dpo"])
-def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path, kind):
-    data = {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")}
-    config = config_of(inputs, kind, data=data, batch_size=4, epochs=2.0, eval_every=1)
-    stage(kind, tmp_path, config).run()
+def test_pairs_are_evaluated_by_the_loss_of_training(inputs, tmp_path, kind):
+    stage(kind, tmp_path, config_of(inputs, kind, batch_size=4, epochs=2.0, eval_every=1)).run()
     first, second = metrics_of(tmp_path)
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
         assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert (summary["examples"], summary["held_out_rows"]) == (4, 4), "pairs, of two sequences each"
 
 
-def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_against(inputs, tmp_path):
-    data = {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")}
-    config = config_of(inputs, "dpo", data=data, batch_size=4, eval_every=1)
+def test_evaluated_policy_is_compared_with_its_reference(inputs, tmp_path):
+    config = config_of(inputs, "dpo", batch_size=4, eval_every=1)
     stage("dpo", tmp_path / "trained", config).run()
     last = metrics_of(tmp_path / "trained")[-1]
     trained = {"model": str(tmp_path / "trained/model"), "eval_only": True}
     stage("dpo", tmp_path / "alone", config | trained | {"reference_model": str(inputs / "model")}).run()
-    found = json.loads((tmp_path / "alone/summary.json").read_text())
-    assert found["eval/rewards/margins"] == pytest.approx(last["eval/rewards/margins"], rel=1e-5) != 0.0
+    margins = read_json(tmp_path / "alone/summary.json")["eval/rewards/margins"]
+    assert margins == pytest.approx(last["eval/rewards/margins"], rel=1e-5) != 0.0
     lora = {"engine": {"threads": 1, "lora": {}}, "reference_model": "another"}
-    errors = plan_of(DPOTrainer).find_errors(
-        require(DPOConfig, config | trained | lora, "config"), {RLRoleType.ACTOR: 1}
-    )
-    assert [str(error).partition(":")[0] for error in errors if "the role" in str(error)] == ["config.reference_model"]
+    dpo = require(DPOConfig, config | trained | lora, "config")
+    errors = map(str, plan_of(DPOTrainer).find_errors(dpo, {RLRoleType.ACTOR: 1}))
+    assert [error.partition(":")[0] for error in errors if "the role" in error] == ["config.reference_model"]
 
 
 @pytest.mark.parametrize(
     ("data", "every", "faults"),
     [({}, None, ["config.data.eval"]), ({}, 0, ["config.data.eval"]), ({}, 1, []), ({"eval_share": 0.5}, 0, [])],
 )
-def test_what_was_trained_on_is_not_called_held_out(inputs, data, every, faults):
+def test_evaluation_alone_needs_held_out_rows(inputs, data, every, faults):
     config = config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **data}, eval_only=True, eval_every=every)
     errors = plan_of(SFTTrainer).find_errors(require(SFTConfig, config, "config"), {RLRoleType.ACTOR: 1})
     assert [error.where for error in errors] == faults
 
 
-def test_a_share_that_is_held_out_is_never_trained_on_also_where_nothing_is_evaluated(inputs, tmp_path):
+def test_held_out_share_is_not_trained_on_without_evaluation(inputs, tmp_path):
     data = SFTData(train=str(inputs / "examples.jsonl"), eval_share=0.5)
     examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=False, seed=0)
     assert (len(examples.train), examples.held_out) == (len(EXAMPLES) // 2, None)
     one = replace(data, train=write_rows(tmp_path / "one.jsonl", EXAMPLES[:1]))
-    assert [error.where for error in validate_examples(one, False, 0)] == ["config.data.eval_share"]
+    (error,) = validate_examples(one, False, 0)
+    assert error.where == "config.data.eval_share" and "both sides need a row" in error.what
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():
@@ -178,44 +177,43 @@ def test_sums_over_ranks_of_which_one_has_no_rows():
 
 @pytest.mark.slow
 @pytest.mark.feature(130)
-def test_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs, tmp_path):
+def test_answers_are_drawn_and_scored_by_the_jobs_roles(inputs, tmp_path):
     config = config_of(inputs, batch_size=4, epochs=50.0, eval_every=50)
     config["data"] = {name: str(inputs / "examples.jsonl") for name in ("train", "eval")}
     roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
     answers = {"max_new_tokens": 8, "reward": {"workers": 1}}
     job = stage("sft", tmp_path / "asked", config | {"answers": answers, "keep": {"best": "eval/reward"}}, roles)
     job.run()
-    for role, rank in (("REWARD", 0), ("ROLLOUT", 0), ("ROLLOUT", 1), ("ACTOR", 0)):
+    for role, rank in (("ROLLOUT", 0), ("ROLLOUT", 1), ("ACTOR", 0)):
         job.workload(role, rank).close()
     row = metrics_of(tmp_path / "asked")[-1]
     assert (row["eval/reward"], row["eval/failed"]) == (1.0, 0.0), "it knows four sums by heart"
-    told = [json.loads(line) for line in (tmp_path / "asked/held_out.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["completion"]) for row in told] == [tuple(row.values()) for row in EXAMPLES]
+    rows = read_lines(tmp_path / "asked/held_out.jsonl")
+    assert [(row["prompt"], row["completion"]) for row in rows] == [tuple(row.values()) for row in EXAMPLES]
     assert (tmp_path / "asked/best/model.safetensors").exists()
     stage("sft", tmp_path / "plain", config | {"epochs": 1.0}).run()
     assert "eval/reward" not in metrics_of(tmp_path / "plain")[-1]
 
 
-def test_roles_that_do_not_go_together_are_refused(inputs):
-    def problems_of(config, **roles):
-        found = plan_of(SFTTrainer).check_config(config, {RLRoleType(role): size for role, size in roles.items()})
-        return {problem.where: problem.what for problem in found}
-
-    config = config_of(inputs, eval_every=1)
-    assert problems_of(config, ACTOR=1, ROLLOUT=1, REWARD=1) == {}
-    assert "both" in problems_of(config, ACTOR=1, ROLLOUT=1)["workload"]
-    never = config_of(inputs, eval_every=0)
-    assert "need evaluations" in problems_of(never, ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
-    answers = {"reward": {"function": "no.such:function"}}
-    found = problems_of(config | {"answers": {"reward": {"model": "scorer"}}}, ACTOR=1, ROLLOUT=1, REWARD=1)
-    assert "reward.function scores" in found["config.answers.reward.model"]
-    found = problems_of(config | {"answers": answers}, ACTOR=1, ROLLOUT=1, REWARD=1)
-    assert "config.answers.reward.function" in found
+ANSWERING = ("ACTOR", "ROLLOUT", "REWARD")
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("config", "roles", "where", "message"),
+    [
+        ({"eval_every": 1}, ("ACTOR", "ROLLOUT"), "workload", "both"),
+        ({"eval_every": 0}, ANSWERING, "eval_every", "nothing to do"),
+        ({"answers": {"reward": {"model": "scorer"}}}, ANSWERING, "answers.reward.model", "reward.function scores"),
+    ],
+)
+def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where, message):
+    sizes = {RLRoleType(role): 1 for role in roles}
+    problems = plan_of(SFTTrainer).check_config(config_of(inputs, **({"eval_every": 1} | config)), sizes)
+    problems = {problem.where.removeprefix("config."): problem.what for problem in problems}
+    assert message in problems[where]
 
 
+# -- what is kept ------------------------------------------------------------------------------------------------------
 class Saved(list):
     """Notes the folders it is told to write."""
 
@@ -224,9 +222,15 @@ class Saved(list):
         self.append(folder.name)
 
 
-def make_saver(tmp_path, **config):
+def make_saver(tmp_path, before=None, evaluated=None, **config):
+    """A saver, or one with the state of the saver ``before``, and the list of the folders that it has written."""
     saved = Saved()
-    return ModelSaver(KeepConfig(**config), tmp_path, saved), saved
+    saver = ModelSaver(KeepConfig(**config), tmp_path, saved)
+    if evaluated is not None:
+        saver.evaluated = evaluated
+    if before is not None:
+        saver.load_state_dict(before.state_dict())
+    return saver, saved
 
 
 @pytest.mark.parametrize(
@@ -238,14 +242,13 @@ def make_saver(tmp_path, **config):
         ({}, [1.0, 0.5], []),
     ],
 )
-def test_the_best_model_by_a_named_figure_is_kept(tmp_path, config, values, best):
+def test_best_model_by_a_named_metric_is_kept(tmp_path, config, values, best):
     saver, saved = make_saver(tmp_path, **config)
-    found = []
+    counts = [0]
     for step, value in enumerate(values, start=1):
         saver.update(step, {config.get("best", "x"): value})
-        if len(saved) > len(found):
-            found.append(step)
-    assert found == best
+        counts.append(len(saved))
+    assert [step for step in range(1, len(counts)) if counts[step] > counts[step - 1]] == best
     assert set(saved) <= {"best"}
     if best:
         assert saver.summary()["best/step"] == best[-1]
@@ -255,7 +258,7 @@ def test_the_best_model_by_a_named_figure_is_kept(tmp_path, config, values, best
     ("former", "metric"),
     [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward"), ("accuracy", "eval/accuracy")],
 )
-def test_a_former_name_of_the_figure_is_read_with_a_note(tmp_path, caplog, former, metric):
+def test_former_name_of_the_best_metric_is_read_with_a_note(tmp_path, caplog, former, metric):
     assert validate_keep(KeepConfig(best=former), 1, [metric]) == []
     saver, saved = make_saver(tmp_path, best=former)
     assert f"{former} is now called {metric}" in caplog.text
@@ -265,25 +268,22 @@ def test_a_former_name_of_the_figure_is_read_with_a_note(tmp_path, caplog, forme
     assert f"best/{metric}" in saver.summary()
 
 
-def test_a_figure_that_there_is_not_is_named_with_the_nearest():
+def test_unknown_best_metric_is_named_with_the_nearest():
     saver = ModelSaver(KeepConfig(best="acuracy"), None, None)
     with pytest.raises(InvalidJob, match="did you mean 'eval/accuracy'"):
         saver.update(1, {"eval/accuracy": 1.0, "eval/reward": 0.0})
 
 
-def test_other_rows_to_evaluate_on_begin_without_a_best_model(tmp_path, caplog):
-    saver, _ = make_saver(tmp_path, best="eval/accuracy", patience=1)
-    saver.evaluated = "these"
+def test_best_model_of_other_evaluation_rows_is_forgotten(tmp_path, caplog):
+    saver, _ = make_saver(tmp_path, evaluated="these", best="eval/accuracy", patience=1)
     saver.update(1, {"eval/accuracy": 0.9})
     for evaluated, best in (("these", 0.9), ("others", None)):
-        again, _ = make_saver(tmp_path, best="eval/accuracy", patience=1)
-        again.evaluated = evaluated
-        again.load_state_dict(saver.state_dict())
+        again, _ = make_saver(tmp_path, saver, evaluated, best="eval/accuracy", patience=1)
         assert again.summary().get("best/eval/accuracy") == best
     assert "the evaluation rows have changed" in caplog.text
 
 
-def test_an_evaluation_without_the_figure_does_not_count(tmp_path, caplog):
+def test_evaluation_without_the_metric_does_not_count(tmp_path, caplog):
     saver, saved = make_saver(tmp_path, best="eval/accuracy", patience=1)
     saver.update(1, {"eval/accuracy": 0.5, "eval/reward": 0.5})
     saver.update(2, {"eval/reward": 0.7})
@@ -291,41 +291,38 @@ def test_an_evaluation_without_the_figure_does_not_count(tmp_path, caplog):
     assert "step 2: the evaluation has no eval/accuracy" in caplog.text
 
 
-def test_the_best_of_another_figure_is_not_compared_with(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "accuracy", "writes"),
+    [
+        ({"best": "eval/reward"}, 0.9, ["best"]),
+        ({"best": "eval/accuracy", "best_is": "lowest"}, 0.9, ["best"]),
+        ({"best": "eval/accuracy"}, 0.6, []),
+    ],
+)
+def test_best_model_is_compared_by_its_own_metric(tmp_path, config, accuracy, writes):
     former, _ = make_saver(tmp_path, best="eval/accuracy")
     former.update(1, {"eval/accuracy": 0.62})
-    for changed in ({"best": "eval/reward"}, {"best": "eval/accuracy", "best_is": "lowest"}):
-        saver, saved = make_saver(tmp_path, **changed)
-        saver.load_state_dict(former.state_dict())
-        saver.update(2, {"eval/reward": -0.5, "eval/accuracy": 0.9})
-        assert saved == ["best"]
-    same, saved = make_saver(tmp_path, best="eval/accuracy")
-    same.load_state_dict(former.state_dict())
-    same.update(2, {"eval/accuracy": 0.6})
-    assert saved == []
+    saver, saved = make_saver(tmp_path, former, **config)
+    saver.update(2, {"eval/reward": -0.5, "eval/accuracy": accuracy})
+    assert saved == writes
 
 
-def test_an_evaluation_that_nobody_could_judge_is_not_held_against_the_model(tmp_path):
-    saver, _ = make_saver(tmp_path, best="eval/reward", patience=1)
-    for step, value in enumerate([math.nan, 0.5, math.nan], start=1):
-        saver.update(step, {"eval/reward": value})
-        assert not saver.should_stop
-    saver.update(4, {"eval/reward": 0.4})
-    assert saver.should_stop
-
-
-def test_patience_counts_evaluations_in_a_row_through_a_restart(tmp_path):
-    saver, _ = make_saver(tmp_path, best="loss", patience=2)
-    for step, value in enumerate([1.0, 2.0, 0.5, 0.6], start=1):
+@pytest.mark.parametrize(
+    ("patience", "values"),
+    [(2, [1.0, 2.0, 0.5, 0.6, 0.5]), (1, [math.nan, 0.5, math.nan, 0.6])],
+    ids=["in a row", "without those that are no number"],
+)
+def test_patience_counts_evaluations_through_a_restart(tmp_path, patience, values):
+    saver, _ = make_saver(tmp_path, best="loss", patience=patience)
+    for step, value in enumerate(values[:-1], start=1):
         saver.update(step, {"loss": value})
         assert not saver.should_stop
-    again, _ = make_saver(tmp_path, best="loss", patience=2)
-    again.load_state_dict(saver.state_dict())
-    again.update(5, {"loss": 0.5})
+    again, _ = make_saver(tmp_path, saver, best="loss", patience=patience)
+    again.update(len(values), {"loss": values[-1]})
     assert again.should_stop
 
 
-def test_the_last_folders_are_kept_and_those_of_another_course_are_not(tmp_path):
+def test_last_folders_are_kept_and_foreign_ones_left(tmp_path):
     saver, saved = make_saver(tmp_path, save_every=3, keep_last=2)
     (tmp_path / "steps/step-99").mkdir(parents=True)
     (tmp_path / "steps/mine").mkdir()
@@ -335,16 +332,15 @@ def test_the_last_folders_are_kept_and_those_of_another_course_are_not(tmp_path)
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["mine", "step-6", "step-9"]
 
 
-def test_a_run_that_gets_no_better_ends_and_its_best_model_is_there(inputs, tmp_path):
+def test_run_without_improvement_ends_with_its_best_model(inputs, tmp_path):
     config = config_of(inputs, epochs=50.0, eval_every=1, keep={"best": "eval/loss", "patience": 3})
     job = stage("sft", tmp_path, config)
     job.run()
-    rows = metrics_of(tmp_path)
-    losses = [row["eval/loss"] for row in rows]
+    losses = [row["eval/loss"] for row in metrics_of(tmp_path)]
     best = int(np.argmin(losses))
-    assert len(rows) == best + 4 < 100
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["best/step"], told["steps"]) == (best + 1, len(rows))
+    assert len(losses) == best + 4 < 100
+    summary = read_json(tmp_path / "summary.json")
+    assert (summary["best/step"], summary["steps"]) == (best + 1, len(losses))
     again = np.concatenate(log_probs(str(tmp_path / "best"), HELD_OUT))
     assert -again.mean() == pytest.approx(losses[best], abs=1e-5)
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -352,45 +348,36 @@ def test_a_run_that_gets_no_better_ends_and_its_best_model_is_there(inputs, tmp_
     assert (tmp_path / "metrics.jsonl").read_text() == before, "a run that has ended has nothing left to do"
 
 
-# -- numbers that are none --------------------------------------------------------------------------------------------
-
-
+# -- updates that are not finite ---------------------------------------------------------------------------------------
 class Poisoned(ReferenceWorkload):
-    """A reference that says NaN of the second sequence of a batch."""
+    """A reference that gives NaN for the second sequence of a batch."""
 
     @trainer_invocation(blocking=False)
     def logprobs(self, rollouts, temperature):
-        told = super().logprobs(rollouts, temperature)
-        judged = told.ragged("ref_logprobs")
-        values = judged.values.copy()
-        values[judged.offsets[1] : judged.offsets[2]] = math.nan
-        return told.with_columns(ref_logprobs=judged.like(values))
+        batch = super().logprobs(rollouts, temperature)
+        column = batch.ragged("ref_logprobs")
+        values = column.values.copy()
+        values[column.offsets[1] : column.offsets[2]] = math.nan
+        return batch.with_columns(ref_logprobs=column.like(values))
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_rows(inputs, tmp_path):
+def test_nan_loss_ends_the_run_with_the_step_and_the_rows(inputs, tmp_path):
     roles = {"ACTOR": (ActorWorkload, 1), "REFERENCE": (Poisoned, 1)}
     job = stage("dpo", tmp_path, config_of(inputs, "dpo", batch_size=4), roles)
     with pytest.raises(NonFiniteUpdate, match=r"step 1: the loss is nan .* not finite: .*pairs.jsonl:[1-4] ") as caught:
         job.run()
-    (row,) = [json.loads(line) for line in (tmp_path / "refused.jsonl").read_text().splitlines()]
+    (row,) = read_lines(tmp_path / "refused.jsonl")
     assert row["step"] == 1
     assert row["sample"] in str(caught.value)
     line = int(row["sample"].rpartition(":")[2])
     assert row["text"].startswith(PAIRS[line - 1]["prompt"] + PAIRS[line - 1]["rejected"])
 
 
-def test_updates_that_are_not_finite_are_skipped_and_counted_if_asked(inputs, tmp_path):
+def test_nonfinite_updates_are_skipped_if_asked(inputs, tmp_path):
     config = config_of(inputs, optimizer={"lr": 1e30, "skip_nonfinite": 1}, batch_size=4)
-    with pytest.raises(NonFiniteUpdate, match="step 3: "):
+    with pytest.raises(NonFiniteUpdate, match=r"step 3: the (loss|gradient norm) is nan .*examples.jsonl:[1-4],"):
         stage("sft", tmp_path, config).run()
     first, second = metrics_of(tmp_path)
     assert (first["updates/skipped"], second["updates/skipped"]) == (0.0, 1.0)
     assert second["loss"] is None
-
-
-def test_a_step_that_is_not_finite_names_every_row(inputs, tmp_path):
-    job = stage("sft", tmp_path, config_of(inputs, optimizer={"lr": 1e30}, batch_size=4))
-    with pytest.raises(NonFiniteUpdate, match=r"step 2: the (loss|gradient norm) is nan .*examples.jsonl:[1-4],"):
-        job.run()
-    assert len((tmp_path / "refused.jsonl").read_text().splitlines()) == 4
-    assert [row["step"] for row in metrics_of(tmp_path)] == [1]
+    assert {row["step"] for row in read_lines(tmp_path / "refused.jsonl")} == {3}

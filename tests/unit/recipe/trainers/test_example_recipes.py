@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SFT, reward model and DPO: the first step by hand, what is learned, what is written, and what is refused."""
+"""SFT, reward model and DPO: the first step by hand, learning, files, refusals, and rows over workers."""
 
 import json
 import logging
@@ -14,19 +14,25 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.source import SourceRows
-from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.model.loading import read_eos_ids
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.recipe.base.engine_workload import Machine
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.trainers.examples import PairData, ScoredPairData, SFTData
+from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, ScorerWorkload
 from dlrover.python.rl.trainer.plan import plan_of
-from tests.support.example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, metrics_of, stage, write_rows
+from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.support.example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, stage
+from tests.support.run_files import metrics_of, read_json, write_rows
 
 SEEDS = (0, 1, 2)
+
+
 LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
 
 
@@ -55,26 +61,23 @@ def config_of(inputs, kind, seed=0, **more):
 
 
 def ran(kind, folder, config):
-    job = stage(kind, folder, config)
-    job.run()
+    stage(kind, folder, config).run()
     return metrics_of(folder)
 
 
-# -- the first step by hand -------------------------------------------------------------------------------------------
-
-
+# -- the first step by hand --------------------------------------------------------------------------------------------
 @pytest.mark.feature(108)
-def test_the_first_loss_of_sft_is_the_mean_over_the_trained_tokens(inputs, tmp_path):
+def test_first_loss_of_sft_is_the_mean_over_trained_tokens(inputs, tmp_path):
     (first,) = ran("sft", tmp_path, config_of(inputs, "sft"))
-    told = np.concatenate(log_probs(str(inputs / "model-0"), EXAMPLES))
-    assert first["loss"] == pytest.approx(-told.mean(), abs=1e-5)
+    expected = np.concatenate(log_probs(str(inputs / "model-0"), EXAMPLES))
+    assert first["loss"] == pytest.approx(-expected.mean(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("answer", "length", "cause"),
     [("42", 32, ""), ("4" * 40, 32, "2 of 2 rows are cut at data.max_length=32"), ("4" * 40, 64, "")],
 )
-def test_sft_that_trains_no_end_warns_before_it_starts(inputs, tmp_path, caplog, answer, length, cause):
+def test_sft_without_a_trained_end_warns_before_it_starts(inputs, tmp_path, caplog, answer, length, cause):
     messages = [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": answer}]
     rows = [{"messages": messages, "id": 1, "tool": ""}] * 2
     data = {"train": write_rows(tmp_path / "rows.jsonl", rows), "max_length": length}
@@ -106,11 +109,9 @@ def test_eos_ids_are_the_tokenizers_and_the_models(tmp_path, files, ids):
 @pytest.mark.parametrize("kind", [SFTData, PairData, ScoredPairData])
 def test_arguments_of_the_template_are_an_option_of_the_data(kind):
     talk, answer = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
-    row = (
-        {"prompt": talk, "completion": answer}
-        if kind is SFTData
-        else {"messages": talk, "chosen": "2", "rejected": "3"}
-    )
+    row = {"messages": talk, "chosen": "2", "rejected": "3"}
+    if kind is SFTData:
+        row = {"prompt": talk, "completion": answer}
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ start }}" + tokenizer.chat_template
     data, rows = kind(train="", chat_template_kwargs={"start": "go "}), SourceRows("rows", [(1, row)])
@@ -133,7 +134,7 @@ def test_other_names_of_the_templates_arguments(kind, keys):
 
 
 @pytest.mark.feature(109)
-def test_the_first_loss_of_a_reward_model_is_that_of_its_scores(inputs, tmp_path):
+def test_first_loss_of_a_reward_model_follows_from_its_scores(inputs, tmp_path):
     (first,) = ran("rm", tmp_path, config_of(inputs, "rm"))
     blueprint = ModelSpec.of(inputs / "model-0", "token")
     module = AutoModelForCausalLM.from_pretrained(inputs / "model-0")
@@ -145,42 +146,36 @@ def test_the_first_loss_of_a_reward_model_is_that_of_its_scores(inputs, tmp_path
             hidden = [module.model(torch.tensor([row])).last_hidden_state[0, -1] for row in tokens]
         scores[side] = np.array([float(state @ head[0]) for state in hidden])
     margins = scores["chosen"] - scores["rejected"]
-    assert first["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
-    assert first["rewards/margins"] == pytest.approx(margins.mean(), abs=1e-5)
-    assert first["rewards/chosen"] == pytest.approx(scores["chosen"].mean(), abs=1e-5)
-    assert first["rewards/rejected"] == pytest.approx(scores["rejected"].mean(), abs=1e-5)
-    assert first["rewards/accuracies"] == np.mean(margins > 0)
+    expected = {
+        "loss": np.log1p(np.exp(-margins)).mean(),
+        "rewards/margins": margins.mean(),
+        "rewards/chosen": scores["chosen"].mean(),
+        "rewards/rejected": scores["rejected"].mean(),
+        "rewards/accuracies": np.mean(margins > 0),
+    }
+    assert {name: first[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.feature(110)
-def test_dpo_begins_with_the_logarithm_of_two_and_goes_on_as_by_hand(inputs, tmp_path):
+def test_dpo_begins_with_log_2_and_continues_as_by_hand(inputs, tmp_path):
     first, second = ran("dpo", tmp_path, config_of(inputs, "dpo", epochs=2.0, keep={"save_every": 1, "keep_last": 9}))
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
     before, after = str(inputs / "model-0"), str(tmp_path / "steps/step-1")
-    gain = {
-        side: np.array([row.sum() for row in log_probs(after, PAIRS, side)])
-        - np.array([row.sum() for row in log_probs(before, PAIRS, side)])
-        for side in ("chosen", "rejected")
-    }
+    gain = {}
+    for side in ("chosen", "rejected"):
+        gain[side] = np.subtract(*([row.sum() for row in log_probs(model, PAIRS, side)] for model in (after, before)))
     margins = 0.1 * (gain["chosen"] - gain["rejected"])
     assert second["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
     assert second["rewards/chosen"] == pytest.approx(0.1 * gain["chosen"].mean(), abs=1e-5)
     assert second["rewards/rejected"] == pytest.approx(0.1 * gain["rejected"].mean(), abs=1e-5)
 
 
-@pytest.mark.feature(110)
-@pytest.mark.parametrize(("name", "first"), [("ipo", 25.0), ("conservative_dpo", math.log(2))])
-def test_the_kin_of_dpo_begin_where_their_formulas_say(inputs, tmp_path, name, first):
-    (row,) = ran("dpo", tmp_path, config_of(inputs, "dpo", algorithm={"name": name}))
-    assert row["loss"] == pytest.approx(first, abs=1e-4)
-
-
 def test_dpo_with_adapters_needs_no_reference_and_is_the_same(inputs, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     config = config_of(inputs, "dpo", epochs=3.0)
     config["engine"] = {**config["engine"], "lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
-    assert problems_of(DPOTrainer, config, ACTOR=1) == {}
+    assert problems_of("dpo", config, ACTOR=1) == {}
     ends = []
     for name, roles in (("with", ROLES["dpo"]), ("without", {"ACTOR": ROLES["dpo"]["ACTOR"]})):
         stage("dpo", tmp_path / name, config, roles).run()
@@ -200,16 +195,14 @@ def test_dpo_over_4_bits_is_relative_to_the_rounded_model(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "rate"), [(SFTConfig, 1e-5), (RMConfig, 1e-5), (DPOConfig, 1e-6)])
-def test_a_learning_rate_that_nobody_gives_is_one_for_what_is_learned(kind, rate):
-    given = {"model": "m", "data": {"train": "rows.jsonl"}}
-    assert require(kind, given, "config").optimizer == OptimizerConfig(lr=rate)
-    warming_up = {**given, "optimizer": {"warmup_steps": 3}}
+def test_default_learning_rate_depends_on_the_recipe(kind, rate):
+    config = {"model": "m", "data": {"train": "rows.jsonl"}}
+    assert require(kind, config, "config").optimizer == OptimizerConfig(lr=rate)
+    warming_up = {**config, "optimizer": {"warmup_steps": 3}}
     assert require(kind, warming_up, "config").optimizer == OptimizerConfig(lr=rate, warmup_steps=3)
 
 
-# -- learning ---------------------------------------------------------------------------------------------------------
-
-
+# -- learning ----------------------------------------------------------------------------------------------------------
 @pytest.mark.feature(108)
 @pytest.mark.parametrize("seed", LEARNING)
 def test_sft_learns_four_rows(inputs, tmp_path, seed):
@@ -218,50 +211,38 @@ def test_sft_learns_four_rows(inputs, tmp_path, seed):
     assert rows[-1]["loss"] < 0.1 * rows[0]["loss"]
 
 
-@pytest.mark.feature(109)
+@pytest.mark.feature(109, 110)
 @pytest.mark.parametrize("seed", LEARNING)
-def test_a_reward_model_learns_four_pairs(inputs, tmp_path, seed):
-    rows = ran("rm", tmp_path, config_of(inputs, "rm", seed, epochs=50.0, optimizer={"lr": 3e-3}))
-    assert len(rows) == 50
-    assert rows[-1]["rewards/accuracies"] == 1.0
-
-
-@pytest.mark.feature(110)
-@pytest.mark.parametrize("seed", LEARNING)
-def test_dpo_learns_four_pairs(inputs, tmp_path, seed):
-    rows = ran("dpo", tmp_path, config_of(inputs, "dpo", seed, epochs=20.0))
-    assert rows[-1]["rewards/margins"] > 0
+@pytest.mark.parametrize(("kind", "epochs", "rate"), [("rm", 50.0, 3e-3), ("dpo", 20.0, 1e-3)])
+def test_recipe_on_pairs_learns_four_pairs(inputs, tmp_path, kind, epochs, rate, seed):
+    rows = ran(kind, tmp_path, config_of(inputs, kind, seed, epochs=epochs, optimizer={"lr": rate}))
+    assert len(rows) == epochs
     assert rows[-1]["rewards/accuracies"] == 1.0
     assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["rewards/margins"] > 0
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
-
-
+# -- what is written ---------------------------------------------------------------------------------------------------
 @pytest.mark.feature(133)
-def test_a_reward_model_loads_as_a_sequence_classifier_with_the_same_scores(inputs, tmp_path):
+def test_reward_model_loads_as_a_classifier_with_its_scores(inputs, tmp_path):
     job = stage("rm", tmp_path, config_of(inputs, "rm", epochs=3.0))
     job.run()
-    actor = job.workload("ACTOR")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     module = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
     assert module.config.architectures == ["Qwen2ForSequenceClassification"]
     batch, _ = ScoredPairData(train="").encode(SourceRows("pairs", list(enumerate(PAIRS))), tokenizer)
-    trained = actor._engine.evaluate(batch.select("tokens", "action_mask")).ragged("scores")
-    longest = int(batch.ragged("tokens").lengths.max())
-    padded = torch.full((len(batch), longest), module.config.pad_token_id)
-    for row, tokens in enumerate(batch.ragged("tokens")):
-        padded[row, : len(tokens)] = torch.tensor(tokens)
-    with torch.no_grad():
-        scores = module(padded, attention_mask=(padded != module.config.pad_token_id).long()).logits[:, 0].numpy()
-    np.testing.assert_allclose(scores, [row[-1] for row in trained], atol=1e-5)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
-    assert "score.bias" not in again and again["score.weight"].shape == (1, 64)
+    trained = job.workload("ACTOR")._engine.evaluate(batch.select("tokens", "action_mask")).ragged("scores")
+    for tokens, scores in zip(batch.ragged("tokens"), trained, strict=True):
+        with torch.no_grad():
+            score = module(torch.tensor(tokens)[None]).logits[0, 0]
+        np.testing.assert_allclose(score, scores[-1], atol=1e-5)
+    weights = module.state_dict()
+    assert "score.bias" not in weights and weights["score.weight"].shape == (1, 64)
 
 
 @pytest.mark.feature(133)
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_language_model_loads_with_the_logits_it_had(inputs, tmp_path, kind):
+def test_language_model_loads_with_its_weights(inputs, tmp_path, kind):
     job = stage(kind, tmp_path, config_of(inputs, kind, epochs=2.0))
     job.run()
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -272,55 +253,54 @@ def test_a_language_model_loads_with_the_logits_it_had(inputs, tmp_path, kind):
 
 
 @pytest.mark.feature(59, 64)
-def test_rows_that_are_cut_or_dropped_are_counted_in_the_summary(inputs, tmp_path):
-    long = {"prompt": "x" * 20, "response": "yes"}
-    where = write_rows(tmp_path / "rows.jsonl", [*EXAMPLES, {"prompt": "1+1=", "response": "2" * 30}, long])
-    config = config_of(inputs, "sft", data={"train": where, "max_length": 12})
-    ran("sft", tmp_path / "cut", config)
-    told = json.loads((tmp_path / "cut/summary.json").read_text())
-    assert (told["examples"], told["cut_rows"], told["dropped_rows"]) == (5, 1, 1)
-    ran("sft", tmp_path / "drop", config | {"data": {"train": where, "max_length": 12, "over_long": "drop"}})
-    told = json.loads((tmp_path / "drop/summary.json").read_text())
-    assert (told["examples"], told["cut_rows"], told["dropped_rows"]) == (4, 0, 2)
+@pytest.mark.parametrize(("more", "counts"), [({}, (5, 1, 1)), ({"over_long": "drop"}, (4, 0, 2))])
+def test_cut_and_dropped_rows_are_counted_in_the_summary(inputs, tmp_path, more, counts):
+    rows = [*EXAMPLES, {"prompt": "1+1=", "response": "2" * 30}, {"prompt": "x" * 20, "response": "yes"}]
+    data = {"train": write_rows(tmp_path / "rows.jsonl", rows), "max_length": 12, **more}
+    ran("sft", tmp_path, config_of(inputs, "sft", data=data))
+    summary = read_json(tmp_path / "summary.json")
+    assert (summary["examples"], summary["cut_rows"], summary["dropped_rows"]) == counts
 
 
 @pytest.mark.feature(80)
-def test_an_epoch_takes_each_row_once_and_its_last_batch_what_is_left(inputs, tmp_path):
+def test_epoch_takes_each_row_once_in_a_shorter_last_batch(inputs, tmp_path):
     job = stage("sft", tmp_path, config_of(inputs, "sft", batch_size=3))
-    trained = []
-    job.port.submit, submit = (
-        lambda role, rank, call: (trained.append(call), submit(role, rank, call))[1],
-        job.port.submit,
-    )
+    batches, submit = [], job.port.submit
+
+    def watching(role, rank, call):
+        if call.method == "train":
+            batches.append(call.args[0].token.stored().load().dense("line").tolist())
+        return submit(role, rank, call)
+
+    job.port.submit = watching
     job.run()
-    batches = [call.args[0].token.stored().load() for call in trained if call.method == "train"]
     assert [len(batch) for batch in batches] == [3, 1]
-    assert sorted(line for batch in batches for line in batch.dense("line").tolist()) == [1, 2, 3, 4]
+    assert sorted(sum(batches, [])) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["rm", "dpo"])
-def test_a_batch_that_is_larger_than_the_data_has_pairs_several_times(inputs, tmp_path, kind):
+def test_batch_larger_than_the_data_has_pairs_several_times(inputs, tmp_path, kind):
     (row,) = ran(kind, tmp_path / "thrice", config_of(inputs, kind, batch_size=12, epochs=3.0))
     (once,) = ran(kind, tmp_path / "once", config_of(inputs, kind))
     assert row["loss"] == pytest.approx(once["loss"], abs=1e-6)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
+TRAINERS = {"sft": SFTTrainer, "rm": RMTrainer, "dpo": DPOTrainer}
 
 
-def problems_of(trainer, config, **roles):
+def problems_of(kind, config, **roles):
     sizes = {RLRoleType(role): size for role, size in (roles or {"ACTOR": 1, "REFERENCE": 1}).items()}
-    return {problem.where: problem.what for problem in plan_of(trainer).check_config(config, sizes)}
+    return {problem.where: problem.what for problem in plan_of(TRAINERS[kind]).check_config(config, sizes)}
 
 
-@pytest.mark.parametrize("trainer", [SFTTrainer, RMTrainer, DPOTrainer])
-def test_what_is_right_has_no_problems(inputs, trainer):
-    kind = trainer.__name__.removesuffix("Trainer").lower()
-    assert problems_of(trainer, config_of(inputs, kind)) == {}
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_right_configuration_has_no_problems(inputs, kind):
+    assert problems_of(kind, config_of(inputs, kind)) == {}
 
 
 @pytest.mark.feature(147)
-def test_each_number_that_is_not_positive_names_its_argument(inputs):
+def test_each_nonpositive_number_names_its_argument(inputs):
     wrong = {
         "batch_size": 0,
         "epochs": 0,
@@ -331,36 +311,93 @@ def test_each_number_that_is_not_positive_names_its_argument(inputs):
         "optimizer": {"lr": 0, "warmup_steps": -1},
         "engine": {"threads": 0, "max_tokens_per_microbatch": 0},
     }
-    found = problems_of(SFTTrainer, config_of(inputs, "sft") | wrong)
-    names = {f"config.{name}" for name in ("batch_size", "epochs", "eval_every", "seed")}
-    for group in ("keep", "data", "optimizer", "engine"):
-        names |= {f"config.{group}.{name}" for name in wrong[group] if name != "train"}
-    assert names <= set(found)
+    problems = problems_of("sft", config_of(inputs, "sft") | wrong)
+    groups = [(group, values) for group, values in wrong.items() if isinstance(values, dict)]
+    names = {f"config.{group}.{name}" for group, values in groups for name in values if name != "train"}
+    assert names | {f"config.{name}" for name in ("batch_size", "epochs", "eval_every", "seed")} <= set(problems)
 
 
-def test_what_does_not_go_together_is_refused_with_its_place(inputs):
-    found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "grpo"}), ACTOR=1)
-    assert "is one of dpo" in found["config.algorithm.name"]
-    found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "dpo", "bta": 1}), ACTOR=1)
-    assert "did you mean 'beta'" in found["config.algorithm.bta"]
-    assert "'reference' is required" in problems_of(DPOTrainer, config_of(inputs, "dpo"), ACTOR=1)["workload"]
-    found = problems_of(DPOTrainer, config_of(inputs, "dpo", reference_model="./none"))
-    assert found == {"config.reference_model": "no such folder: ./none"}
-    found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval/loss", "patience": 1}))
-    assert "set config.eval_every" in found["config.keep.best"]
-    found = problems_of(SFTTrainer, config_of(inputs, "sft", eval_every=1, keep={"best": "eval_los"}))
-    assert "did you mean 'eval/loss'" in found["config.keep.best"]
-    found = problems_of(RMTrainer, config_of(inputs, "rm", eval_every=1, keep={"patience": 2}))
-    assert "set config.keep.best" in found["config.keep.patience"]
+@pytest.mark.parametrize(
+    ("kind", "config", "where", "message"),
+    [
+        ("dpo", {"algorithm": {"name": "grpo"}}, "config.algorithm.name", "is one of dpo"),
+        ("dpo", {"algorithm": {"name": "dpo", "bta": 1}}, "config.algorithm.bta", "did you mean 'beta'"),
+        ("dpo", {}, "workload", "'reference' is required"),
+        ("dpo", {"reference_model": "./none"}, "config.reference_model", "no such folder: ./none"),
+        ("sft", {"keep": {"best": "eval/loss", "patience": 1}}, "config.keep.best", "set config.eval_every"),
+        ("sft", {"eval_every": 1, "keep": {"best": "eval_los"}}, "config.keep.best", "did you mean 'eval/loss'"),
+        ("rm", {"eval_every": 1, "keep": {"patience": 2}}, "config.keep.patience", "set config.keep.best"),
+    ],
+)
+def test_wrong_configuration_is_refused_with_its_place(inputs, kind, config, where, message):
+    assert message in problems_of(kind, config_of(inputs, kind, **config), ACTOR=1)[where]
 
 
 def test_bad_rows_are_named_by_their_lines(inputs, tmp_path):
     where = write_rows(tmp_path / "bad.jsonl", [PAIRS[0], {"prompt": "1", "chosen": "2"}, PAIRS[1]])
-    found = problems_of(RMTrainer, config_of(inputs, "rm", data={"train": where}))
-    assert "needs 'chosen' and 'rejected'" in found[f"{where}:2"]
+    problems = problems_of("rm", config_of(inputs, "rm", data={"train": where}))
+    assert "needs 'chosen' and 'rejected'" in problems[f"{where}:2"]
 
 
-def test_data_too_small_to_hold_any_out_are_refused(inputs, tmp_path):
-    where = write_rows(tmp_path / "one.jsonl", EXAMPLES[:1])
-    found = problems_of(SFTTrainer, config_of(inputs, "sft", data={"train": where}, eval_every=1))
-    assert "both sides need a row" in found["config.data.eval_share"]
+# -- rows over the workers of a job ------------------------------------------------------------------------------------
+class _Given:
+    """Keeps what it is given to train on, without a model."""
+
+    def init_model(self, *arguments):
+        self.batches = []
+
+    @trainer_invocation(target="RANK0")
+    def machine(self):
+        return Machine(0)
+
+    def train(self, batch):
+        self.batches.append(batch)
+        return UpdateResult(0.0, 0.0, 0.0, dict.fromkeys(RMTrainer.metric_names, 0.0))
+
+    def save(self, folder):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class GivenExamples(_Given, ActorWorkload):
+    """ACTOR of SFT."""
+
+
+class GivenPairs(_Given, ScorerWorkload):
+    """ACTOR of a reward model."""
+
+
+@pytest.mark.feature(57, 60)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["sft", "rm"])
+def test_ranks_get_about_as_many_tokens_and_whole_pairs(inputs, tmp_path, kind, seed):
+    texts = ["x" * length for length in np.random.default_rng(seed).lognormal(3.0, 0.8, 32).astype(int) + 1]
+    rows = [{"prompt": "A", "response": text, "chosen": text, "rejected": f"{text[1:]}y"} for text in texts]
+    data = {"train": write_rows(tmp_path / "rows.jsonl", rows)}
+    config = {"model": str(inputs / "model-0"), "data": data, "batch_size": 32}
+    job = stage(kind, tmp_path / "out", config, {"ACTOR": ({"sft": GivenExamples, "rm": GivenPairs}[kind], 8)})
+    job.run()
+    parts = [job.workload("ACTOR", rank).batches[0] for rank in range(8)]
+    lines = sorted(line for part in parts for line in part.dense("line").tolist())
+    assert lines == sorted([*range(1, 33)] * (1 if kind == "sft" else 2))
+    loads = np.array([part.ragged("tokens").lengths.sum() for part in parts])
+    assert loads.max() <= 1.06 * loads.mean()
+    if kind == "rm":
+        assert all((part.dense("line")[::2] == part.dense("line")[1::2]).all() for part in parts)
+
+
+@pytest.mark.feature(60, 61)
+@pytest.mark.parametrize("members", [3, 5])
+def test_log_probs_of_several_references_return_to_their_pairs(inputs, tmp_path, members):
+    pairs = [{**row, "chosen": row["chosen"] * (1 + at), "rejected": "no"} for at, row in enumerate(PAIRS)]
+    config = config_of(inputs, "dpo", data={"train": write_rows(tmp_path / "pairs.jsonl", pairs)})
+    roles = {"ACTOR": (ActorWorkload, 1), "REFERENCE": (ReferenceWorkload, members)}
+    stage("dpo", tmp_path / "out", config, roles).run()
+    (first,) = metrics_of(tmp_path / "out")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/chosen"] == pytest.approx(0.0, abs=1e-6)

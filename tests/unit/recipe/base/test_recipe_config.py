@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration leaves open: devices, precision, engines, and the defaults that depend on them."""
+"""Defaults of configurations by devices and engines, and keys of other libraries."""
 
 import dataclasses
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.plain import from_plain, to_plain
@@ -36,30 +36,33 @@ GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
         ("HERE", True, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
     ],
 )
-def test_the_defaults_are_those_of_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):
+def test_defaults_depend_on_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda_is_here)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     cfg = complete_config(PolicyConfig, GIVEN, devices)
     engine = cfg.engine
-    found = (engine.device, engine.precision, engine.rollout, engine.gradient_checkpointing, engine.max_batch)
-    assert (*found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
+    settings_found = (engine.device, engine.precision, engine.rollout, engine.gradient_checkpointing, engine.max_batch)
+    assert (*settings_found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
 
 
-def test_what_is_given_stays():
+def test_given_values_stay(monkeypatch):
     engine = {"precision": "fp32", "rollout": "torch", "gradient_checkpointing": False, "max_batch": 7}
-    given = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
-    cfg = complete_config(PolicyConfig, given, "GPU")
+    config = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
+    cfg = complete_config(PolicyConfig, config, "GPU")
     assert {name: getattr(cfg.engine, name) for name in engine} == engine
     assert (cfg.rollout.max_new_tokens, cfg.prompts_per_step) == (9, 3)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    cfg = complete_config(PolicyConfig, {**GIVEN, "engine": {"device": "cpu"}}, "HERE")
+    assert cfg.engine.precision == "fp32", "one process may compute on a CPU beside a GPU"
 
 
-def test_vllm_is_the_engine_only_where_it_is_installed(monkeypatch):
+def test_vllm_is_the_default_only_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert complete_config(PolicyConfig, GIVEN, "GPU").engine.rollout == "torch"
 
 
 @pytest.mark.parametrize(
-    ("devices", "device", "said"),
+    ("devices", "device", "message"),
     [
         ("GPU", "cpu", "its GPUs would be idle; write trainer.device_type=CPU or engine.device=auto"),
         ("CPU", "cuda", "no GPU is reserved; write trainer.device_type=GPU or engine.device=auto"),
@@ -67,64 +70,35 @@ def test_vllm_is_the_engine_only_where_it_is_installed(monkeypatch):
         ("HERE", "cuda", "PyTorch finds no CUDA device here"),
     ],
 )
-def test_an_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, said):
+def test_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InvalidJob, match=said):
+    with pytest.raises(InvalidJob, match=message):
         complete_config(PolicyConfig, {**GIVEN, "engine": {"device": device}}, devices)
-
-
-def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert complete_config(PolicyConfig, {**GIVEN, "engine": {"device": "cpu"}}, "HERE").engine.precision == "fp32"
 
 
 @pytest.mark.parametrize("devices", ["CPU", "GPU"])
 @pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer, SFTTrainer, DPOTrainer, RMTrainer])
-def test_a_complete_configuration_is_read_as_itself(trainer, devices):
-    given = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
-    complete = plan_of(trainer).complete_config(given, devices)
+def test_complete_configuration_is_read_as_itself(trainer, devices):
+    config = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
+    complete = plan_of(trainer).complete_config(config, devices)
     again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
     assert dataclasses.asdict(again) == complete
     assert again.log.trackers == ("${not} a reference",)
 
 
-@pytest.mark.parametrize(
-    ("devices", "given", "expected"),
-    [
-        ("CPU", {}, "none"),
-        ("GPU", {}, "truncate"),
-        ("CPU", {"engine": {"rollout": "vllm"}}, "truncate"),
-        ("CPU", {"engine": {"precision": "bf16"}}, "truncate"),
-        ("GPU", {"algorithm": {"correction": "none"}}, "none"),
-        ("GPU", {"algorithm": {"name": "gspo"}}, "truncate"),
-        ("CPU", {"algorithm": {"name": "gspo"}}, "none"),
-        ("CPU", {"algorithm": {"name": "gspo"}, "rollout": {"max_staleness": 1}}, "truncate"),
-        ("CPU", {"rollout": {"max_staleness": 1}}, "none"),
-    ],
-)
-def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):
-    complete = plan_of(GRPOTrainer).complete_config({**GIVEN, **given}, devices)["algorithm"]
-    assert complete["correction"] == expected
-
-
 @pytest.mark.parametrize("name", ["grpo", "deepseek_grpo", "dapo", "gspo"])
-def test_a_complete_config_has_every_option_of_its_algorithm(name):
+def test_complete_config_has_every_option_of_its_algorithm(name):
     complete = plan_of(GRPOTrainer).complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
     assert complete.pop("name") == name
     assert make_algorithm(name, complete) == make_algorithm(name)
     assert set(complete) == option_names(name)
 
 
-def test_gspo_compares_with_the_train_engines_own_log_probs():
-    needs = GSPO().needs
-    assert "rollout_logprobs" in needs.loss  # by which an actor recomputes the old ones
-
-
 @pytest.mark.parametrize(
     ("schema", "names"),
     [(PolicyConfig, POLICY_NAMES), (SFTConfig, EXAMPLE_NAMES), (DistillationConfig, DistillationConfig.other_names)],
 )
-def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
+def test_keys_of_other_libraries_have_existing_targets(schema, names):
     own = {key for key, _ in list_keys(schema)}
     targets = [name.name if isinstance(name, Translation) else name for name in names.values()]
     assert [name for name in targets if name not in own and not name.startswith("algorithm.")] == []
@@ -146,21 +120,15 @@ def test_rl2_values_are_translated(settings, algorithm):
     assert len(lines) == len(algorithm)
 
 
+NORM_VAR = "config.adv.norm_var: must be one of true, false, got"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"norm_var": "yes"},
-            "config.adv.norm_var: must be one of true, false, got 'yes'; here it is algorithm.norma",
-        ),
-        (
-            {"norm_var": [1]},
-            "config.adv.norm_var: must be one of true, false, got [1]; here it is algorithm.normalize",
-        ),
-        (
-            {"estimator": "gea"},
-            """config.adv.estimator: must be one of "gae", "reinforce", got 'gea'; here it is al""",
-        ),
+        ({"norm_var": "yes"}, f"{NORM_VAR} 'yes'; here it is algorithm.norma"),
+        ({"norm_var": [1]}, f"{NORM_VAR} [1]; here it is algorithm.normalize"),
+        ({"estimator": "gea"}, """config.adv.estimator: must be one of "gae", "reinforce", got 'gea'; here it is al"""),
     ],
 )
 def test_rl2_values_without_an_equal_are_refused(settings, message):
@@ -169,29 +137,29 @@ def test_rl2_values_without_an_equal_are_refused(settings, message):
     assert str(caught.value.errors[0]).startswith(message)
 
 
+TARGETS, SUCH_AS = "engine.lora.targets, the last parts", "engine.lora, such as {"
+
+
 @pytest.mark.parametrize("schema", [PolicyConfig, SFTConfig])
 @pytest.mark.parametrize(
-    ("given", "answer"),
+    ("config", "answer"),
     [
         ({"lora_rank": 8}, "engine.lora.rank"),
         ({"lora_r": 8}, "engine.lora.rank"),
         ({"lora_alpha": 8}, "engine.lora.alpha"),
-        ({"lora_target_modules": ["q_proj"]}, "engine.lora.targets, the last parts"),
-        ({"target_modules": "all-linear"}, "engine.lora.targets, the last parts"),
-        ({"lora": {"rank": 8}}, "engine.lora, such as {"),
-        ({"lora": 8}, "engine.lora, such as {"),
-        ({"actor": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
-        ({"use_peft": True}, "engine.lora, such as {"),
-        ({"ds": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
+        ({"lora_target_modules": ["q_proj"]}, TARGETS),
+        ({"target_modules": "all-linear"}, TARGETS),
+        ({"lora": {"rank": 8}}, SUCH_AS),
+        ({"lora": 8}, SUCH_AS),
+        ({"use_peft": True}, SUCH_AS),
+        ({"ds": {"lora": {"rank": 8}}}, SUCH_AS),
         ({"engine": {"lora_rank": 8}}, "engine.lora.rank"),
-        ({"actor_rollout_ref": {"model": {"lora_rank": 8}}}, "engine.lora.rank"),
-        ({"actor_rollout_ref": {"model": {"lora_alpha": 8}}}, "engine.lora.alpha"),
-        ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, "engine.lora.targets, the last parts"),
+        ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, TARGETS),
     ],
 )
-def test_the_keys_of_other_libraries_for_adapters_are_answered_with_the_place_here(schema, given, answer):
+def test_foreign_keys_of_adapters_are_answered_with_their_place(schema, config, answer):
     with pytest.raises(InvalidJob, match=f"unknown key; here it is {answer}"):
-        require(schema, {**GIVEN, **given}, "config")
+        require(schema, {**GIVEN, **config}, "config")
     place = answer.partition(",")[0]
     assert place == "engine.lora" or place in {key for key, _ in list_keys(schema)}
 
@@ -209,7 +177,7 @@ def test_beta_is_a_kl_coefficient_except_of_distillation():
     assert require(DistillationConfig, {**GIVEN, "temperature": 0.5}, "config").rollout.temperature == 0.5
 
 
-def test_files_that_no_index_names_are_not_counted(tmp_path):
+def test_files_missing_from_the_index_are_not_counted(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
     whole = count_parameters(folder)
     (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -220,22 +188,18 @@ def test_files_that_no_index_names_are_not_counted(tmp_path):
     assert count_parameters(folder) == whole
 
 
-def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
+def test_size_of_a_model_is_read_from_its_files(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
-    from transformers import AutoModelForCausalLM
-
     stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     tied = sum(tensor.numel() for tensor in {tensor.data_ptr(): tensor for tensor in stored.values()}.values())
     assert count_parameters(folder) == tied
     cfg = PolicyConfig(str(folder), engine=EngineConfig().resolve(False))
-    assert describe_engines(cfg) == [
-        f"model: {folder}, {tied / 1e3:.3g} k parameters; {4 * tied / 1e3:.3g} kB of weights to generate,"
-        f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
-        "engines: train fsdp2, rollout torch, on cpu in fp32",
-    ]
-    assert describe_engines(cfg, generates=False) == [
-        f"model: {folder}, {tied / 1e3:.3g} k parameters; {16 * tied / 1e3:.3g} kB to train, activations not counted",
-        "engines: train fsdp2, on cpu in fp32",
-    ]
+    for generates, weights, engines in (
+        (True, f" {4 * tied / 1e3:.3g} kB of weights to generate,", "train fsdp2, rollout torch, on cpu in fp32"),
+        (False, "", "train fsdp2, on cpu in fp32"),
+    ):
+        size = f"{tied / 1e3:.3g} k parameters;{weights} {16 * tied / 1e3:.3g} kB to train, activations not counted"
+        lines = [f"model: {folder}, {size}", f"engines: {engines}"]
+        assert describe_engines(cfg, generates=generates) == lines
     (folder / "model.safetensors").write_bytes(b"broken")
     assert count_parameters(folder) is None

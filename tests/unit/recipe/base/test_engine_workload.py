@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a state before anything starts, against that of the state itself."""
+"""Workloads with an engine: the size of their states before anything starts, and the settings behind these."""
 
 import shutil
 
@@ -33,19 +33,21 @@ def model(tmp_path_factory):
     ],
     ids=["adamw", "sgd", "sgd with momentum", "adapters", "adamw in 8 bits", "adapters in 8 bits"],
 )
-def test_it_is_right_within_a_few_percent(model, optimizer, engine):
+def test_state_bytes_are_right_within_a_few_percent(model, optimizer, engine):
     if optimizer.get("name") == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     lora = LoraSettings(**engine["lora"]) if engine else None
     actor = ActorWorkload(None, {})
     actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())
     config = {"model": model, "engine": {"device": "cpu", **engine}, "optimizer": optimizer}
-    found = sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
-    assert ActorWorkload.state_bytes(config, 1) == pytest.approx(found, rel=0.05)
+    measured = (
+        sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
+    )
+    assert ActorWorkload.state_bytes(config, 1) == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "score")])
-def test_of_a_reward_model_with_adapters_it_has_the_head(model, targets):
+def test_state_bytes_of_an_adapted_reward_model_have_the_head(model, targets):
     lora = LoraSettings(rank=1, targets=targets)
     scorer = ScorerWorkload(None, {})
     scorer.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(), RewardModel())
@@ -55,7 +57,7 @@ def test_of_a_reward_model_with_adapters_it_has_the_head(model, targets):
     scorer.close()
 
 
-def test_ranks_divide_it_if_they_divide_the_model(model):
+def test_state_bytes_are_divided_like_the_model(model):
     config = {"model": model, "engine": {"device": "cpu"}}
     whole = ActorWorkload.state_bytes(config, 1)
     assert ActorWorkload.state_bytes(config, 2) == whole
@@ -64,7 +66,7 @@ def test_ranks_divide_it_if_they_divide_the_model(model):
     assert ActorWorkload.state_bytes({**config, "engine": {"device": "cuda", "parallel": parallel}}, 8) == whole // 4
 
 
-def test_a_critic_has_a_model_and_an_optimizer_of_its_own(model, tmp_path):
+def test_state_bytes_of_a_critic_are_its_own(model, tmp_path):
     small = str(write_tiny_model(tmp_path / "S", hidden=32, layers=1))
     config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}}
     policy = ActorWorkload.state_bytes({**config, "engine": {"device": "cpu"}}, 1)
@@ -73,11 +75,11 @@ def test_a_critic_has_a_model_and_an_optimizer_of_its_own(model, tmp_path):
     assert CriticWorkload.state_bytes(own, 1) < CriticWorkload.state_bytes(config, 1) / 3
 
 
-def test_it_is_unknown_without_the_models_files():
+def test_state_bytes_are_unknown_without_the_models_files():
     assert ActorWorkload.state_bytes({"model": "some/hub-name", "engine": {"device": "cpu"}}, 1) is None
 
 
-def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(model):
+def test_state_depends_on_engine_adapters_and_optimizer(model):
     config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}, "optimizer": {"lr": 1e-3}}
     named = ActorWorkload.settings_of_state(config)
     assert (named["engine"]["train"], named["engine"]["lora"]["rank"], named["optimizer"]) == (
@@ -96,7 +98,7 @@ def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(mo
     assert ActorWorkload.settings_of_state(one) == ActorWorkload.settings_of_state(two)
 
 
-def test_a_state_depends_on_the_layers_that_have_adapters_whatever_names_them(model):
+def test_state_depends_on_the_layers_with_adapters(model):
     def settings(targets, folder=model):
         config = {"model": folder, "engine": {"device": "cpu", "lora": {"targets": targets}}}
         return ActorWorkload.settings_of_state(config)
@@ -109,7 +111,7 @@ def test_a_state_depends_on_the_layers_that_have_adapters_whatever_names_them(mo
     assert str(settings(names[:2])["engine"]["lora"]["targets"]) == "[down_proj, up_proj]"
 
 
-def test_a_state_depends_on_the_weights_that_it_was_trained_from(model, tmp_path, monkeypatch):
+def test_state_depends_on_the_weights_it_began_with(model, tmp_path, monkeypatch):
     def weights(folder, workload=ActorWorkload, key="model", **config):
         return workload.settings_of_state({"model": str(folder), "engine": {}, **config})[key]
 
@@ -127,7 +129,7 @@ def test_a_state_depends_on_the_weights_that_it_was_trained_from(model, tmp_path
     assert weights(moved).kind is None
 
 
-def test_a_state_depends_on_whether_there_is_momentum(model):
+def test_state_depends_on_momentum_being_there(model):
     def momentum(value):
         optimizer = {"name": "sgd", "momentum": value}
         settings = ActorWorkload.settings_of_state({"model": model, "engine": {}, "optimizer": optimizer})
@@ -135,3 +137,17 @@ def test_a_state_depends_on_whether_there_is_momentum(model):
 
     assert momentum(0.9) == momentum(0.5) != momentum(0.0)
     assert str(momentum(0.9)) == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("engine", "stays"),
+    [
+        ({"device": "cpu"}, True),
+        ({"device": "cuda"}, False),
+        ({"device": "cuda", "train_options": {"keep_processes": True}}, True),
+        ({"device": "cuda", "train_options": {"keep_processes": False}}, False),
+        ({"device": "cpu", "train": "deepspeed"}, False),
+    ],
+)
+def test_keeps_process_on_devices_needs_the_option(engine, stays):
+    assert ActorWorkload.keeps_process({"engine": {"train": "fsdp2", **engine}}) is stays
