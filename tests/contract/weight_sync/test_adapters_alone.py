@@ -45,10 +45,6 @@ def transport(kind, folder, name="ACTOR[0]", **changes):
     return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel="ACTOR", **changes))
 
 
-def make_disk(folder, channel):
-    return make_transport("disk", {}, replace(PATIENT, name="ACTOR[0]", folder=folder, channel=channel))
-
-
 class Toy:
     """A model of which two matrices have adapters; ``rounds`` counts how often its base was gathered."""
 
@@ -289,17 +285,6 @@ def test_who_expects_a_whole_model_refuses_adapters_alone(tmp_path):
     sender.close()
 
 
-def test_merged_they_are_the_same_weights():
-    source = Toy()
-    adapters = Adapters(take_snapshot(source.factors.items(), 1), source.adapter_scale)
-    apart = replace(take_snapshot(source.base.items(), 1), adapters=adapters)
-    merged = apart.merged()
-    assert merged.adapters is None
-    verify_snapshot(merged, apart.shapes, -1)
-    assert all(torch.equal(merged.tensor(name), apart.tensor(name)) for name in apart.buffers)
-    assert apart.nbytes == merged.nbytes + adapters.factors.nbytes
-
-
 def test_adapters_that_do_not_fit_their_weights_are_named():
     source = Toy()
     whole = take_snapshot(source.base.items(), 1)
@@ -318,12 +303,6 @@ def test_adapters_that_do_not_fit_their_weights_are_named():
 
 
 # -- from an engine to an engine --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    torch.set_num_threads(1)
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
 
 
 def actor_on(model_path, base=None, **changes):
