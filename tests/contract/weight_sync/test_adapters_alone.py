@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Ren
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
@@ -38,11 +38,27 @@ from tests.support.sync_sides import (
 
 KINDS = ("pull", "disk", "cuda_ipc")
 each_kind = pytest.mark.parametrize("kind", KINDS)
+pull_only = pytest.mark.parametrize("kind", ["pull"])
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lora' is not installed")
 LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
 
 
-def transport(kind, folder, name="ACTOR[0]", **changes):
-    return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel="ACTOR", **changes))
+def transport(kind, folder, name="ACTOR[0]", channel="ACTOR", **changes):
+    return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel=channel, **changes))
+
+
+@pytest.fixture
+def sender(kind, tmp_path):
+    sender = transport(kind, tmp_path)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receiver(kind, tmp_path):
+    receiver = transport(kind, tmp_path, "ROLLOUT[0]")
+    yield receiver
+    receiver.close()
 
 
 class Toy:
@@ -111,8 +127,8 @@ def equal(snapshot, source):
 
 @pytest.mark.feature(145)
 @each_kind
-def test_the_model_is_gathered_and_sent_once_and_then_the_adapters(kind, tmp_path):
-    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+def test_model_is_sent_once_and_then_its_adapters(sender, receiver):
+    source = Toy()
     for version in (1, 2, 3):
         ticket, stamp = publish(sender, source)
         received = receiver.receive(ticket)
@@ -122,14 +138,12 @@ def test_the_model_is_gathered_and_sent_once_and_then_the_adapters(kind, tmp_pat
         assert sum(entry.nbytes for entry in ticket.table.entries) == 4 * 4 * sum((40 + 30, 40 + 30))
         source.step()
     assert source.rounds == 2  # for the names and shapes, and to be sent
-    receiver.close()
-    sender.close()
 
 
 @each_kind
-def test_who_comes_late_has_the_model_too_and_earlier_versions_stay_as_they_were(kind, tmp_path):
-    source, sender = Toy(), transport(kind, tmp_path)
-    first = transport(kind, tmp_path, "ROLLOUT[0]").receive(publish(sender, source)[0])
+def test_late_receiver_has_the_model_and_earlier_versions_stay(kind, sender, receiver, tmp_path):
+    source = Toy()
+    first = receiver.receive(publish(sender, source)[0])
     before, stamp = {name: first.tensor(name).clone() for name in first.buffers}, first.stamp
     for _ in range(3):
         source.step()
@@ -137,12 +151,11 @@ def test_who_comes_late_has_the_model_too_and_earlier_versions_stay_as_they_were
     equal(transport(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
     assert all(torch.equal(first.tensor(name), each) for name, each in before.items())
     assert first.stamp == stamp
-    sender.close()
 
 
 @each_kind
-def test_a_sender_that_was_replaced_sends_the_model_again_under_the_same_stamp(kind, tmp_path):
-    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+def test_replaced_sender_sends_the_model_again(kind, sender, receiver, tmp_path):
+    source = Toy()
     ticket, stamp = publish(sender, source)
     receiver.receive(ticket)
     sender.close()
@@ -157,8 +170,8 @@ def test_a_sender_that_was_replaced_sends_the_model_again_under_the_same_stamp(k
 
 
 @each_kind
-def test_a_model_that_has_changed_beneath_its_adapters_is_sent_again(kind, tmp_path):
-    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+def test_changed_model_is_sent_again(sender, receiver):
+    source = Toy()
     _, before = publish(sender, source)
     source.base, source.base_version = Toy(seed=1).base, 1
     ticket, stamp = publish(sender, source)
@@ -167,14 +180,13 @@ def test_a_model_that_has_changed_beneath_its_adapters_is_sent_again(kind, tmp_p
     plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
     assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
     equal(receiver.receive(publish(sender, source)[0]), source)
-    sender.close()
 
 
 @each_kind
 @pytest.mark.parametrize(
     ("part", "failing"), [("", "_address"), ("-model", "_address"), ("-adapters", "_address"), ("-model", "_write")]
 )
-def test_ranks_stay_together_when_the_one_that_sends_fails(kind, part, failing, tmp_path, monkeypatch):
+def test_ranks_stay_together_when_the_leader_fails(kind, part, failing, tmp_path, monkeypatch):
     """They are in the same collective after each publishing, of which the last one succeeds."""
     source = Toy(ranks=2)
     ranks = [transport(kind, tmp_path), transport(kind, tmp_path, "ACTOR[1]", is_leader=False)]
@@ -209,17 +221,16 @@ def test_ranks_stay_together_when_the_one_that_sends_fails(kind, part, failing, 
 
 
 @each_kind
-def test_a_ticket_of_another_model_beneath_the_adapters_is_not_sent(kind, tmp_path):
-    source, sender = Toy(), transport(kind, tmp_path)
+def test_ticket_of_another_model_is_not_sent(sender):
+    source = Toy()
     ticket, _ = publish(sender, source)
     source.base_version = 1
     with pytest.raises(WeightSyncError, match="another model under its adapters"):
         sender.send(ticket, source)
-    sender.close()
 
 
 @each_kind
-def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(kind, tmp_path):
+def test_sender_keeps_one_model_and_nothing_once_closed(kind, tmp_path):
     memory = DeviceMemory()
     source, sender = Toy(), transport(kind, tmp_path, memory=memory)
     for version in range(4):
@@ -240,8 +251,9 @@ def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_on_disk_a_model_is_kept_for_as_long_as_its_adapters_are_sent(tmp_path, lost):
-    source, sender, another = Toy(), transport("disk", tmp_path), make_disk(tmp_path, "ACTOR-another")
+def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
+    source, sender = Toy(), transport("disk", tmp_path)
+    another = transport("disk", tmp_path, channel="ACTOR-another")
     ticket, _ = publish(sender, source)
     (model,) = tmp_path.glob("*model*.weights")
     long_ago = time.time() - 2 * 86400
@@ -258,8 +270,9 @@ def test_on_disk_a_model_is_kept_for_as_long_as_its_adapters_are_sent(tmp_path, 
     assert source.rounds == 2 * 2 + lost  # of each run: for names and shapes, and to be sent
 
 
-def test_adapters_and_their_model_reach_receivers_that_cannot_map_the_senders_pages(tmp_path):
-    source, sender = Toy(), transport("pull", tmp_path)
+@pull_only
+def test_adapters_and_model_reach_receivers_of_another_host(sender, tmp_path):
+    source = Toy()
     receivers = [transport("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
     for _ in range(3):
         ticket, stamp = publish(sender, source)
@@ -273,19 +286,29 @@ def test_adapters_and_their_model_reach_receivers_that_cannot_map_the_senders_pa
             equal(each, source)
         source.step()
     assert any(each._part("model")._stop_relay is not None for each in receivers), "the pages of this host were mapped"
-    for each in (*receivers, sender):
+    for each in receivers:
         each.close()
 
 
-def test_who_expects_a_whole_model_refuses_adapters_alone(tmp_path):
-    source, sender = Toy(), transport("pull", tmp_path)
-    ticket, _ = publish(sender, source)
+@pull_only
+def test_receiver_of_whole_models_refuses_adapters_alone(sender):
+    ticket, _ = publish(sender, Toy())
     with pytest.raises(WeightSyncError, match="adapters alone"):
         PullTransport(PATIENT).receive(ticket)
-    sender.close()
 
 
-def test_adapters_that_do_not_fit_their_weights_are_named():
+def test_merged_snapshot_has_the_same_weights():
+    source = Toy()
+    adapters = Adapters(take_snapshot(source.factors.items(), 1), source.adapter_scale)
+    apart = replace(take_snapshot(source.base.items(), 1), adapters=adapters)
+    merged = apart.merged()
+    assert merged.adapters is None
+    verify_snapshot(merged, apart.shapes, -1)
+    assert all(torch.equal(merged.tensor(name), apart.tensor(name)) for name in apart.buffers)
+    assert apart.nbytes == merged.nbytes + adapters.factors.nbytes
+
+
+def test_misfitting_adapters_are_named():
     source = Toy()
     whole = take_snapshot(source.base.items(), 1)
 
@@ -314,12 +337,11 @@ def actor_on(model_path, base=None, **changes):
 
 @pytest.mark.feature(145)
 @pytest.mark.parametrize(("kind", "base"), [("pull", None), ("disk", None), ("pull", "nf4")])
-def test_a_rollout_serves_the_bits_of_the_merged_weights(kind, base, tmp_path, model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+@needs_peft
+def test_rollout_serves_the_bits_of_the_merged_weights(base, sender, receiver, tmp_path, model_path):
     if base is not None:
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     actor, rollout = actor_on(model_path, base), TorchRolloutEngine(model_path)
-    sender, receiver = transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
     for seed in (1, 2):
         received = receiver.receive(publish(sender, actor)[0])
         rollout.receive(received)
@@ -335,11 +357,10 @@ def test_a_rollout_serves_the_bits_of_the_merged_weights(kind, base, tmp_path, m
     again, same = publish(sender, actor)
     assert again.base.id != ticket.base.id
     assert same == stamp
-    sender.close()
 
 
-def test_rollouts_in_bf16_get_the_model_in_bf16_and_the_adapters_in_float32(tmp_path, model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+@needs_peft
+def test_bf16_rollouts_get_float32_adapters(tmp_path, model_path):
     actor = actor_on(model_path, precision="bf16")
     sender = transport("pull", tmp_path, dtype=torch.bfloat16)
     ticket, _ = publish(sender, actor)
@@ -351,8 +372,8 @@ def test_rollouts_in_bf16_get_the_model_in_bf16_and_the_adapters_in_float32(tmp_
     sender.close()
 
 
-def test_ranks_that_shard_the_model_send_it_and_its_adapters_whole(tmp_path, model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+@needs_peft
+def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
     port, settings = free_port(), TrainSettings(lora=LoraSettings(rank=2))
     with ExitStack() as stack:
         ranks = []
@@ -369,23 +390,21 @@ def test_ranks_that_shard_the_model_send_it_and_its_adapters_whole(tmp_path, mod
         assert torch.equal(received.tensor(name), tensor)
 
 
-def test_the_weights_of_an_engine_that_changes_them_on_their_way_leave_merged(tmp_path, model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-
+@needs_peft
+@pull_only
+def test_engine_with_changed_export_sends_merged_weights(sender, receiver, model_path):
     class Doubling(Fsdp2TrainEngine):
         def named_weights(self, dtype=None):
             return ((name, 2.0 * tensor) for name, tensor in super().named_weights(dtype))
 
     engine = Doubling(model_path, OptimizerConfig(), TrainSettings(lora=LoraSettings(rank=2)))
-    sender = transport("pull", tmp_path)
-    received = transport("pull", tmp_path, "ROLLOUT[0]").receive(publish(sender, engine)[0])
-    assert received.stamp == engine.publish().stamp
-    sender.close()
+    assert receiver.receive(publish(sender, engine)[0]).stamp == engine.publish().stamp
 
 
-def test_a_model_that_is_read_again_from_its_files_is_sent_again(tmp_path, model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    actor, sender = actor_on(model_path), transport("pull", tmp_path)
+@needs_peft
+@pull_only
+def test_model_read_again_from_its_files_is_sent_again(sender, model_path):
+    actor = actor_on(model_path)
     ticket, stamp = publish(sender, actor)
     state = copy.deepcopy(actor.state_dict())
     actor.meta()
@@ -393,4 +412,3 @@ def test_a_model_that_is_read_again_from_its_files_is_sent_again(tmp_path, model
     again, same = publish(sender, actor)
     assert again.base.id != ticket.base.id
     assert same == stamp
-    sender.close()

@@ -69,7 +69,7 @@ def test_bf16_rollouts_get_two_bytes_a_parameter(kind, connect, tmp_path, model_
         rollout = TorchRolloutEngine(model_path, RolloutSettings(precision="bf16"))
         rollout.receive(received)
         stamps.append(completions(rollout))
-        assert stamps[0] == stamps[1]
+    assert stamps[0] == stamps[1]
 
 
 @pytest.mark.feature(107)
