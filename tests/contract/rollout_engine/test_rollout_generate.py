@@ -100,13 +100,13 @@ def test_fewer_and_shorter_samples_begin_longer_ones(engine):
 
 
 def test_random_state_of_the_process_is_unused(engine):
-    drawn = []
+    samples = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        drawn.append(completions(engine.generate(prompts(), sampling(), (4,))))
+        samples.append(completions(engine.generate(prompts(), sampling(), (4,))))
         assert torch.equal(torch.get_rng_state(), state)
-    assert drawn[0] == drawn[1]
+    assert samples[0] == samples[1]
 
 
 # -- log-probs --------------------------------------------------------------------------------------------------------

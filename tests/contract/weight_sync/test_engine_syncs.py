@@ -122,7 +122,7 @@ def test_adapters_arrive_merged(kind, base, wire, model_path):
 
 
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])
-def test_sharded_weights_reach_ranks_that_split_matrices(kind, tmp_path, model_path):
+def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path):
     """Two ranks that shard the parameters send, two ranks that split each matrix receive: four processes."""
     stamp, splits = Fsdp2TrainEngine(model_path, None).publish().stamp, ParallelSizes(tensor_parallel_size=2)
     with ExitStack() as stack:

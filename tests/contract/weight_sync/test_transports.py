@@ -222,7 +222,7 @@ def test_broadcast_holds_a_bucket_on_each_device(connect, tmp_path):
         assert time.monotonic() < deadline_s
 
 
-def test_bucket_size_defaults_to_that_of_the_device():
+def test_bucket_size_depends_on_the_device():
     assert SyncSettings().bucket == 1 << 20
     assert SyncSettings(device="cuda:1").bucket == 1 << 26
     assert SyncSettings(device="cuda:1", bucket_bytes=1000).bucket == 1024

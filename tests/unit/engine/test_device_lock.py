@@ -46,12 +46,13 @@ def start(tmp_path):
     context, children = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload([DeviceLock.__module__])
 
-    def begin(owner, nbytes=1000):
+    def begin(owner, nbytes=1000, waits=False):
         ours, child_end = context.Pipe()
         child = context.Process(target=holder, args=(tmp_path, child_end, owner, nbytes))
         child.start()
         children.append(child)
         assert hear(ours) == "asking"
+        assert waits or hear(ours) == "has it"
         return child, ours
 
     yield begin
@@ -98,8 +99,7 @@ def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
 
 def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=123_456)
-    assert hear(pipe) == "has it"
-    _, queued = start("REWARD[0]")
+    _, queued = start("REWARD[0]", waits=True)
     wait_for_queue(tmp_path, 2)
     lock = DeviceLock(tmp_path, "ROLLOUT[0]")
     with pytest.raises(EngineError) as caught:
@@ -116,8 +116,7 @@ def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
 @pytest.mark.parametrize("victim", ["holder", "waiting"])
 def test_dead_process_holds_no_device(tmp_path, start, victim):
     first, pipe = start("ACTOR[0]")
-    assert hear(pipe) == "has it"
-    second, _ = start("REWARD[0]")
+    second, _ = start("REWARD[0]", waits=True)
     wait_for_queue(tmp_path, 2)
     mine = DeviceLock(tmp_path, "ROLLOUT[0]")
     got = threading.Event()
@@ -182,9 +181,8 @@ def test_second_acquire_and_needless_release_are_refused(tmp_path):
     assert not lock.is_held
 
 
-def test_missing_memory_names_what_other_processes_hold(tmp_path, start):
+def test_missing_memory_names_other_processes(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=5000)
-    assert hear(pipe) == "has it"
     memory = DeviceMemory(capacity=100, ledger=MemoryLedger(tmp_path))
     _kept = memory.bring("rollout", "kv_cache", torch.zeros(10))
     with pytest.raises(OutOfDeviceMemory) as caught:
@@ -197,7 +195,6 @@ def test_missing_memory_names_what_other_processes_hold(tmp_path, start):
 
 def test_memory_of_a_dead_process_is_forgotten(tmp_path, start):
     child, pipe = start("ACTOR[0]")
-    assert hear(pipe) == "has it"
     ledger = MemoryLedger(tmp_path)
     assert list(ledger.others().values()) == [(child.pid, {"ACTOR[0]": {"weights": 1000}})]
     os.kill(child.pid, signal.SIGKILL)
@@ -210,10 +207,10 @@ def test_closed_lock_publishes_no_memory(tmp_path):
     memory, other = DeviceMemory(), MemoryLedger(tmp_path)
     lock = DeviceLock(tmp_path, "ACTOR[0]", memory)
     with lock.acquired():
-        kept = [memory.bring("actor", "weights", torch.zeros(10))]
+        weights = [memory.bring("actor", "weights", torch.zeros(10))]
     assert [owners for _, owners in other.others().values()] == [{"actor": {"weights": 40}}]
     lock.close()
-    kept.append(memory.bring("actor", "weights", torch.zeros(10)))
+    weights.append(memory.bring("actor", "weights", torch.zeros(10)))
     assert other.others() == {}
     assert list(tmp_path.glob("*.memory")) == []
 
@@ -231,13 +228,11 @@ def test_memory_is_published_for_each_device(tmp_path):
 
 def test_two_holders_of_one_process_are_both_published(tmp_path):
     memories = [DeviceMemory(), DeviceMemory()]
-    locks = [
-        DeviceLock(tmp_path, name, memory) for name, memory in zip(("ACTOR[0]", "ROLLOUT[0]"), memories, strict=True)
-    ]
-    kept = []
+    locks = list(map(DeviceLock, [tmp_path] * 2, ("ACTOR[0]", "ROLLOUT[0]"), memories))
+    weights = []
     for lock, memory, size in zip(locks, memories, (10, 20), strict=True):
         with lock.acquired():
-            kept.append(memory.bring("engine", "weights", torch.zeros(size)))
+            weights.append(memory.bring("engine", "weights", torch.zeros(size)))
     third = DeviceMemory(capacity=100, ledger=MemoryLedger(tmp_path))
     with pytest.raises(OutOfDeviceMemory) as caught:
         third.bring("reference", "weights", torch.zeros(30))
@@ -249,7 +244,7 @@ def test_two_holders_of_one_process_are_both_published(tmp_path):
         lock.close()
 
 
-def test_ledger_has_what_was_published_last(tmp_path):
+def test_ledger_has_the_last_published_memory(tmp_path):
     mine, other = MemoryLedger(tmp_path), MemoryLedger(tmp_path)
     many = {f"engine {number}": {"weights": 10**9} for number in range(2000)}
     for owners in (many, {"a": {"weights": 10_000}}, {"a": {"weights": 1}}, many):
@@ -271,16 +266,16 @@ needs_cuda = pytest.mark.needs("cuda")
 @pytest.fixture
 def driver(monkeypatch):
     """Stands in for the CUDA driver: it has the memory that is locked, by address, and its answer."""
-    made = SimpleNamespace(locked={}, answer=0, tries=0)
+    driver = SimpleNamespace(locked={}, answer=0, tries=0)
 
     def register(address, nbytes, flags):
-        made.tries += 1
-        if not made.answer:
-            made.locked[address] = nbytes, flags
-        return made.answer
+        driver.tries += 1
+        if not driver.answer:
+            driver.locked[address] = nbytes, flags
+        return driver.answer
 
     def unregister(address):
-        del made.locked[address]
+        del driver.locked[address]
         return 0
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
@@ -288,7 +283,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(offload, "_forget_error", lambda device: None)
     offload._warn.cache_clear()
-    return made
+    return driver
 
 
 def address_of(mapping):

@@ -71,7 +71,7 @@ def assert_close(results, expected, tolerance=1e-12):
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 1 << 24])
-def test_values_and_gradients_are_those_of_the_formulas(temperature, chunk, several, monkeypatch):
+def test_values_and_gradients_match_the_formulas(temperature, chunk, several, monkeypatch):
     monkeypatch.setattr(outputs, "CHUNK_ELEMENTS", chunk)
     _, targets, weights = problem()
     ids, slopes = many() if several else (targets, weights[0])
@@ -198,7 +198,7 @@ def test_divided_vocabulary_gives_whole_values_and_gradients(known_ids):
 
 
 def test_replica_without_rows_joins_nothing(monkeypatch):
-    """Another replica has more micro-batches; ranks that share sequences go through an empty one."""
+    """A replica with fewer micro-batches than another goes through an empty one."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     read = torch.zeros(0, requires_grad=True)
     joined = outputs._join(read, [0, 0], "the ranks of a sequence")

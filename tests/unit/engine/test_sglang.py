@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import write_atomically
@@ -33,7 +31,8 @@ from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from tests.support import sglang_stand_in
-from tests.support.rollout_cases import drain
+from tests.support.rollout_cases import drain, snapshot
+from tests.support.served import until
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +65,6 @@ def engine(connect):
     return connect(backend={"chunk_tokens": 4})
 
 
-def snapshot(path, version, scale=1.0):
-    return take_snapshot(((name, tensor * scale) for name, tensor in load_causal_lm(path).named_weights()), version)
-
-
 def prompts(count=3):
     rows = [list(b"what is it?"[: number + 2]) for number in range(count)]
     return Batch({"prompt_id": np.arange(count), "tokens": Ragged.from_rows(rows)})
@@ -82,7 +77,7 @@ def test_missing_sglang_names_the_option_url(model_path):
         SglangRolloutEngine(model_path, RolloutSettings())
 
 
-def test_launch_arguments_are_those_of_the_settings():
+def test_launch_arguments_follow_the_settings():
     settings = RolloutSettings(device="cuda:1", precision="bf16", max_batch=7, tensor_parallel_size=2)
     flags = launch_arguments("/m", settings, SglangOptions(server_args={"log-level": "error", "skip-warmup": True}))
     expected = {"--model-path": "/m", "--dtype": "bfloat16", "--device": "cuda", "--tp-size": "2"}
@@ -216,13 +211,6 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
 LAUNCH = """
 import json, os, sys, threading
 from tests.support import sglang_stand_in
@@ -258,7 +246,7 @@ def test_server_is_started_and_ended_without_a_url(launchable, model_path):
     engine.receive(snapshot(model_path, 0))
     assert engine.generate(prompts(), SamplingParams(max_new_tokens=3), (0,))["version"].tolist() == [0, 0, 0]
     engine.close()
-    wait_until(lambda: not alive(flags["pid"]))
+    until(lambda: not alive(flags["pid"]))
     assert not list(launchable.glob("weights-*"))
 
 
@@ -311,8 +299,8 @@ def test_server_process_ends_with_its_owner(end, tmp_path):
     else:
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=60)
-        wait_until(lambda: not folder.exists())
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not folder.exists())
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_refusal_of_the_server_is_in_the_error(served):

@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import OutOfDeviceMemory
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch import decoder
 from dlrover.python.rl.engine.rollout_torch.batch import ADMIT_SHARE, Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, StepGraphs, rounded_length, rounded_rows
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.rollout_torch.fused import SlotCache
-from tests.support.rollout_cases import TEXTS, drain, prompts
+from tests.support.rollout_cases import TEXTS, drain, prompts, snapshot
 
 
 def full_scheduler(rows, requests):
@@ -364,14 +362,12 @@ def test_later_and_aborted_requests_are_the_same_ahead(model_path):
 def test_step_ahead_is_dropped_with_its_cache(model_path, interruption):
     def run(ahead):
         engine = Counted(model_path, ahead).engine
-        named = load_causal_lm(model_path).named_weights()
-        newer = take_snapshot(((name, 1.1 * tensor) for name, tensor in named), 5)
         engine.add([request(number) for number in range(3)], SamplingParams(max_new_tokens=12, ignore_eos=True), (1,))
         for _ in range(4):
             engine.advance()
         assert (engine._batch._ahead is not None) == ahead
         if interruption == "new weights":
-            engine.receive(newer)
+            engine.receive(snapshot(model_path, 5, scale=1.1))
         elif interruption == "abort":
             requests = [each.request for each in engine.abort()]
             engine.add(requests, SamplingParams(max_new_tokens=12, ignore_eos=True), (1,))

@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write
 from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
-from tests.support.rollout_cases import TEXTS, completions, drain, prompts, sampling
+from tests.support.rollout_cases import TEXTS, completions, drain, prompts, sampling, snapshot
 from tests.support.torch_models import EOS, FUSED, GENERIC, family_model, greedy, loaded, logprobs
 
 each_backend = pytest.mark.parametrize("backend", [{"forward": "fused"}, {"forward": "huggingface"}])
@@ -46,11 +46,6 @@ def assert_logprobs(model, out, tolerance, temperature=1.0):
     columns = (out.ragged(name) for name in ("tokens", "logprobs", "action_mask"))
     for tokens, values, mask in zip(*columns, strict=True):
         assert np.abs(logprobs(model, tokens, temperature) - values[1:])[mask[1:]].max() < tolerance
-
-
-def weights_of(path, version=0, scale=1.0):
-    named = load_causal_lm(path).named_weights()
-    return take_snapshot(((name, tensor * scale) for name, tensor in named), version)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -156,7 +151,7 @@ def attention(queries, keys, values):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_does_not_round_large_scores(model_path, device):
-    """Where keys have large biases, scores share a large part: rounding it would hide their differences."""
+    """Keys with large biases give scores a large common part: rounding it would hide their differences."""
     decoder, generator = make(model_path, precision="bf16", device=device)._decoder, torch.Generator().manual_seed(0)
     assert decoder.allocate(3, 64) == 3
     queries = (torch.randn(3, 2, 2, 8, generator=generator) + 10).to(device, torch.bfloat16)
@@ -282,7 +277,7 @@ def test_longer_request_may_come_while_others_run(model_path, backend):
 @each_backend
 def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
     engine = make(model_path, backend=backend)
-    sent = weights_of(model_path)
+    sent = snapshot(model_path, 0)
     engine.receive(sent)
     expected = completions(engine.generate(prompts(), sampling(), (0,)))
     nan = {name: torch.full_like(sent.tensor(name), torch.nan) for name in sent.buffers}
@@ -304,25 +299,6 @@ def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
     assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
 
 
-def test_interrupted_step_leaves_the_requests(model_path):
-    engine = make(model_path)
-    params = sampling(samples_per_prompt=2)
-    expected = completions(engine.generate(prompts(), params, (0,)))
-    step, calls = engine._decoder.step, []
-
-    def interrupted(tokens):
-        calls.append(len(tokens))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(tokens)
-
-    engine._decoder.step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts(), params, (0,))
-    assert engine.running == 0
-    assert completions(engine.generate(prompts(), params, (0,))) == expected
-
-
 class Interrupted(WeightSnapshot):
     """Fails when the third tensor is read."""
 
@@ -333,8 +309,8 @@ class Interrupted(WeightSnapshot):
 
 
 def test_weights_written_in_part_are_not_served(model_path):
-    engine, sent = make(model_path), weights_of(model_path, 1)
-    engine.receive(weights_of(model_path))
+    engine, sent = make(model_path), snapshot(model_path, 1)
+    engine.receive(snapshot(model_path, 0))
     fields = {field.name: getattr(sent, field.name) for field in dataclasses.fields(sent)}
     with pytest.raises(MemoryError):
         engine.receive(Interrupted(**fields))
@@ -366,7 +342,7 @@ def test_meta_leaves_no_weight_tensor(model_path, backend):
     gc.collect()
     assert not [storage for storage in born if not storage.expired()]
     engine.cuda()
-    engine.receive(weights_of(model_path))
+    engine.receive(snapshot(model_path, 0))
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
@@ -388,7 +364,7 @@ def test_unchanged_weights_are_copied_to_the_host_once(model_path, backend):
     engine.cuda()
     first = sleep_and_wake_without_the_device_memory()
     assert completions(engine.generate(rows, sampling(), (3,))) == expected
-    engine.receive(weights_of(model_path, version=1, scale=0.5))
+    engine.receive(snapshot(model_path, 1, 0.5))
     engine.cpu()
     engine.cuda()
     halved = completions(engine.generate(rows, sampling(), (3,)))

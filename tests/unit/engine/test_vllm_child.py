@@ -61,9 +61,9 @@ def runner(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "_MODULE", "stand_in_for_vllm")
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    made = ChildRunner({}, on_cpu=True, env={**os.environ, "PYTHONPATH": path})
-    yield made
-    made.close()
+    child_runner = ChildRunner({}, on_cpu=True, env={**os.environ, "PYTHONPATH": path})
+    yield child_runner
+    child_runner.close()
 
 
 def interrupt(runner):

@@ -90,14 +90,14 @@ def test_stamp_is_equal_for_equal_bits_only():
     assert str(stamp) == f"version 3 ({stamp.fingerprint})"
     changed = dict(NAMED, half=torch.tensor([1.5, -2.5], dtype=torch.bfloat16))
     reshaped = dict(NAMED, embed=NAMED["embed"].reshape(3, 4))
-    others = [
+    stamps = [
         snapshot(4).stamp,
         take_snapshot(changed.items(), 3).stamp,
         take_snapshot(reshaped.items(), 3).stamp,
         renamed(snapshot(3), "embed", "embedd").stamp,
     ]
-    assert len({stamp, *others}) == 5
-    assert {other.fingerprint for other in others[1:]} & {stamp.fingerprint} == set()
+    assert len({stamp, *stamps}) == 5
+    assert stamp.fingerprint not in {each.fingerprint for each in stamps[1:]}
     assert take_snapshot(reversed(NAMED.items()), 3).stamp == stamp
 
 
@@ -146,7 +146,7 @@ def laid_out(sizes, seed=0):
 
 @pytest.mark.parametrize("cores", [1, 32])
 @pytest.mark.parametrize("step", [1_000, 7_777, 10**6])
-def test_checksums_are_those_of_whole_tensors(monkeypatch, cores, step):
+def test_checksums_match_whole_tensors(monkeypatch, cores, step):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(buckets, "_PART", 1024)
     table, data = laid_out(SIZES)
@@ -158,7 +158,7 @@ def test_checksums_are_those_of_whole_tensors(monkeypatch, cores, step):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_device_fingerprints_are_those_of_plain_sums(device):
+def test_device_fingerprints_match_plain_sums(device):
     table, data = laid_out((*SIZES, 70_000))
     factors = np.random.Generator(np.random.Philox(key=1)).integers(-(1 << 63), 1 << 63, BLOCK_BYTES // 4) | 1
     words = data.view("<i4").reshape(-1, BLOCK_BYTES // 4)
@@ -183,7 +183,7 @@ def test_device_fingerprints_see_changed_bits_and_order(change):
     assert after[0] != before[0] and after[1] == before[1]
 
 
-def test_device_fingerprints_of_parts_are_those_of_one(monkeypatch):
+def test_device_fingerprints_of_parts_match_the_whole(monkeypatch):
     table, data = laid_out((200_000, 50_000))
     whole = device_fingerprints(table, torch.from_numpy(data))
     monkeypatch.setattr(buckets, "_AT_ONCE", 2 * BLOCK_BYTES // 4)
@@ -262,40 +262,47 @@ def test_folder_is_made_or_refused_before_the_first_step(tmp_path):
         assert not caught.value.retryable
 
 
+COLLOCATED, LOCAL = {"is_collocated": True}, {"is_collocated": False, "in_one_process": True, "receivers": 2}
+APART = {"is_collocated": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "device", "is_collocated", "is_refused"),
+    ("name", "device", "roles", "message"),
     [
-        ("broadcast", "cuda:0", True, True),
-        ("broadcast", "cuda:0", False, False),
-        ("broadcast", "cpu", True, False),
-        ("cuda_ipc", "cuda:0", False, True),
-        ("cuda_ipc", "cuda:0", True, False),
-        ("auto", "cuda:0", True, False),
+        ("broadcast", "cuda:0", COLLOCATED, "engine.weight_sync 'broadcast' needs actor and rollout"),
+        ("cuda_ipc", "cuda:0", APART, "engine.weight_sync 'cuda_ipc' needs actor and rollout"),
+        ("broadcast", "cpu", LOCAL, "sends to 2 rollouts at once, .* leave out --local, or use 'pull'"),
     ],
 )
-def test_collocated_roles_restrict_the_choice(name, device, is_collocated, is_refused):
-    if not is_refused:
-        check_collocation(name, device, is_collocated)
-        return
-    with pytest.raises(EngineError, match=f"engine.weight_sync '{name}' needs actor and rollout"):
-        check_collocation(name, device, is_collocated)
+def test_transport_misfitting_the_roles_is_refused(name, device, roles, message):
+    with pytest.raises(EngineError, match=message):
+        check_collocation(name, device, **roles)
 
 
-def test_broadcast_to_several_rollouts_needs_processes():
-    with pytest.raises(EngineError, match="sends to 2 rollouts at once, .* leave out --local, or use 'pull'"):
-        check_collocation("broadcast", "cpu", False, in_one_process=True, receivers=2)
-    check_collocation("broadcast", "cpu", False, in_one_process=True, receivers=1)
-    check_collocation("broadcast", "cpu", False, receivers=2)
-    check_collocation("pull", "cpu", False, in_one_process=True, receivers=2)
-    check_collocation("cuda_ipc", "cuda:0", True, in_one_process=True, receivers=2)
+@pytest.mark.parametrize(
+    ("name", "device", "roles"),
+    [
+        ("broadcast", "cuda:0", APART),
+        ("broadcast", "cpu", COLLOCATED),
+        ("cuda_ipc", "cuda:0", COLLOCATED),
+        ("auto", "cuda:0", COLLOCATED),
+        ("broadcast", "cpu", {**LOCAL, "receivers": 1}),
+        ("broadcast", "cpu", {**APART, "receivers": 2}),
+        ("pull", "cpu", LOCAL),
+        ("cuda_ipc", "cuda:0", {**LOCAL, **COLLOCATED}),
+    ],
+)
+def test_transport_fits_the_roles(name, device, roles):
+    check_collocation(name, device, **roles)
 
 
 def test_transport_has_the_options_and_waits_for_receivers(tmp_path):
     settings = SyncSettings("ACTOR[0]", timeout_s=5.0, channel="ACTOR")
     options = {"folder": str(tmp_path), "bucket_bytes": 4096}
     assert make_transport("auto", {}, settings).settings == settings
-    made = make_transport(OWN, options, replace(settings, receivers=3)).settings
-    assert (made.folder, made.bucket_bytes, made.receivers, made.timeout_s) == (tmp_path, 4096, 3, 60.0)
+    waiting = make_transport(OWN, options, replace(settings, receivers=3)).settings
+    expected = replace(settings, folder=tmp_path, bucket_bytes=4096, receivers=3, timeout_s=60.0)
+    assert waiting == expected
     assert make_transport("disk", options, settings).settings.timeout_s == 5.0
 
 

@@ -327,7 +327,7 @@ def test_other_entries_of_a_prompt_reach_the_engine():
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_outputs_read_as_those_of_vllm():
+def test_outputs_have_the_form_of_vllm():
     output = Batch(
         {
             "prompt_id": np.array([3, 3, 4]),
