@@ -8,7 +8,7 @@ _BASE, _BUCKETS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py"
 _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight_server.py"
 
 _CONTRACT = "../contract/weight_sync"
-_CUT = tuple(f"{_CONTRACT}/test_{name}.py" for name in ("disk_transport", "transports", "cut_syncs"))
+_CUT = tuple(f"{_CONTRACT}/test_{name}.py" for name in ("disk_transport", "transports"))
 
 TESTS = {
     _BASE: ("engine/test_weights.py", *_CUT),

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a train engine to those that serve or follow it, over the transports."""
+"""Weights from a train engine to those that serve or follow it, whole or as adapters alone."""
 
 import dataclasses
+import gc
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from dlrover.python.rl.engine.api.base import (
-    LoraSettings,
-    OptimizerConfig,
-    Rendezvous,
-    RolloutSettings,
-    TrainSettings,
-)
+from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, RolloutSettings, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support.sync_sides import (
     KINDS,
+    LATEST_S,
     PATIENT,
+    ToySource,
     completions,
     free_port,
     hear,
@@ -197,3 +207,368 @@ def test_divided_weights_arrive_whole(kind, engine, settings, tmp_path, model_pa
         rollout = TorchRolloutEngine(model_path)
         rollout.receive(received)
         assert rollout.version == 0
+
+
+ADAPTER_KINDS = ("pull", "disk", "cuda_ipc")
+each_kind = pytest.mark.parametrize("kind", ADAPTER_KINDS)
+pull_only = pytest.mark.parametrize("kind", ["pull"])
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lora' is not installed")
+LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
+
+
+def configured(kind, folder, name="ACTOR[0]", channel="ACTOR", **changes):
+    return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel=channel, **changes))
+
+
+@pytest.fixture
+def sender(kind, tmp_path):
+    sender = configured(kind, tmp_path)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receiver(kind, tmp_path):
+    receiver = configured(kind, tmp_path, "ROLLOUT[0]")
+    yield receiver
+    receiver.close()
+
+
+class Toy:
+    """A model of which two matrices have adapters; ``rounds`` counts how often its base was gathered."""
+
+    def __init__(self, ranks=1, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.version, self.base_version, self.adapter_scale, self.rounds = 1, 0, 0.5, 0
+        self.base = {name: torch.randn(40, 30, generator=generator) for name in (*LAYERS, "embed")}
+        self.factors = {}
+        for name in LAYERS:
+            self.factors[name + DOWN] = torch.randn(4, 30, generator=generator)
+            self.factors[name + UP] = torch.randn(40, 4, generator=generator)
+        self.together = threading.Barrier(ranks)
+        self.flags = []
+
+    def step(self):
+        self.version += 1
+        for name in self.factors:
+            self.factors[name] = self.factors[name] * 1.25
+
+    def merged(self):
+        def weight(name):
+            added = self.factors[name + UP] @ self.factors[name + DOWN] if name in LAYERS else 0.0
+            return self.base[name] + self.adapter_scale * added
+
+        return {name: weight(name) for name in self.base}
+
+    def named_weights(self, dtype=None):
+        raise AssertionError("the merged weights are not for receivers that add the adapters")
+
+    def named_base_weights(self, dtype=None):
+        self.rounds += 1
+        yield from self._gathered(self.base)
+
+    def named_adapters(self):
+        yield from self._gathered(self.factors)
+
+    def _gathered(self, tensors):
+        for item in tensors.items():
+            self.together.wait(LATEST_S)
+            yield item
+
+    def any_rank(self, flag):
+        self.flags.append(flag)
+        self.together.wait(LATEST_S)
+        any_flag = any(self.flags)
+        self.together.wait(LATEST_S)
+        self.flags.clear()
+        self.together.wait(LATEST_S)
+        return any_flag
+
+
+def publish(sender, source):
+    ticket = sender.offer(source)
+    return ticket, sender.send(ticket, source)
+
+
+def equal(snapshot, source):
+    expected = source.merged()
+    assert list(snapshot.buffers) == list(expected)
+    verify_snapshot(snapshot, {name: tuple(each.shape) for name, each in expected.items()}, -1)
+    for name, each in expected.items():
+        torch.testing.assert_close(snapshot.tensor(name), each, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.feature(145)
+@each_kind
+def test_model_is_sent_once_and_then_its_adapters(sender, receiver):
+    source = Toy()
+    for version in (1, 2, 3):
+        ticket, stamp = publish(sender, source)
+        received = receiver.receive(ticket)
+        equal(received, source)
+        assert (received.version, received.stamp) == (version, stamp)
+        assert [entry.name for entry in ticket.table.entries] == list(source.factors)
+        assert sum(entry.nbytes for entry in ticket.table.entries) == 4 * 4 * sum((40 + 30, 40 + 30))
+        source.step()
+    assert source.rounds == 2  # for the names and shapes, and to be sent
+
+
+@each_kind
+def test_late_receiver_has_the_model_and_earlier_versions_stay(kind, sender, receiver, tmp_path):
+    source = Toy()
+    first = receiver.receive(publish(sender, source)[0])
+    before, stamp = {name: first.tensor(name).clone() for name in first.buffers}, first.stamp
+    for _ in range(3):
+        source.step()
+        ticket, _ = publish(sender, source)
+    equal(configured(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert all(torch.equal(first.tensor(name), each) for name, each in before.items())
+    assert first.stamp == stamp
+
+
+@each_kind
+def test_replaced_sender_sends_the_model_again(kind, sender, receiver, tmp_path):
+    source = Toy()
+    ticket, stamp = publish(sender, source)
+    receiver.receive(ticket)
+    sender.close()
+    another = configured(kind, tmp_path)
+    ticket, again = publish(another, source)
+    assert again == stamp
+    equal(receiver.receive(ticket), source)
+    another.close()
+    if kind == "pull":
+        with pytest.raises(WeightsLost):
+            receiver.receive(ticket)
+
+
+@each_kind
+def test_changed_model_is_sent_again(sender, receiver):
+    source = Toy()
+    _, before = publish(sender, source)
+    source.base, source.base_version = Toy(seed=1).base, 1
+    ticket, stamp = publish(sender, source)
+    equal(receiver.receive(ticket), source)
+    assert stamp != before
+    plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
+    assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
+    equal(receiver.receive(publish(sender, source)[0]), source)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("part", "failing"), [("", "_address"), ("-model", "_address"), ("-adapters", "_address"), ("-model", "_write")]
+)
+def test_ranks_stay_together_when_the_leader_fails(kind, part, failing, tmp_path, monkeypatch):
+    """They are in the same collective after each publishing, of which the last one succeeds."""
+    source = Toy(ranks=2)
+    ranks = [configured(kind, tmp_path), configured(kind, tmp_path, "ACTOR[1]", is_leader=False)]
+    if not part:
+        source.adapter_scale = None
+        source.named_weights = source.named_base_weights
+    kind_of, true = type(ranks[0]._whole), getattr(type(ranks[0]._whole), failing)
+
+    def attempt():
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(publish, rank, source) for rank in ranks]
+            return [each.exception(LATEST_S) or each.result() for each in both]
+
+    def broken(self, *arguments):
+        if self.settings.is_leader and self.settings.channel == f"ACTOR{part}":
+            raise WeightSyncError("the disk is full")
+        return true(self, *arguments)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind_of, failing, broken)
+            refused, other = attempt()
+        assert "full" in str(refused)
+        assert other[1] is None
+    (ticket, stamp), _ = attempt()
+    received = configured(kind, tmp_path, "ROLLOUT[0]").receive(ticket)
+    assert received.stamp == stamp
+    if part:
+        equal(received, source)
+    for rank in ranks:
+        rank.close()
+
+
+@each_kind
+def test_ticket_of_another_model_is_not_sent(sender):
+    source = Toy()
+    ticket, _ = publish(sender, source)
+    source.base_version = 1
+    with pytest.raises(WeightSyncError, match="another model under its adapters"):
+        sender.send(ticket, source)
+
+
+@each_kind
+def test_sender_keeps_one_model_and_nothing_once_closed(kind, tmp_path):
+    memory = DeviceMemory()
+    source, sender = Toy(), configured(kind, tmp_path, memory=memory)
+    for version in range(4):
+        source.base_version = version
+        publish(sender, source)
+    if kind == "pull":
+        assert len(sender._part("model")._versions._files) == 1
+    elif kind == "cuda_ipc":
+        assert set(memory.by_owner()) == {"weight sync of ACTOR[0]"} and memory.total() == 3 * BLOCK_BYTES
+    else:
+        assert len(list(tmp_path.glob("ACTOR-model.*.weights"))) == 1
+    sender.close()
+    assert list(tmp_path.glob("*.weights")) == [] and not memory.total()
+    gone = weakref.ref(source)
+    del source
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
+    source, sender = Toy(), configured("disk", tmp_path)
+    another = configured("disk", tmp_path, channel="ACTOR-another")
+    ticket, _ = publish(sender, source)
+    (model,) = tmp_path.glob("*model*.weights")
+    long_ago = time.time() - 2 * 86400
+    for file in tmp_path.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    if lost:
+        model.unlink()
+    for _ in range(2):
+        source.step()
+        ticket, _ = publish(sender, source)
+        another.send(another.offer(source), source)  # removes what was not used for a day
+        equal(configured("disk", tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert model.exists() is not lost
+    assert source.rounds == 2 * 2 + lost  # of each run: for names and shapes, and to be sent
+
+
+@pull_only
+def test_adapters_and_model_reach_receivers_of_another_host(sender, tmp_path):
+    source = Toy()
+    receivers = [configured("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
+    for _ in range(3):
+        ticket, stamp = publish(sender, source)
+        far = {"address": {**ticket.address, "local_name": f"elsewhere-{ticket.id}"}}
+        base = {**ticket.base.address, "local_name": f"elsewhere-{ticket.base.id}"}
+        ticket = replace(ticket, **far, base=replace(ticket.base, address=base))
+        with ThreadPoolExecutor(2) as pool:
+            received = list(pool.map(lambda receiver: receiver.receive(ticket), receivers))  # noqa: B023 - done here
+        assert [each.stamp for each in received] == [stamp, stamp]
+        for each in received:
+            equal(each, source)
+        source.step()
+    assert any(each._part("model")._stop_relay is not None for each in receivers), "the pages of this host were mapped"
+    for each in receivers:
+        each.close()
+
+
+@pull_only
+def test_receiver_of_whole_models_refuses_adapters_alone(sender):
+    ticket, _ = publish(sender, Toy())
+    with pytest.raises(WeightSyncError, match="adapters alone"):
+        PullTransport(PATIENT).receive(ticket)
+
+
+def test_merged_snapshot_has_the_same_weights():
+    source = Toy()
+    adapters = Adapters(take_snapshot(source.factors.items(), 1), source.adapter_scale)
+    apart = replace(take_snapshot(source.base.items(), 1), adapters=adapters)
+    merged = apart.merged()
+    assert merged.adapters is None
+    verify_snapshot(merged, apart.shapes, -1)
+    assert all(torch.equal(merged.tensor(name), apart.tensor(name)) for name in apart.buffers)
+    assert apart.nbytes == merged.nbytes + adapters.factors.nbytes
+
+
+def test_misfitting_adapters_are_named():
+    source = Toy()
+    whole = take_snapshot(source.base.items(), 1)
+
+    def refused(factors):
+        adapters = Adapters(take_snapshot(factors.items(), 1), 0.5)
+        with pytest.raises(WeightSyncError) as caught:
+            verify_snapshot(replace(whole, adapters=adapters), whole.shapes, -1)
+        return str(caught.value)
+
+    one, up = LAYERS[0], LAYERS[0] + UP
+    cut = {**source.factors, up: torch.zeros(40, 3)}
+    assert f"the adapter of '{one}' has shapes (40, 3) and (4, 30), which do not give (40, 30)" in refused(cut)
+    assert f"'{one}' has shapes None" in refused({name: each for name, each in source.factors.items() if name != up})
+    assert "the adapter of 'norm'" in refused({"norm" + DOWN: torch.zeros(4, 3), "norm" + UP: torch.zeros(5, 4)})
+
+
+# -- from an engine to an engine --------------------------------------------------------------------------------------
+
+
+def actor_on(model_path, base=None, **changes):
+    settings = TrainSettings(lora=LoraSettings(rank=2, alpha=8.0, quantize_base=base), **changes)
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)
+    step(engine)
+    return engine
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize(("kind", "base"), [("pull", None), ("disk", None), ("pull", "nf4")])
+@needs_peft
+def test_rollout_serves_the_bits_of_the_merged_weights(base, sender, receiver, tmp_path, model_path):
+    if base is not None:
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    actor, rollout = actor_on(model_path, base), TorchRolloutEngine(model_path)
+    for seed in (1, 2):
+        received = receiver.receive(publish(sender, actor)[0])
+        rollout.receive(received)
+        for name, tensor in actor.named_weights():
+            assert torch.equal(received.tensor(name), tensor)
+        merged = TorchRolloutEngine(model_path)
+        merged.receive(actor.publish())
+        assert completions(rollout) == completions(merged)
+        step(actor, seed)
+    actor.save_checkpoint(tmp_path / "checkpoint")
+    ticket, stamp = publish(sender, actor)
+    actor.load_checkpoint(tmp_path / "checkpoint")  # which has the model that the adapters are added to
+    again, same = publish(sender, actor)
+    assert again.base.id != ticket.base.id
+    assert same == stamp
+
+
+@needs_peft
+def test_bf16_rollouts_get_float32_adapters(tmp_path, model_path):
+    actor = actor_on(model_path, precision="bf16")
+    sender = configured("pull", tmp_path, dtype=torch.bfloat16)
+    ticket, _ = publish(sender, actor)
+    received = configured("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
+    assert {entry.dtype for entry in ticket.base.table.entries} == {"bfloat16"}
+    assert {entry.dtype for entry in ticket.table.entries} == {"float32"}
+    for name, tensor in actor.named_weights(torch.bfloat16):
+        assert torch.equal(received.tensor(name), tensor)
+    sender.close()
+
+
+@needs_peft
+def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
+    port, settings = free_port(), TrainSettings(lora=LoraSettings(rank=2))
+    with ExitStack() as stack:
+        ranks = []
+        for rank in (0, 1):
+            place = Rendezvous(rank, 2, "127.0.0.1", port)
+            arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
+            ranks.append(stack.enter_context(process(rank_side, "adapters", tmp_path, *arguments))[1])
+        tickets = [hear(rank) for rank in ranks]
+        for rank, ticket in zip(ranks, tickets, strict=True):
+            rank.send(ticket)
+        received = configured("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
+        assert [hear(rank) for rank in ranks] == [received.stamp, None]
+    for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
+        assert torch.equal(received.tensor(name), tensor)
+
+
+@needs_peft
+@pull_only
+def test_engine_with_changed_export_sends_merged_weights(sender, receiver, model_path):
+    class Doubling(Fsdp2TrainEngine):
+        def named_weights(self, dtype=None):
+            return ((name, 2.0 * tensor) for name, tensor in super().named_weights(dtype))
+
+    engine = Doubling(model_path, OptimizerConfig(), TrainSettings(lora=LoraSettings(rank=2)))
+    assert receiver.receive(publish(sender, engine)[0]).stamp == engine.publish().stamp

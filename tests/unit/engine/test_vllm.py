@@ -38,8 +38,7 @@ from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support.rollout_cases import TEXTS, drain, prompts, requests, snapshot
 from tests.support.sync_sides import step
 
-needs_vllm = pytest.mark.needs("vllm")
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM warns of what it uses itself
+pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM warns of its own calls
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,6 @@ def versions_of(engine):
     return engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist()
 
 
-@needs_vllm
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -105,7 +103,6 @@ def test_vllm_draws_as_the_torch_engine(engine, model_path, sampling):
 
 
 @pytest.mark.feature(104)
-@needs_vllm
 def test_read_back_finds_each_other_weight(runner, model_path):
     """Among them the head that is tied to the embeddings: on a CPU, vLLM itself keeps the old one."""
     call = runner.llm.collective_rpc
@@ -124,7 +121,6 @@ def test_read_back_finds_each_other_weight(runner, model_path):
 
 
 @pytest.mark.feature(104)
-@needs_vllm
 def test_weights_missed_by_a_worker_are_not_served(engine, worker, model_path, monkeypatch):
     monkeypatch.setattr(worker, "take_weights", lambda weights: None)
     with pytest.raises(WeightSyncError, match="has other values"):
@@ -139,7 +135,6 @@ def test_weights_missed_by_a_worker_are_not_served(engine, worker, model_path, m
     assert engine.version == 1
 
 
-@needs_vllm
 def test_each_tensor_is_read_back_in_one_of_eight_loads(runner, worker, model_path, monkeypatch):
     """All are at the first load, and after a failure."""
     weights, take_weights = snapshot(model_path, 0), worker.take_weights
@@ -161,7 +156,6 @@ def test_each_tensor_is_read_back_in_one_of_eight_loads(runner, worker, model_pa
     assert runner._loads == 1
 
 
-@needs_vllm
 def test_nan_weights_are_an_error(engine, model_path):
     engine.receive(snapshot(model_path, 0, scale=torch.nan), rewind=True)
     with pytest.raises(EngineError, match="NaN or infinite"):
@@ -170,7 +164,6 @@ def test_nan_weights_are_an_error(engine, model_path):
 
 
 @pytest.mark.feature(20)
-@needs_vllm
 def test_meta_leaves_no_weight_of_vllm(engine, model_path):
     module = engine._offloadable.runner.llm.model_executor.driver_worker.worker.model_runner.model
     references = [weakref.ref(tensor) for tensor in module.parameters()]
@@ -184,7 +177,6 @@ def test_meta_leaves_no_weight_of_vllm(engine, model_path):
     assert versions_of(engine) == [0] * len(TEXTS)
 
 
-@needs_vllm
 def test_weights_larger_than_the_memory_are_refused(model_path):
     weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
     with pytest.raises(OutOfDeviceMemory, match=f"vllm asks for {weights:,} bytes of weights on cpu"):
@@ -215,7 +207,6 @@ def sleeper(engine, runner, monkeypatch):
     engine._offloadable.sleep(keep_weights=True)
 
 
-@needs_vllm
 def test_weights_missed_on_waking_leave_the_device(sleeper, worker, model_path, monkeypatch):
     engine, calls = sleeper
     engine.cpu()
@@ -233,7 +224,6 @@ def test_weights_missed_on_waking_leave_the_device(sleeper, worker, model_path, 
     assert versions_of(engine) == [1] * len(TEXTS)
 
 
-@needs_vllm
 def test_received_weights_are_not_copied_to_the_host(sleeper, runner, model_path, monkeypatch):
     engine, calls = sleeper
     loaded, load = [], runner.load
@@ -255,7 +245,6 @@ def test_received_weights_are_not_copied_to_the_host(sleeper, runner, model_path
     assert calls == [("sleep", 1), ("drop host copies",), *wake, ("sleep", 2), *wake, ("sleep", 2), *wake]
 
 
-@needs_vllm
 def test_engine_without_a_sleep_keeps_no_snapshot(sleeper, model_path):
     engine, _ = sleeper
     weights = snapshot(model_path, 1)
@@ -266,7 +255,6 @@ def test_engine_without_a_sleep_keeps_no_snapshot(sleeper, model_path):
     assert reference() is None
 
 
-@needs_vllm
 def test_missing_device_memory_names_its_holders(sleeper, runner, model_path, monkeypatch):
     engine, calls = sleeper
     engine.cpu()
@@ -292,7 +280,6 @@ def test_missing_device_memory_names_its_holders(sleeper, runner, model_path, mo
     assert versions_of(engine) == [1] * len(TEXTS)
 
 
-@needs_vllm
 @pytest.mark.parametrize("error", [NotImplementedError("no such kernel"), RuntimeError("a worker has ended")])
 def test_missing_feature_of_vllm_is_not_its_death(engine, runner, model_path, monkeypatch, error):
     def fail(*_, **__):
@@ -309,7 +296,6 @@ def test_missing_feature_of_vllm_is_not_its_death(engine, runner, model_path, mo
     assert isinstance(caught.value, EngineDied) is is_death
 
 
-@needs_vllm
 def test_samples_beside_a_nan_logprob_are_not_lost(engine, runner, monkeypatch):
     step = runner.step
 
@@ -325,7 +311,6 @@ def test_samples_beside_a_nan_logprob_are_not_lost(engine, runner, monkeypatch):
     assert sorted(drain(engine)) == [(0, 0), (1, 0)]
 
 
-@needs_vllm
 @pytest.mark.parametrize(
     ("model", "backend", "message"),
     [
@@ -339,14 +324,12 @@ def test_impossible_settings_of_vllm_are_refused(model_path, model, backend, mes
         make(model or model_path, backend=backend)
 
 
-@needs_vllm
 def test_heads_without_attention_in_vllm_are_refused(tmp_path):
     narrow = write_tiny_model(tmp_path / "T", hidden=96, layers=1, max_positions=32)
     with pytest.raises(EngineError, match=r"heads of width 32, 64, .* and this model's have 24"):
         make(narrow)
 
 
-@needs_vllm
 def test_failed_start_is_an_error_and_the_next_one_starts(engine, model_path):
     engine.cpu()
     memory = DeviceMemory()
@@ -357,7 +340,6 @@ def test_failed_start_is_an_error_and_the_next_one_starts(engine, model_path):
     assert versions_of(engine) == [0] * len(TEXTS)
 
 
-@needs_vllm
 def test_start_of_vllm_leaves_the_process_unchanged(engine, model_path):
     engine.cpu()
     threads, count, environment = torch.set_num_threads, torch.get_num_threads(), dict(os.environ)
@@ -372,7 +354,6 @@ def test_start_of_vllm_leaves_the_process_unchanged(engine, model_path):
     assert not torch.distributed.is_initialized()
 
 
-@needs_vllm
 def test_two_engines_of_a_process_are_independent(engine, model_path):
     sampling = SamplingParams(max_new_tokens=8)
     expected = tokens_of(engine, sampling)
@@ -383,7 +364,6 @@ def test_two_engines_of_a_process_are_independent(engine, model_path):
 
 
 @pytest.mark.feature(100, 105)
-@needs_vllm
 @pytest.mark.parametrize(("bucket_bytes", "lora"), [(1 << 10, None), (1 << 20, None), (1 << 20, LoraSettings(rank=2))])
 def test_synced_engine_is_one_on_the_saved_weights(bucket_bytes, lora, engine, model_path, tmp_path):
     if lora is not None:
@@ -408,7 +388,6 @@ def test_synced_engine_is_one_on_the_saved_weights(bucket_bytes, lora, engine, m
     trainer.close()
 
 
-@needs_vllm
 def test_shared_weights_reach_other_processes(model_path):
     sent = snapshot(model_path, 7)
     with importlib.import_module("dlrover.python.rl.engine.vllm.child").share_weights(sent) as shared:
@@ -430,7 +409,6 @@ def test_shared_weights_reach_other_processes(model_path):
 
 
 @pytest.mark.feature(99)
-@needs_vllm
 @pytest.mark.slow
 def test_two_ranks_draw_the_same_as_one(engine, model_path):
     engine.receive(snapshot(model_path, 1, scale=1.02))
@@ -449,7 +427,6 @@ def test_two_ranks_draw_the_same_as_one(engine, model_path):
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "workers outlive their engine"
 
 
-@needs_vllm
 def test_sleeping_buffers_are_read_from_their_copies():
     """The host's memory stands in for the device's, and other values in it for the sleep."""
     from dlrover.python.rl.engine.vllm.worker import read_copies
@@ -479,7 +456,6 @@ def apart(model_path):
     engine.close()
 
 
-@needs_vllm
 def test_vllm_in_another_process_generates_the_same(engine, apart, model_path):
     sampling = SamplingParams(max_new_tokens=20, samples_per_prompt=4)
     rows = []
@@ -491,7 +467,6 @@ def test_vllm_in_another_process_generates_the_same(engine, apart, model_path):
     assert np.array_equal(rows[0].ragged("logprobs").values, rows[1].ragged("logprobs").values)
 
 
-@needs_vllm
 def test_vllm_in_another_process_sleeps_and_wakes(apart, model_path):
     sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
     apart.cuda()
@@ -504,7 +479,6 @@ def test_vllm_in_another_process_sleeps_and_wakes(apart, model_path):
     assert tokens_of(apart, sampling) == before
 
 
-@needs_vllm
 def test_killed_process_of_vllm_is_an_error(model_path):
     with closing(make(model_path, max_batch=2, backend={"own_process": True})) as engine:
         process = engine._offloadable._process
@@ -523,7 +497,6 @@ def on_gpus(monkeypatch):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda device: 0)
 
 
-@needs_vllm
 def test_vllm_process_has_its_devices_and_precision(model_path, on_gpus, monkeypatch):
     child = importlib.import_module("dlrover.python.rl.engine.vllm.child")
     starts = []
@@ -554,7 +527,6 @@ def started(on_gpus, monkeypatch):
     return starts
 
 
-@needs_vllm
 @pytest.mark.parametrize(
     ("device", "devices", "ranks", "first"),
     [("cuda:2", (), 1, 2), ("cuda:0", (1,), 1, 1), ("cuda:0", (), 2, 0), ("cuda:0", (0, 1), 2, 0)],
@@ -565,7 +537,6 @@ def test_vllm_in_this_process_has_the_first_device(model_path, started, device, 
     assert started == []
 
 
-@needs_vllm
 @pytest.mark.parametrize(
     ("precision", "value", "message", "count"),
     [
@@ -585,7 +556,6 @@ def test_float32_in_this_process_needs_the_environment(
     assert len(started) == count
 
 
-@needs_vllm
 @pytest.mark.parametrize("text", ["WorkerProc initialization failed", "CUDA out of memory"])
 def test_plain_exception_at_the_start_is_an_engine_error(model_path, monkeypatch, text):
     """VLLM raises it so where a worker process fails."""
@@ -603,7 +573,6 @@ def test_plain_exception_at_the_start_is_an_engine_error(model_path, monkeypatch
     assert memory.total() == 0
 
 
-@needs_vllm
 @pytest.mark.slow
 def test_failed_start_of_a_worker_is_an_engine_error(model_path):
     """The model is not saved in the form that its workers are to load."""
@@ -612,7 +581,6 @@ def test_failed_start_of_a_worker_is_an_engine_error(model_path):
         make(model_path, max_batch=2, tensor_parallel_size=2, backend=backend)
 
 
-@needs_vllm
 @pytest.mark.parametrize("error", [Exception("plain"), KeyError("x"), KeyboardInterrupt()])
 @pytest.mark.parametrize("method", ["step", "add_request"])
 def test_interrupted_step_changes_no_token(engine, runner, monkeypatch, method, error):
