@@ -298,64 +298,32 @@ def test_cuda_ipc_gives_the_same_weights(tmp_path):
     sender.close()
 
 
-def on_cuda(test):
-    """Run a test on a GPU for both transports and both precisions."""
-    for mark in (
-        pytest.mark.needs("cuda"),
-        pytest.mark.parametrize("kind", ["pull", "cuda_ipc"]),
-        pytest.mark.parametrize("precision", ["fp32", "bf16"]),
-    ):
-        test = mark(test)
-    return test
-
-
-def both_sides(kind, precision):
-    settings = SyncSettings(device="cuda", dtype=DTYPES[precision], channel="ACTOR")
-    return [make_transport(kind, {}, settings) for _ in range(2)]
-
-
-@on_cuda
-def test_rollout_on_cuda_serves_the_sent_weights(tmp_path, kind, precision):
-    model = write_tiny_model(tmp_path / "T", hidden=64, layers=2)
-    train = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3), TrainSettings("cuda", precision))
-    rollout = TorchRolloutEngine(model, RolloutSettings("cuda", precision))
-    sender, receiver = both_sides(kind, precision)
-    for version in range(3):
-        shard = next(iter(train._model.shards))
-        for weight in {id(each): each for each in (shard.master, shard.parameter)}.values():
-            weight.data += 1.0
-        train.version = version
-        ticket = sender.offer(train)
-        stamp = sender.send(ticket, train)
-        received = receiver.receive(ticket)
-        rollout.receive(received)
-        assert received.stamp == stamp
-        for name, tensor in train.named_weights(DTYPES[precision]):
-            assert torch.equal(rollout._decoder.store.views[name], tensor), name
-        del received
-    for engine in (sender, receiver, train, rollout):
-        engine.close()
-
-
-@pytest.mark.parametrize("base", [None, "nf4"])
-@on_cuda
-def test_rollout_on_cuda_adds_adapters_there(tmp_path, kind, precision, base):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    if base is not None:
+@pytest.mark.needs("cuda")
+@pytest.mark.parametrize("kind", ["pull", "cuda_ipc"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("adapters", ["none", "plain", "nf4"])
+def test_rollout_on_cuda_serves_the_sent_weights(tmp_path, kind, precision, adapters):
+    lora = None
+    if adapters != "none":
+        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+        lora = LoraSettings(rank=2, quantize_base="nf4" if adapters == "nf4" else None)
+    if adapters == "nf4":
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
-    model, lora = write_tiny_model(tmp_path / "T", hidden=512, layers=2), LoraSettings(rank=2, quantize_base=base)
+    model = write_tiny_model(tmp_path / "T", hidden=512, layers=2)
     actor = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-2), TrainSettings("cuda", precision, lora=lora))
     rollout = TorchRolloutEngine(model, RolloutSettings("cuda", precision))
-    sender, receiver = both_sides(kind, precision)
+    settings = SyncSettings(device="cuda", dtype=DTYPES[precision], channel="ACTOR")
+    sender, receiver = (make_transport(kind, {}, settings) for _ in range(2))
     for seed in range(3):
         step(actor, seed)
         ticket = sender.offer(actor)
-        sender.send(ticket, actor)
+        stamp = sender.send(ticket, actor)
         received = receiver.receive(ticket)
-        assert received.adapters is not None
-        assert kind != "pull" or received.lock_pages(torch.device("cuda"))
+        assert (received.stamp, received.adapters is None) == (stamp, lora is None)
+        assert lora is None or kind != "pull" or received.lock_pages(CUDA)
         rollout.receive(received)
         for name, tensor in actor.named_weights(DTYPES[precision]):
             assert torch.equal(rollout._decoder.store.views[name], tensor), name
+        del received
     for each in (sender, receiver, actor, rollout):
         each.close()

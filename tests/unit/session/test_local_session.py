@@ -251,13 +251,6 @@ def test_answers_are_in_the_order_of_the_prompts(session):
     assert " 2 " in outputs[0].outputs[0].text
 
 
-@pytest.mark.feature(43)
-def test_image_reaches_the_engine_unchanged(session):
-    engine = echo(data_parallel_size=1)
-    (output,) = engine.generate({"prompt": "see", "multi_modal_data": {"image": (1, 2)}})
-    assert output.outputs[0].text.startswith("{'image': (1, 2)}")
-
-
 def test_calls_draw_differently_without_a_seed(session):
     engine = echo(data_parallel_size=2)
     texts = [engine.generate(["a", "b"], seed=seed)[1].outputs[0].text for seed in (None, None, 4, 4)]
@@ -435,20 +428,6 @@ def test_module_is_built_without_weights_in_any_context(model, context):
         assert engine.train_step([[1, 2, 3]])[0] > 0
 
 
-@pytest.mark.feature(36)
-def test_weights_come_from_a_dict_or_a_function(session):
-    class Drawn(TwoLayers):
-        def materialization_source(self):
-            return lambda name, shape: torch.full(shape, float(len(name)))
-
-    for cls, expected in ((TwoLayers, start()), (Drawn, None)):
-        with building(rl.TrainEngine(empty(cls))) as engine:
-            for name, tensor in engine.state_dict().items():
-                wanted = expected[name] if expected else torch.full(tensor.shape, float(len(name)))
-                assert torch.equal(tensor, wanted), name
-            assert engine.facts()[0]["scale"] == 2.0
-
-
 @pytest.mark.feature(37)
 def test_names_of_a_checkpoint_can_be_changed(session):
     class Renamed(TwoLayers):
@@ -522,20 +501,6 @@ def test_dropout_is_active_in_training_mode_only(layers):
     assert layers.noisy(ROWS) == layers.noisy(ROWS)
     layers.train()
     assert layers.training
-
-
-@pytest.mark.feature(41)
-def test_four_small_steps_are_one_big_one(session):
-    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
-    states = []
-    for pieces in (1, 4):
-        with building(rl.TrainEngine(empty(TwoLayers))) as engine:
-            for piece in range(pieces):
-                engine.train_step(rows[piece * 8 // pieces : (piece + 1) * 8 // pieces], pieces)
-            engine.optimizer_step()
-            states.append(engine.state_dict())
-    for name, tensor in states[0].items():
-        assert torch.allclose(tensor, states[1][name], atol=1e-6), name
 
 
 @pytest.mark.feature(42)
