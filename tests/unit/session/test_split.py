@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of a call, which are split over model replicas, its results, and the prompts and outputs of generation."""
 
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -55,7 +55,9 @@ def test_list_is_split_in_order_with_larger_parts_first():
 
 
 @pytest.mark.feature(27)
-@pytest.mark.parametrize(("replicas", "rows"), [pair for pair in combinations(range(1, 21), 2) if pair[0] < 6])
+@pytest.mark.parametrize(
+    ("replicas", "rows"), [pair for pair in combinations_with_replacement(range(1, 21), 2) if pair[0] < 6]
+)
 def test_tensors_arrays_and_lists_are_split_alike(rows, replicas):
     values = (list(range(rows)), torch.arange(rows), np.arange(rows), tuple(range(rows)))
     sizes = [[len(part) for part in pieces(value, replicas)] for value in values]
