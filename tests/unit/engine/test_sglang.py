@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -391,32 +393,21 @@ MODELS = {
 }
 
 
-class Served:
-    """A model in a folder, the server that stands in, and an engine over it."""
-
-    def __init__(self, name, path):
-        torch.manual_seed(0)
-        tokenizer = make_byte_tokenizer()
-        self.path = write_atomically(path, MODELS[name](tokenizer), tokenizer)
-        self.stand_in, self.url, self.end = sglang_stand_in.serve(path)
-        self.engine = self.connect()
-
-    def connect(self, **settings):
-        return SglangRolloutEngine(self.path, RolloutSettings(max_batch=4, backend={"url": self.url}, **settings))
-
-    def snapshot(self, version, scale=1.0):
-        return snapshot(self.path, version, scale)
-
-    def reads(self):
-        return self.stand_in.said.count("/get_weights_by_name")
-
-
 @pytest.fixture
 def served_model(request, tmp_path):
-    model = Served(request.param, tmp_path / "T")
-    yield model
-    model.engine.close()
-    model.end()
+    """A model in a folder, the server that stands in, and an engine over it."""
+    torch.manual_seed(0)
+    tokenizer = make_byte_tokenizer()
+    path = write_atomically(tmp_path / "T", MODELS[request.param](tokenizer), tokenizer)
+    stand_in, url, close = sglang_stand_in.serve(path)
+
+    def connect(**settings):
+        return SglangRolloutEngine(path, RolloutSettings(max_batch=4, backend={"url": url}, **settings))
+
+    with closing(connect()) as engine:
+        parts = {"engine": engine, "stand_in": stand_in, "connect": connect}
+        yield SimpleNamespace(**parts, snapshot=partial(snapshot, path))
+    close()
 
 
 def generate(engine):
@@ -457,7 +448,7 @@ def test_unreadable_weights_are_served_with_one_warning(served_model, caplog):
     with caplog.at_level(logging.WARNING):
         for version in range(3):
             served_model.engine.receive(served_model.snapshot(version, scale=1.0 + version / 50))
-    assert (served_model.engine.version, served_model.reads()) == (2, 1)
+    assert (served_model.engine.version, served_model.stand_in.said.count("/get_weights_by_name")) == (2, 1)
     assert generate(served_model.engine)["version"].tolist() == [2, 2]
     (message,) = caplog.messages
     assert message.startswith("SGLang cannot read back 26 of this model's 26 tensors")

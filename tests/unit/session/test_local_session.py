@@ -13,13 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModelForCausalLM
 
 import dlrover.rl as rl
-from dlrover.python.rl.common.errors import (
-    EngineError,
-    InvocationError,
-    SessionError,
-    UnknownMethod,
-    WeightSyncError,
-)
+from dlrover.python.rl.common.errors import EngineError, InvocationError, SessionError, UnknownMethod, WeightSyncError
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.module.engine import ModuleEngine
 from tests.support.session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, start
