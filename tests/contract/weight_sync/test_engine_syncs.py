@@ -216,20 +216,20 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lo
 LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
 
 
-def configured(kind, folder, name="ACTOR[0]", channel="ACTOR", **changes):
+def open_transport(kind, folder, name="ACTOR[0]", channel="ACTOR", **changes):
     return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel=channel, **changes))
 
 
 @pytest.fixture
 def sender(kind, tmp_path):
-    sender = configured(kind, tmp_path)
+    sender = open_transport(kind, tmp_path)
     yield sender
     sender.close()
 
 
 @pytest.fixture
 def receiver(kind, tmp_path):
-    receiver = configured(kind, tmp_path, "ROLLOUT[0]")
+    receiver = open_transport(kind, tmp_path, "ROLLOUT[0]")
     yield receiver
     receiver.close()
 
@@ -321,7 +321,7 @@ def test_late_receiver_has_the_model_and_earlier_versions_stay(kind, sender, rec
     for _ in range(3):
         source.step()
         ticket, _ = publish(sender, source)
-    equal(configured(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    equal(open_transport(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
     assert all(torch.equal(first.tensor(name), each) for name, each in before.items())
     assert first.stamp == stamp
 
@@ -332,7 +332,7 @@ def test_replaced_sender_sends_the_model_again(kind, sender, receiver, tmp_path)
     ticket, stamp = publish(sender, source)
     receiver.receive(ticket)
     sender.close()
-    another = configured(kind, tmp_path)
+    another = open_transport(kind, tmp_path)
     ticket, again = publish(another, source)
     assert again == stamp
     equal(receiver.receive(ticket), source)
@@ -362,7 +362,7 @@ def test_changed_model_is_sent_again(sender, receiver):
 def test_ranks_stay_together_when_the_leader_fails(kind, part, failing, tmp_path, monkeypatch):
     """They are in the same collective after each publishing, of which the last one succeeds."""
     source = Toy(ranks=2)
-    ranks = [configured(kind, tmp_path), configured(kind, tmp_path, "ACTOR[1]", is_leader=False)]
+    ranks = [open_transport(kind, tmp_path), open_transport(kind, tmp_path, "ACTOR[1]", is_leader=False)]
     if not part:
         source.adapter_scale = None
         source.named_weights = source.named_base_weights
@@ -385,7 +385,7 @@ def test_ranks_stay_together_when_the_leader_fails(kind, part, failing, tmp_path
         assert "full" in str(refused)
         assert other[1] is None
     (ticket, stamp), _ = attempt()
-    received = configured(kind, tmp_path, "ROLLOUT[0]").receive(ticket)
+    received = open_transport(kind, tmp_path, "ROLLOUT[0]").receive(ticket)
     assert received.stamp == stamp
     if part:
         equal(received, source)
@@ -405,7 +405,7 @@ def test_ticket_of_another_model_is_not_sent(sender):
 @each_kind
 def test_sender_keeps_one_model_and_nothing_once_closed(kind, tmp_path):
     memory = DeviceMemory()
-    source, sender = Toy(), configured(kind, tmp_path, memory=memory)
+    source, sender = Toy(), open_transport(kind, tmp_path, memory=memory)
     for version in range(4):
         source.base_version = version
         publish(sender, source)
@@ -425,8 +425,8 @@ def test_sender_keeps_one_model_and_nothing_once_closed(kind, tmp_path):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
-    source, sender = Toy(), configured("disk", tmp_path)
-    another = configured("disk", tmp_path, channel="ACTOR-another")
+    source, sender = Toy(), open_transport("disk", tmp_path)
+    another = open_transport("disk", tmp_path, channel="ACTOR-another")
     ticket, _ = publish(sender, source)
     (model,) = tmp_path.glob("*model*.weights")
     long_ago = time.time() - 2 * 86400
@@ -438,7 +438,7 @@ def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
         source.step()
         ticket, _ = publish(sender, source)
         another.send(another.offer(source), source)  # removes what was not used for a day
-        equal(configured("disk", tmp_path, "ROLLOUT[1]").receive(ticket), source)
+        equal(open_transport("disk", tmp_path, "ROLLOUT[1]").receive(ticket), source)
     assert model.exists() is not lost
     assert source.rounds == 2 * 2 + lost  # of each run: for names and shapes, and to be sent
 
@@ -446,7 +446,7 @@ def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
 @pull_only
 def test_adapters_and_model_reach_receivers_of_another_host(sender, tmp_path):
     source = Toy()
-    receivers = [configured("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
+    receivers = [open_transport("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
     for _ in range(3):
         ticket, stamp = publish(sender, source)
         far = {"address": {**ticket.address, "local_name": f"elsewhere-{ticket.id}"}}
@@ -535,9 +535,9 @@ def test_rollout_serves_the_bits_of_the_merged_weights(base, sender, receiver, t
 @needs_peft
 def test_bf16_rollouts_get_float32_adapters(tmp_path, model_path):
     actor = actor_on(model_path, precision="bf16")
-    sender = configured("pull", tmp_path, dtype=torch.bfloat16)
+    sender = open_transport("pull", tmp_path, dtype=torch.bfloat16)
     ticket, _ = publish(sender, actor)
-    received = configured("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
+    received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
     assert {entry.dtype for entry in ticket.base.table.entries} == {"bfloat16"}
     assert {entry.dtype for entry in ticket.table.entries} == {"float32"}
     for name, tensor in actor.named_weights(torch.bfloat16):
@@ -557,7 +557,7 @@ def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
         tickets = [hear(rank) for rank in ranks]
         for rank, ticket in zip(ranks, tickets, strict=True):
             rank.send(ticket)
-        received = configured("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
+        received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
         assert [hear(rank) for rank in ranks] == [received.stamp, None]
     for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
         assert torch.equal(received.tensor(name), tensor)
