@@ -398,13 +398,6 @@ def test_tokens_have_the_version_of_their_weights(engine, reference):
         assert np.allclose(alone.logprobs, request.logprobs, atol=1e-5)
 
 
-def test_generate_gives_the_version_of_the_weights(engine, reference):
-    assert engine.version == 0
-    assert engine.generate(prompts(), sampling(), (0,))["version"].tolist() == [0] * 5
-    engine.receive(reference.snapshot(7))
-    assert engine.generate(prompts(), sampling(), (0,))["version"].tolist() == [7] * 5
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

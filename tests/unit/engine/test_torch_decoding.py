@@ -115,11 +115,6 @@ def test_cache_holds_the_active_requests_and_loses_none(rows, steps):
         assert list(scheduler.waiting) == sorted(scheduler.waiting)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_end_of_a_waiting_request_moves_no_row(rows):
-    assert full_scheduler(rows, 5).remove({4}) == list(range(rows))
-
-
 # -- the key-value cache of slots, against lists of the stored entries ------------------------------------------------
 
 LAYERS, ROWS, HEADS, LENGTH, DIM = 2, 4, 3, 9, 2

@@ -140,18 +140,6 @@ def test_groups_of_one_node_leave_slots_free():
     assert list(table(3, 3).take("A", SlotRequest(group=2))) == [(0, 1), (2, 3), (4, 5)]
 
 
-@pytest.mark.feature(11)
-def test_slots_come_back_each_time():
-    slots = table(2, 2)
-    for _ in range(20):
-        slots.take("A", SlotRequest(group=1, groups=3))
-        slots.take("B", SlotRequest(group=3, colocate_with=(0, 1, 2)))
-        slots.give_back("A")
-        slots.give_back("B")
-        slots.give_back("B")
-        assert slots.free == (0, 1, 2, 3)
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
