@@ -35,9 +35,11 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
-from tests.support.rollout_cases import TEXTS, drain, prompts, requests, snapshot
+from tests.support import rollout_cases
+from tests.support.rollout_cases import drain, snapshot
 from tests.support.sync_sides import step
 
+TEXTS = ("a", "what is it?", "37+45=")
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM warns of its own calls
 
 
@@ -73,6 +75,14 @@ def runner(engine):
 @pytest.fixture
 def worker(runner):
     return runner.llm.model_executor.driver_worker.worker
+
+
+def prompts(texts=TEXTS):
+    return rollout_cases.prompts(texts)
+
+
+def requests(texts=TEXTS):
+    return rollout_cases.requests(texts)
 
 
 def tokens_of(engine, sampling, seed=(2,)):
