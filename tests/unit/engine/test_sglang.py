@@ -173,10 +173,10 @@ def test_weights_received_in_buckets_are_served(bucket_bytes, engine, served, mo
 def test_server_is_offloaded_with_the_engine(engine, served, model_path):
     engine.receive(snapshot(model_path, 0))
     engine.cpu()
-    for part, there in (("", set()), ("weights", {"weights"}), ("kv_cache", {"weights", "kv_cache"})):
+    for part, parts in (("", set()), ("weights", {"weights"}), ("kv_cache", {"weights", "kv_cache"})):
         if part:
             engine.cuda(part)
-        assert served[0].there == there
+        assert served[0].there == parts
 
 
 def test_exchanged_files_are_removed(connect, model_path, tmp_path):

@@ -40,7 +40,7 @@ from tests.support.rollout_cases import drain, snapshot
 from tests.support.sync_sides import step
 
 TEXTS = ("a", "what is it?", "37+45=")
-pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM warns of its own calls
+pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM calls what it deprecates
 
 
 @pytest.fixture(scope="module")
