@@ -8,14 +8,14 @@ _BASE, _BUCKETS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py"
 _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight_server.py"
 
 _CONTRACT = "../contract/weight_sync"
-_CUT = (f"{_CONTRACT}/test_failing_sides.py", f"{_CONTRACT}/test_transports.py", f"{_CONTRACT}/test_cut_syncs.py")
+_CUT = tuple(f"{_CONTRACT}/test_{name}.py" for name in ("disk_transport", "transports"))
 
 TESTS = {
     _BASE: ("engine/test_weights.py", *_CUT),
-    _BUCKETS: ("engine/test_weight_checksums.py", *_CUT),
+    _BUCKETS: ("engine/test_weights.py", *_CUT),
     _DISK: _CUT,
-    _PULL: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
-    _SERVED: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
+    _PULL: (*_CUT, f"{_CONTRACT}/test_pull.py"),
+    _SERVED: (*_CUT, f"{_CONTRACT}/test_pull.py"),
 }
 
 BUGS = {

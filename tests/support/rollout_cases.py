@@ -81,6 +81,11 @@ def as_parameter(kind):
     return pytest.param(kind, id=kind.label, marks=[pytest.mark.needs(*kind.needs), *marks.get(kind.name, [])])
 
 
+def snapshot(path, version, scale=1.0):
+    """Return the weights of a model in a folder, each times ``scale``."""
+    return take_snapshot(((name, tensor * scale) for name, tensor in load_causal_lm(path).named_weights()), version)
+
+
 class Reference:
     """The model itself, asked the slow way: without a cache, without a batch."""
 
@@ -89,10 +94,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def snapshot(self, version, scale=1.0):
-        """Return the model's weights, each times ``scale``."""
-        return take_snapshot(
-            ((name, tensor * scale) for name, tensor in load_causal_lm(self.path).named_weights()), version
-        )
+        return snapshot(self.path, version, scale)
 
     @torch.no_grad()
     def logprobs(self, tokens, temperature):

@@ -157,9 +157,6 @@ class Policy(TrainModule, Qwen2ForCausalLM):
             found.append(logprobs.gather(2, tokens[:, 1:, None])[0, :, 0].tolist())
         return found
 
-    def rotary(self):
-        return self.model.rotary_emb.inv_freq.tolist()
-
     def optimizers(self):
         return [name for name, value in vars(self).items() if isinstance(value, torch.optim.Optimizer)]
 

@@ -29,9 +29,6 @@ from dlrover.python.rl.engine.weight_sync.transports import make_transport
 LATEST_S = 240.0
 PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
 
-WAITING = ("broadcast",)
-"""Those in which the sender waits for its receivers."""
-
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
 KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a train engine to those that serve or follow it, over the transports."""
+"""Weights from a train engine to those that serve or follow it, whole or as adapters alone."""
 
 import dataclasses
-import pickle
+import gc
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.api.base import (
-    LoraSettings,
-    OptimizerConfig,
-    Rendezvous,
-    RolloutSettings,
-    TrainSettings,
-)
+from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, RolloutSettings, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support.sync_sides import (
     KINDS,
+    LATEST_S,
     PATIENT,
     ToySource,
-    Wire,
     completions,
     free_port,
     hear,
@@ -37,16 +42,6 @@ from tests.support.sync_sides import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
-
-
 @pytest.fixture
 def actor(model_path):
     """An actor that has taken a step."""
@@ -57,8 +52,8 @@ def actor(model_path):
 
 @pytest.mark.feature(100)
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_weights(kind, tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire(kind, tmp_path / "wire")
+def test_rollout_after_a_step_is_one_on_the_saved_weights(kind, wire, tmp_path, model_path, actor):
+    rollout = TorchRolloutEngine(model_path)
     stamp, (received,) = wire.sync(actor)
     rollout.receive(received)
     actor.save(tmp_path / "saved")
@@ -67,137 +62,40 @@ def test_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_weights
     assert stamp_by(kind, actor.named_weights(), actor.version) == stamp
     assert completions(rollout) == completions(fresh)
     assert completions(rollout)[1] == [1, 1, 1]
-    assert completions(rollout)[0] != completions(_untrained(model_path))[0]
-    wire.close()
-
-
-def _untrained(model_path):
-    engine = TorchRolloutEngine(model_path)
-    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
-    return engine
-
-
-@pytest.mark.feature(101)
-def test_what_passes_through_the_trainer_is_a_fraction_of_the_weights(tmp_path, actor):
-    wire = Wire("pull", tmp_path)
-    ticket = wire.source.offer(actor)
-    through_the_trainer = len(pickle.dumps(ticket)) + len(pickle.dumps(wire.source.send(ticket, actor)))
-    assert through_the_trainer < 100 * len(ticket.table.entries) + 1000
-    assert wire.sinks[0].receive(ticket).nbytes > 20 * through_the_trainer
-    wire.close()
-
-
-@pytest.mark.feature(102)
-def test_gloo_gives_what_shared_memory_gives(tmp_path, model_path, actor):
-    rollouts = {}
-    for kind in ("pull", "broadcast"):
-        wire, rollouts[kind] = Wire(kind, tmp_path / kind), TorchRolloutEngine(model_path)
-        rollouts[kind].receive(wire.sync(actor)[1][0])
-        wire.close()
-    assert completions(rollouts["pull"]) == completions(rollouts["broadcast"])
-
-
-@pytest.mark.feature(103)
-def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
-    rollout.receive(wire.sync(actor)[1][0])
-    before = completions(rollout)
-    weights = {name.replace("model.norm.weight", "model.norm.scale"): each for name, each in actor.named_weights()}
-    with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is missing.*'model.norm.scale' is unknown"):
-        rollout.receive(wire.sync(ToySource(weights, version=2))[1][0])
-    assert completions(rollout) == before
-    wire.close()
-
-
-@pytest.mark.feature(104)
-def test_an_older_version_is_refused_unless_the_run_goes_back(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
-    _, (first,) = wire.sync(actor)
-    step(actor, seed=1)
-    rollout.receive(wire.sync(actor)[1][0])
-    with pytest.raises(WeightSyncError, match="version 1 is older than 2"):
-        rollout.receive(first)
-    assert rollout.version == 2
-    rollout.receive(first, rewind=True)
-    assert rollout.version == 1
-    wire.close()
-
-
-@pytest.mark.feature(104)
-def test_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
-    rollout.receive(wire.sync(actor)[1][0])
-    before = completions(rollout)
-    step(actor, seed=1)
-    ticket = wire.source.offer(actor)
-    broken = ToySource({**dict(actor.named_weights()), "model.norm.weight": torch.zeros(1)}, version=2)
-    with pytest.raises(WeightSyncError):
-        wire.source.send(ticket, broken)
-    with pytest.raises(WeightSyncError, match=r"version 2 from ACTOR\[0\] is not there"):
-        rollout.receive(wire.sinks[0].receive(ticket))
-    assert completions(rollout) == before
-    assert rollout.version == 1
-    wire.close()
+    fresh.receive(Fsdp2TrainEngine(model_path, None).publish(), rewind=True)
+    assert completions(rollout)[0] != completions(fresh)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind, tmp_path, model_path):
+def test_bf16_rollouts_get_two_bytes_a_parameter(kind, connect, tmp_path, model_path):
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(precision="bf16"))
     step(engine)
     stamps = []
     for dtype, width in ((torch.bfloat16, 2), (None, 4)):
-        wire = Wire(kind, tmp_path / str(width), settings=dataclasses.replace(PATIENT, dtype=dtype))
+        wire = connect(kind, tmp_path / str(width), settings=dataclasses.replace(PATIENT, dtype=dtype))
         stamp, (received,) = wire.sync(engine)
         assert received.nbytes == width * engine.parameter_count
         assert received.stamp == stamp
         rollout = TorchRolloutEngine(model_path, RolloutSettings(precision="bf16"))
         rollout.receive(received)
         stamps.append(completions(rollout))
-        wire.close()
     assert stamps[0] == stamps[1]
-
-
-@pytest.mark.feature(105)
-@pytest.mark.parametrize("bucket_bytes", [1 << 10, 10_000, 1 << 20])
-@pytest.mark.parametrize("kind", KINDS)
-def test_buckets_of_any_size_give_the_same_weights(kind, bucket_bytes, tmp_path, actor):
-    wire = Wire(kind, tmp_path, settings=dataclasses.replace(PATIENT, bucket_bytes=bucket_bytes))
-    _, (received,) = wire.sync(actor)
-    assert received.stamp == stamp_by(kind, actor.named_weights(), actor.version)
-    assert max(tensor.nbytes for tensor in received.buffers.values()) > 1 << 10  # at least one spans small buckets
-    wire.close()
-
-
-@pytest.mark.feature(106)
-def test_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
-    _, (received,) = wire.sync(actor)
-    assert "model.embed_tokens.weight" in received.buffers
-    assert "lm_head.weight" not in received.buffers
-    rollout.receive(received)
-    actor.save(tmp_path / "saved")
-    fresh = _untrained(tmp_path / "saved")
-    assert completions(rollout)[0] == completions(fresh)[0]
-    wire.close()
 
 
 @pytest.mark.feature(107)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_path, actor):
-    reference, wire = Fsdp2TrainEngine(model_path, None), Wire(kind, tmp_path)
-    reference.receive(wire.sync(actor)[1][0])
-    assert reference.publish().stamp == actor.publish().stamp
-    step(actor, seed=1)
-    reference.receive(wire.sync(actor)[1][0])
-    assert reference.publish().stamp == actor.publish().stamp
-    wire.close()
+def test_reference_updated_from_its_actor_equals_it(kind, wire, model_path, actor):
+    reference = Fsdp2TrainEngine(model_path, None)
+    for seed in (1, 2):
+        reference.receive(wire.sync(actor)[1][0])
+        assert reference.publish().stamp == actor.publish().stamp
+        step(actor, seed)
 
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_path, actor):
+def test_engine_can_leave_its_device_after_a_sync(kind, wire, actor):
     """A CPU stands in for the device: numpy's hand on a tensor would keep it there for good."""
-    wire = Wire(kind, tmp_path)
     wire.sync(actor)
     before = stamp_by(kind, actor.named_weights(), actor.version)
     actor.cpu()
@@ -205,18 +103,17 @@ def test_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_
     assert wire.sync(actor)[1][0].stamp == before
     actor.cuda()
     step(actor, seed=1)
-    wire.close()
 
 
 @pytest.mark.feature(38)
 @pytest.mark.parametrize("base", [None, "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_arrive_merged_whatever_way_they_take(kind, base, tmp_path, model_path):
+def test_adapters_arrive_merged(kind, base, wire, model_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     if base is not None:
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     adapters = TrainSettings(lora=LoraSettings(rank=4, alpha=8.0, quantize_base=base))
-    engine, wire = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), adapters), Wire(kind, tmp_path / "wire")
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), adapters)
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
     step(engine)
     step(engine, seed=1)
@@ -232,11 +129,10 @@ def test_adapters_arrive_merged_whatever_way_they_take(kind, base, tmp_path, mod
     rollout = TorchRolloutEngine(model_path)
     rollout.receive(received)
     assert completions(rollout)[1] == [2, 2, 2]
-    wire.close()
 
 
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])
-def test_weights_of_ranks_that_shard_them_reach_ranks_that_split_each_matrix(kind, tmp_path, model_path):
+def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path):
     """Two ranks that shard the parameters send, two ranks that split each matrix receive: four processes."""
     stamp, splits = Fsdp2TrainEngine(model_path, None).publish().stamp, ParallelSizes(tensor_parallel_size=2)
     with ExitStack() as stack:
@@ -253,14 +149,6 @@ def test_weights_of_ranks_that_shard_them_reach_ranks_that_split_each_matrix(kin
         for _, pipe in (*senders, *takers):
             pipe.send(ticket)
         assert [hear(pipe) for _, pipe in (*senders, *takers)] == [stamp, None, stamp, None]
-
-
-def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte(tmp_path, actor):
-    sender = transport("pull", tmp_path)
-    ticket = sender.offer(actor)
-    stamp = sender.send(ticket, actor)
-    assert stamp == transport("pull", tmp_path).receive(ticket).stamp
-    sender.close()
 
 
 def two_places():
@@ -299,7 +187,7 @@ def two_ranks():
 
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])
 @pytest.mark.parametrize(("engine", "settings"), two_ranks())
-def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
+def test_divided_weights_arrive_whole(kind, engine, settings, tmp_path, model_path):
     """Engines with separate published weights: a frozen one, and a trained one whose passes compute in another type."""
     optimizer = OptimizerConfig() if settings.precision == "bf16" or settings.lora else None
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
@@ -319,3 +207,368 @@ def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_pa
         rollout = TorchRolloutEngine(model_path)
         rollout.receive(received)
         assert rollout.version == 0
+
+
+ADAPTER_KINDS = ("pull", "disk", "cuda_ipc")
+each_kind = pytest.mark.parametrize("kind", ADAPTER_KINDS)
+pull_only = pytest.mark.parametrize("kind", ["pull"])
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lora' is not installed")
+LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
+
+
+def open_transport(kind, folder, name="ACTOR[0]", channel="ACTOR", **changes):
+    return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel=channel, **changes))
+
+
+@pytest.fixture
+def sender(kind, tmp_path):
+    sender = open_transport(kind, tmp_path)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receiver(kind, tmp_path):
+    receiver = open_transport(kind, tmp_path, "ROLLOUT[0]")
+    yield receiver
+    receiver.close()
+
+
+class Toy:
+    """A model of which two matrices have adapters; ``rounds`` counts how often its base was gathered."""
+
+    def __init__(self, ranks=1, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.version, self.base_version, self.adapter_scale, self.rounds = 1, 0, 0.5, 0
+        self.base = {name: torch.randn(40, 30, generator=generator) for name in (*LAYERS, "embed")}
+        self.factors = {}
+        for name in LAYERS:
+            self.factors[name + DOWN] = torch.randn(4, 30, generator=generator)
+            self.factors[name + UP] = torch.randn(40, 4, generator=generator)
+        self.together = threading.Barrier(ranks)
+        self.flags = []
+
+    def step(self):
+        self.version += 1
+        for name in self.factors:
+            self.factors[name] = self.factors[name] * 1.25
+
+    def merged(self):
+        def weight(name):
+            added = self.factors[name + UP] @ self.factors[name + DOWN] if name in LAYERS else 0.0
+            return self.base[name] + self.adapter_scale * added
+
+        return {name: weight(name) for name in self.base}
+
+    def named_weights(self, dtype=None):
+        raise AssertionError("the merged weights are not for receivers that add the adapters")
+
+    def named_base_weights(self, dtype=None):
+        self.rounds += 1
+        yield from self._gathered(self.base)
+
+    def named_adapters(self):
+        yield from self._gathered(self.factors)
+
+    def _gathered(self, tensors):
+        for item in tensors.items():
+            self.together.wait(LATEST_S)
+            yield item
+
+    def any_rank(self, flag):
+        self.flags.append(flag)
+        self.together.wait(LATEST_S)
+        any_flag = any(self.flags)
+        self.together.wait(LATEST_S)
+        self.flags.clear()
+        self.together.wait(LATEST_S)
+        return any_flag
+
+
+def publish(sender, source):
+    ticket = sender.offer(source)
+    return ticket, sender.send(ticket, source)
+
+
+def equal(snapshot, source):
+    expected = source.merged()
+    assert list(snapshot.buffers) == list(expected)
+    verify_snapshot(snapshot, {name: tuple(each.shape) for name, each in expected.items()}, -1)
+    for name, each in expected.items():
+        torch.testing.assert_close(snapshot.tensor(name), each, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.feature(145)
+@each_kind
+def test_model_is_sent_once_and_then_its_adapters(sender, receiver):
+    source = Toy()
+    for version in (1, 2, 3):
+        ticket, stamp = publish(sender, source)
+        received = receiver.receive(ticket)
+        equal(received, source)
+        assert (received.version, received.stamp) == (version, stamp)
+        assert [entry.name for entry in ticket.table.entries] == list(source.factors)
+        assert sum(entry.nbytes for entry in ticket.table.entries) == 4 * 4 * sum((40 + 30, 40 + 30))
+        source.step()
+    assert source.rounds == 2  # for the names and shapes, and to be sent
+
+
+@each_kind
+def test_late_receiver_has_the_model_and_earlier_versions_stay(kind, sender, receiver, tmp_path):
+    source = Toy()
+    first = receiver.receive(publish(sender, source)[0])
+    before, stamp = {name: first.tensor(name).clone() for name in first.buffers}, first.stamp
+    for _ in range(3):
+        source.step()
+        ticket, _ = publish(sender, source)
+    equal(open_transport(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert all(torch.equal(first.tensor(name), each) for name, each in before.items())
+    assert first.stamp == stamp
+
+
+@each_kind
+def test_replaced_sender_sends_the_model_again(kind, sender, receiver, tmp_path):
+    source = Toy()
+    ticket, stamp = publish(sender, source)
+    receiver.receive(ticket)
+    sender.close()
+    another = open_transport(kind, tmp_path)
+    ticket, again = publish(another, source)
+    assert again == stamp
+    equal(receiver.receive(ticket), source)
+    another.close()
+    if kind == "pull":
+        with pytest.raises(WeightsLost):
+            receiver.receive(ticket)
+
+
+@each_kind
+def test_changed_model_is_sent_again(sender, receiver):
+    source = Toy()
+    _, before = publish(sender, source)
+    source.base, source.base_version = Toy(seed=1).base, 1
+    ticket, stamp = publish(sender, source)
+    equal(receiver.receive(ticket), source)
+    assert stamp != before
+    plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
+    assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
+    equal(receiver.receive(publish(sender, source)[0]), source)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("part", "failing"), [("", "_address"), ("-model", "_address"), ("-adapters", "_address"), ("-model", "_write")]
+)
+def test_ranks_stay_together_when_the_leader_fails(kind, part, failing, tmp_path, monkeypatch):
+    """They are in the same collective after each publishing, of which the last one succeeds."""
+    source = Toy(ranks=2)
+    ranks = [open_transport(kind, tmp_path), open_transport(kind, tmp_path, "ACTOR[1]", is_leader=False)]
+    if not part:
+        source.adapter_scale = None
+        source.named_weights = source.named_base_weights
+    kind_of, true = type(ranks[0]._whole), getattr(type(ranks[0]._whole), failing)
+
+    def attempt():
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(publish, rank, source) for rank in ranks]
+            return [each.exception(LATEST_S) or each.result() for each in both]
+
+    def broken(self, *arguments):
+        if self.settings.is_leader and self.settings.channel == f"ACTOR{part}":
+            raise WeightSyncError("the disk is full")
+        return true(self, *arguments)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind_of, failing, broken)
+            refused, other = attempt()
+        assert "full" in str(refused)
+        assert other[1] is None
+    (ticket, stamp), _ = attempt()
+    received = open_transport(kind, tmp_path, "ROLLOUT[0]").receive(ticket)
+    assert received.stamp == stamp
+    if part:
+        equal(received, source)
+    for rank in ranks:
+        rank.close()
+
+
+@each_kind
+def test_ticket_of_another_model_is_not_sent(sender):
+    source = Toy()
+    ticket, _ = publish(sender, source)
+    source.base_version = 1
+    with pytest.raises(WeightSyncError, match="another model under its adapters"):
+        sender.send(ticket, source)
+
+
+@each_kind
+def test_sender_keeps_one_model_and_nothing_once_closed(kind, tmp_path):
+    memory = DeviceMemory()
+    source, sender = Toy(), open_transport(kind, tmp_path, memory=memory)
+    for version in range(4):
+        source.base_version = version
+        publish(sender, source)
+    if kind == "pull":
+        assert len(sender._part("model")._versions._files) == 1
+    elif kind == "cuda_ipc":
+        assert set(memory.by_owner()) == {"weight sync of ACTOR[0]"} and memory.total() == 3 * BLOCK_BYTES
+    else:
+        assert len(list(tmp_path.glob("ACTOR-model.*.weights"))) == 1
+    sender.close()
+    assert list(tmp_path.glob("*.weights")) == [] and not memory.total()
+    gone = weakref.ref(source)
+    del source
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_disk_keeps_a_model_while_its_adapters_are_sent(tmp_path, lost):
+    source, sender = Toy(), open_transport("disk", tmp_path)
+    another = open_transport("disk", tmp_path, channel="ACTOR-another")
+    ticket, _ = publish(sender, source)
+    (model,) = tmp_path.glob("*model*.weights")
+    long_ago = time.time() - 2 * 86400
+    for file in tmp_path.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    if lost:
+        model.unlink()
+    for _ in range(2):
+        source.step()
+        ticket, _ = publish(sender, source)
+        another.send(another.offer(source), source)  # removes what was not used for a day
+        equal(open_transport("disk", tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert model.exists() is not lost
+    assert source.rounds == 2 * 2 + lost  # of each run: for names and shapes, and to be sent
+
+
+@pull_only
+def test_adapters_and_model_reach_receivers_of_another_host(sender, tmp_path):
+    source = Toy()
+    receivers = [open_transport("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
+    for _ in range(3):
+        ticket, stamp = publish(sender, source)
+        far = {"address": {**ticket.address, "local_name": f"elsewhere-{ticket.id}"}}
+        base = {**ticket.base.address, "local_name": f"elsewhere-{ticket.base.id}"}
+        ticket = replace(ticket, **far, base=replace(ticket.base, address=base))
+        with ThreadPoolExecutor(2) as pool:
+            received = list(pool.map(lambda receiver: receiver.receive(ticket), receivers))  # noqa: B023 - done here
+        assert [each.stamp for each in received] == [stamp, stamp]
+        for each in received:
+            equal(each, source)
+        source.step()
+    assert any(each._part("model")._stop_relay is not None for each in receivers), "the pages of this host were mapped"
+    for each in receivers:
+        each.close()
+
+
+@pull_only
+def test_receiver_of_whole_models_refuses_adapters_alone(sender):
+    ticket, _ = publish(sender, Toy())
+    with pytest.raises(WeightSyncError, match="adapters alone"):
+        PullTransport(PATIENT).receive(ticket)
+
+
+def test_merged_snapshot_has_the_same_weights():
+    source = Toy()
+    adapters = Adapters(take_snapshot(source.factors.items(), 1), source.adapter_scale)
+    apart = replace(take_snapshot(source.base.items(), 1), adapters=adapters)
+    merged = apart.merged()
+    assert merged.adapters is None
+    verify_snapshot(merged, apart.shapes, -1)
+    assert all(torch.equal(merged.tensor(name), apart.tensor(name)) for name in apart.buffers)
+    assert apart.nbytes == merged.nbytes + adapters.factors.nbytes
+
+
+def test_misfitting_adapters_are_named():
+    source = Toy()
+    whole = take_snapshot(source.base.items(), 1)
+
+    def refused(factors):
+        adapters = Adapters(take_snapshot(factors.items(), 1), 0.5)
+        with pytest.raises(WeightSyncError) as caught:
+            verify_snapshot(replace(whole, adapters=adapters), whole.shapes, -1)
+        return str(caught.value)
+
+    one, up = LAYERS[0], LAYERS[0] + UP
+    cut = {**source.factors, up: torch.zeros(40, 3)}
+    assert f"the adapter of '{one}' has shapes (40, 3) and (4, 30), which do not give (40, 30)" in refused(cut)
+    assert f"'{one}' has shapes None" in refused({name: each for name, each in source.factors.items() if name != up})
+    assert "the adapter of 'norm'" in refused({"norm" + DOWN: torch.zeros(4, 3), "norm" + UP: torch.zeros(5, 4)})
+
+
+# -- from an engine to an engine --------------------------------------------------------------------------------------
+
+
+def actor_on(model_path, base=None, **changes):
+    settings = TrainSettings(lora=LoraSettings(rank=2, alpha=8.0, quantize_base=base), **changes)
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)
+    step(engine)
+    return engine
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize(("kind", "base"), [("pull", None), ("disk", None), ("pull", "nf4")])
+@needs_peft
+def test_rollout_serves_the_bits_of_the_merged_weights(base, sender, receiver, tmp_path, model_path):
+    if base is not None:
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    actor, rollout = actor_on(model_path, base), TorchRolloutEngine(model_path)
+    for seed in (1, 2):
+        received = receiver.receive(publish(sender, actor)[0])
+        rollout.receive(received)
+        for name, tensor in actor.named_weights():
+            assert torch.equal(received.tensor(name), tensor)
+        merged = TorchRolloutEngine(model_path)
+        merged.receive(actor.publish())
+        assert completions(rollout) == completions(merged)
+        step(actor, seed)
+    actor.save_checkpoint(tmp_path / "checkpoint")
+    ticket, stamp = publish(sender, actor)
+    actor.load_checkpoint(tmp_path / "checkpoint")  # which has the model that the adapters are added to
+    again, same = publish(sender, actor)
+    assert again.base.id != ticket.base.id
+    assert same == stamp
+
+
+@needs_peft
+def test_bf16_rollouts_get_float32_adapters(tmp_path, model_path):
+    actor = actor_on(model_path, precision="bf16")
+    sender = open_transport("pull", tmp_path, dtype=torch.bfloat16)
+    ticket, _ = publish(sender, actor)
+    received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
+    assert {entry.dtype for entry in ticket.base.table.entries} == {"bfloat16"}
+    assert {entry.dtype for entry in ticket.table.entries} == {"float32"}
+    for name, tensor in actor.named_weights(torch.bfloat16):
+        assert torch.equal(received.tensor(name), tensor)
+    sender.close()
+
+
+@needs_peft
+def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
+    port, settings = free_port(), TrainSettings(lora=LoraSettings(rank=2))
+    with ExitStack() as stack:
+        ranks = []
+        for rank in (0, 1):
+            place = Rendezvous(rank, 2, "127.0.0.1", port)
+            arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
+            ranks.append(stack.enter_context(process(rank_side, "adapters", tmp_path, *arguments))[1])
+        tickets = [hear(rank) for rank in ranks]
+        for rank, ticket in zip(ranks, tickets, strict=True):
+            rank.send(ticket)
+        received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
+        assert [hear(rank) for rank in ranks] == [received.stamp, None]
+    for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
+        assert torch.equal(received.tensor(name), tensor)
+
+
+@needs_peft
+@pull_only
+def test_engine_with_changed_export_sends_merged_weights(sender, receiver, model_path):
+    class Doubling(Fsdp2TrainEngine):
+        def named_weights(self, dtype=None):
+            return ((name, 2.0 * tensor) for name, tensor in super().named_weights(dtype))
+
+    engine = Doubling(model_path, OptimizerConfig(), TrainSettings(lora=LoraSettings(rank=2)))
+    assert receiver.receive(publish(sender, engine)[0]).stamp == engine.publish().stamp

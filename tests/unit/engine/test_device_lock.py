@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device is held by one role at a time, in the order of asking; who died has let go."""
+"""Locks of a device, the memory that each process holds there, and host memory that a device reads by itself."""
 
 import errno
+import gc
+import mmap
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
+from dlrover.python.rl.engine.memory import offload
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger
+from dlrover.python.rl.engine.memory.offload import HostBlock, HostPages
 
 LATEST_S = 240.0
 
 
 def holder(folder, pipe, owner, nbytes):
-    """A process that takes the device, tells so, and gives it back when told."""
+    """Take the device in a process, report it, and give it back when asked."""
     memory = DeviceMemory()
     lock = DeviceLock(folder, owner, memory)
     pipe.send("asking")
     lock.acquire(LATEST_S)
-    kept = memory.bring(owner, "weights", torch.zeros(nbytes, dtype=torch.uint8))
+    weights = memory.bring(owner, "weights", torch.zeros(nbytes, dtype=torch.uint8))
     pipe.send("has it")
     pipe.recv()
-    del kept
+    del weights
     lock.release()
     pipe.send("gave it")
     pipe.recv()
@@ -35,16 +42,17 @@ def holder(folder, pipe, owner, nbytes):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts holders; kills what is left of them."""
+    """Starts holders, and kills them at the end."""
     context, children = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload([DeviceLock.__module__])
 
-    def begin(owner, nbytes=1000):
-        ours, theirs = context.Pipe()
-        child = context.Process(target=holder, args=(tmp_path, theirs, owner, nbytes))
+    def begin(owner, nbytes=1000, waits=False):
+        ours, child_end = context.Pipe()
+        child = context.Process(target=holder, args=(tmp_path, child_end, owner, nbytes))
         child.start()
         children.append(child)
         assert hear(ours) == "asking"
+        assert waits or hear(ours) == "has it"
         return child, ours
 
     yield begin
@@ -58,27 +66,21 @@ def hear(pipe):
     return pipe.recv()
 
 
-def until(condition):
+def wait_for_queue(folder, count):
     deadline_s = time.monotonic() + LATEST_S
-    while not condition():
+    while len(list(folder.glob("*.wait"))) != count:
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
 
 
-def waiting(folder, count):
-    until(lambda: len(list(folder.glob("*.wait"))) == count)
-
-
-def test_one_role_at_a_time_in_the_order_of_asking(tmp_path):
-    order, together, most = [], 0, 0
+def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
+    order = []
 
     def role(name):
-        nonlocal together, most
         with DeviceLock(tmp_path, name).acquired(LATEST_S):
-            together += 1
-            most = max(most, together)
             order.append(name)
-            together -= 1
+            time.sleep(0.002)
+            order.append(name)
 
     first = DeviceLock(tmp_path, "first")
     first.acquire()
@@ -86,49 +88,36 @@ def test_one_role_at_a_time_in_the_order_of_asking(tmp_path):
     for number in range(6):
         threads.append(threading.Thread(target=role, args=(f"role {number}",)))
         threads[-1].start()
-        waiting(tmp_path, number + 2)
+        wait_for_queue(tmp_path, number + 2)
     assert order == []
     first.release()
     for thread in threads:
         thread.join(LATEST_S)
-    assert order == [f"role {number}" for number in range(6)]
-    assert most == 1
+    assert order == [f"role {number}" for number in range(6) for _ in range(2)]
     assert list(tmp_path.glob("*.wait")) == []
 
 
-def test_processes_hand_over(tmp_path, start):
-    _, first = start("ACTOR[0]")
-    assert hear(first) == "has it"
-    _, second = start("ROLLOUT[0]")
-    waiting(tmp_path, 2)
-    assert not second.poll(0.1)
-    first.send("give")
-    assert hear(second) == "has it"
-
-
-def test_who_waits_too_long_is_told_who_has_it_since_when_and_with_how_much(tmp_path, start):
+def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=123_456)
-    assert hear(pipe) == "has it"
-    _, queued = start("REWARD[0]")
-    waiting(tmp_path, 2)
+    _, queued = start("REWARD[0]", waits=True)
+    wait_for_queue(tmp_path, 2)
     lock = DeviceLock(tmp_path, "ROLLOUT[0]")
     with pytest.raises(EngineError) as caught:
         lock.acquire(0.2)
-    told = str(caught.value)
-    assert f"ROLLOUT[0] did not get the device within 0.2 s: ACTOR[0] (process {child.pid}) has had it for " in told
-    assert told.endswith("with 123,456 bytes: ACTOR[0]: 123,456 of weights; waiting before it: REWARD[0]")
+    message = str(caught.value)
+    assert f"ROLLOUT[0] did not get the device within 0.2 s: ACTOR[0] (process {child.pid}) has had it for " in message
+    assert message.endswith("with 123,456 bytes: ACTOR[0]: 123,456 of weights; waiting before it: REWARD[0]")
     assert not lock.is_held
-    waiting(tmp_path, 2)
+    wait_for_queue(tmp_path, 2)
     pipe.send("give")
     assert hear(queued) == "has it"
 
 
 @pytest.mark.parametrize("victim", ["holder", "waiting"])
-def test_who_dies_has_let_go(tmp_path, start, victim):
+def test_dead_process_holds_no_device(tmp_path, start, victim):
     first, pipe = start("ACTOR[0]")
-    assert hear(pipe) == "has it"
-    second, _ = start("REWARD[0]")
-    waiting(tmp_path, 2)
+    second, _ = start("REWARD[0]", waits=True)
+    wait_for_queue(tmp_path, 2)
     mine = DeviceLock(tmp_path, "ROLLOUT[0]")
     got = threading.Event()
 
@@ -138,7 +127,7 @@ def test_who_dies_has_let_go(tmp_path, start, victim):
 
     thread = threading.Thread(target=take)
     thread.start()
-    waiting(tmp_path, 3)
+    wait_for_queue(tmp_path, 3)
     for child in (second, first) if victim == "waiting" else (first, second):
         assert not got.wait(0.05)
         os.kill(child.pid, signal.SIGKILL)
@@ -148,7 +137,7 @@ def test_who_dies_has_let_go(tmp_path, start, victim):
     assert list(tmp_path.glob("*.wait")) == []
 
 
-def test_a_full_disk_keeps_no_role_from_the_device_and_no_device_from_the_roles(tmp_path, monkeypatch):
+def test_full_disk_keeps_no_role_from_the_device(tmp_path, monkeypatch):
     first, second = (DeviceLock(tmp_path, owner, DeviceMemory()) for owner in ("ACTOR[0]", "ROLLOUT[0]"))
 
     def full(*_):
@@ -165,7 +154,7 @@ def test_a_full_disk_keeps_no_role_from_the_device_and_no_device_from_the_roles(
 
 
 @pytest.mark.parametrize("interrupted", ["waiting_s", "since_s"])
-def test_who_is_interrupted_while_it_asks_has_let_go(tmp_path, monkeypatch, interrupted):
+def test_interrupted_acquire_holds_no_device(tmp_path, monkeypatch, interrupted):
     first, second = DeviceLock(tmp_path, "ACTOR[0]"), DeviceLock(tmp_path, "ROLLOUT[0]")
     write = first._write
 
@@ -183,7 +172,7 @@ def test_who_is_interrupted_while_it_asks_has_let_go(tmp_path, monkeypatch, inte
     assert not list(tmp_path.glob("*.wait"))
 
 
-def test_taking_twice_and_giving_what_one_has_not_are_errors(tmp_path):
+def test_second_acquire_and_needless_release_are_refused(tmp_path):
     lock = DeviceLock(tmp_path, "ACTOR[0]")
     with pytest.raises(EngineError, match=r"ACTOR\[0\] does not have the device"):
         lock.release()
@@ -192,23 +181,20 @@ def test_taking_twice_and_giving_what_one_has_not_are_errors(tmp_path):
     assert not lock.is_held
 
 
-def test_out_of_memory_names_what_other_processes_hold(tmp_path, start):
+def test_missing_memory_names_other_processes(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=5000)
-    assert hear(pipe) == "has it"
     memory = DeviceMemory(capacity=100, ledger=MemoryLedger(tmp_path))
-    kept = memory.bring("rollout", "kv_cache", torch.zeros(10))
+    _kept = memory.bring("rollout", "kv_cache", torch.zeros(10))
     with pytest.raises(OutOfDeviceMemory) as caught:
         memory.bring("rollout", "weights", torch.zeros(30))
     assert str(caught.value) == (
         "rollout asks for 120 bytes of weights on cpu: 40 of 100 bytes are in use (rollout: 40 of kv_cache; process"
         f" {child.pid} reports ACTOR[0]: 5,000 of weights)"
     )
-    assert kept is not None
 
 
-def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
+def test_memory_of_a_dead_process_is_forgotten(tmp_path, start):
     child, pipe = start("ACTOR[0]")
-    assert hear(pipe) == "has it"
     ledger = MemoryLedger(tmp_path)
     assert list(ledger.others().values()) == [(child.pid, {"ACTOR[0]": {"weights": 1000}})]
     os.kill(child.pid, signal.SIGKILL)
@@ -217,50 +203,36 @@ def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
     assert list(tmp_path.glob("*.memory")) == []
 
 
-def test_a_closed_lock_tells_no_more_also_when_its_memory_is_used_on(tmp_path):
+def test_closed_lock_publishes_no_memory(tmp_path):
     memory, other = DeviceMemory(), MemoryLedger(tmp_path)
     lock = DeviceLock(tmp_path, "ACTOR[0]", memory)
     with lock.acquired():
-        kept = [memory.bring("actor", "weights", torch.zeros(10))]
+        weights = [memory.bring("actor", "weights", torch.zeros(10))]
     assert [owners for _, owners in other.others().values()] == [{"actor": {"weights": 40}}]
     lock.close()
-    kept.append(memory.bring("actor", "weights", torch.zeros(10)))
+    weights.append(memory.bring("actor", "weights", torch.zeros(10)))
     assert other.others() == {}
     assert list(tmp_path.glob("*.memory")) == []
-    assert len(kept) == 2
 
 
-def test_of_several_devices_each_is_told_what_a_process_holds(tmp_path):
+def test_memory_is_published_for_each_device(tmp_path):
     memory, ledgers = DeviceMemory(), [MemoryLedger(tmp_path / name) for name in ("cuda-0", "cuda-1")]
     locks = [DeviceLock(tmp_path / name, "ACTOR[0]", memory) for name in ("cuda-0", "cuda-1")]
     with locks[0].acquired(), locks[1].acquired():
-        kept = memory.bring("actor", "weights", torch.zeros(10))
-    told = [each for ledger in ledgers for each in ledger.others().values()]
-    assert told == [(os.getpid(), {"actor": {"weights": 40}})] * 2
-    assert kept is not None
+        _kept = memory.bring("actor", "weights", torch.zeros(10))
+    published = [each for ledger in ledgers for each in ledger.others().values()]
+    assert published == [(os.getpid(), {"actor": {"weights": 40}})] * 2
     for lock in locks:
         lock.close()
 
 
-def test_a_ledger_tells_the_last_that_was_published_until_it_is_closed(tmp_path):
-    mine, other = MemoryLedger(tmp_path), MemoryLedger(tmp_path)
-    mine.publish({"a": {"weights": 10_000}})
-    mine.publish({"a": {"weights": 1}})
-    assert list(other.others().values()) == [(os.getpid(), {"a": {"weights": 1}})]
-    assert mine.others() == {}
-    mine.close()
-    assert other.others() == {}
-
-
-def test_holders_of_one_process_do_not_hide_each_other(tmp_path):
+def test_two_holders_of_one_process_are_both_published(tmp_path):
     memories = [DeviceMemory(), DeviceMemory()]
-    locks = [
-        DeviceLock(tmp_path, name, memory) for name, memory in zip(("ACTOR[0]", "ROLLOUT[0]"), memories, strict=True)
-    ]
-    kept = []
+    locks = list(map(DeviceLock, [tmp_path] * 2, ("ACTOR[0]", "ROLLOUT[0]"), memories))
+    weights = []
     for lock, memory, size in zip(locks, memories, (10, 20), strict=True):
         with lock.acquired():
-            kept.append(memory.bring("engine", "weights", torch.zeros(size)))
+            weights.append(memory.bring("engine", "weights", torch.zeros(size)))
     third = DeviceMemory(capacity=100, ledger=MemoryLedger(tmp_path))
     with pytest.raises(OutOfDeviceMemory) as caught:
         third.bring("reference", "weights", torch.zeros(30))
@@ -272,10 +244,138 @@ def test_holders_of_one_process_do_not_hide_each_other(tmp_path):
         lock.close()
 
 
-def test_a_ledger_tells_of_any_number_of_owners(tmp_path):
+def test_ledger_has_the_last_published_memory(tmp_path):
     mine, other = MemoryLedger(tmp_path), MemoryLedger(tmp_path)
     many = {f"engine {number}": {"weights": 10**9} for number in range(2000)}
-    for held in (many, {"a": {"weights": 1}}, many):
-        mine.publish(held)
-        assert [owners for _, owners in other.others().values()] == [held]
+    for owners in (many, {"a": {"weights": 10_000}}, {"a": {"weights": 1}}, many):
+        mine.publish(owners)
+        assert list(other.others().values()) == [(os.getpid(), owners)]
+    assert mine.others() == {}
     mine.close()
+    assert other.others() == {}
+
+
+# -- host memory that a device reads by itself -------------------------------------------------------------------------
+
+NBYTES = 3 * mmap.PAGESIZE
+CUDA = torch.device("cuda", 0)
+
+needs_cuda = pytest.mark.needs("cuda")
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Stands in for the CUDA driver: it has the memory that is locked, by address, and its answer."""
+    driver = SimpleNamespace(locked={}, answer=0, tries=0)
+
+    def register(address, nbytes, flags):
+        driver.tries += 1
+        if not driver.answer:
+            driver.locked[address] = nbytes, flags
+        return driver.answer
+
+    def unregister(address):
+        del driver.locked[address]
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(offload, "_forget_error", lambda device: None)
+    offload._warn.cache_clear()
+    return driver
+
+
+def address_of(mapping):
+    return np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+
+
+def read_only():
+    descriptor = os.memfd_create("pages")
+    os.truncate(descriptor, NBYTES)
+    try:
+        return mmap.mmap(descriptor, NBYTES, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+def test_pages_are_locked_once_and_while_needed(driver):
+    mapping = mmap.mmap(-1, NBYTES)
+    pages = HostPages(mapping)
+    assert not driver.locked
+    assert pages.lock(CUDA) and pages.lock(CUDA)
+    assert driver.locked == {address_of(mapping): (NBYTES, 0)} and driver.tries == 1
+    del pages
+    assert not driver.locked
+    mapping.close()
+
+
+def test_read_only_mapping_is_locked_for_reading(driver):
+    mapping = read_only()
+    pages = HostPages(mapping, read_only=True)
+    assert pages.lock(CUDA)
+    assert driver.locked == {address_of(mapping): (NBYTES, 8)}
+
+
+def test_host_locks_nothing(driver):
+    assert not HostPages(mmap.mmap(-1, NBYTES)).lock(torch.device("cpu"))
+    assert not HostBlock(NBYTES, torch.device("cpu")).is_for_cuda
+    assert driver.tries == 0
+
+
+def test_unlockable_memory_is_used_with_one_warning(driver, caplog):
+    driver.answer = 2
+    block, other = HostBlock(NBYTES, CUDA), HostBlock(NBYTES, CUDA)
+    assert not block._pages.lock(CUDA) and not other._pages.is_locked
+    assert driver.tries == 2 and len(caplog.records) == 1
+    assert "because memory cannot be locked: cudaHostRegister gives 2" in caplog.text
+    block.bytes.fill_(7)
+    assert block.bytes.tolist() == [7] * NBYTES
+
+
+def test_block_is_zero_and_locked_while_it_lives(driver):
+    block = HostBlock(NBYTES + 1, CUDA)
+    assert len(block.bytes) == NBYTES + 1 and not block.bytes.any()
+    assert driver.locked == {block.bytes.data_ptr(): (NBYTES + 1, 0)}
+    del block
+    gc.collect()
+    assert not driver.locked
+    assert HostBlock(0, CUDA).bytes.tolist() == []
+
+
+def test_forked_process_unlocks_nothing(driver, monkeypatch):
+    block = HostBlock(NBYTES, CUDA)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del block
+    gc.collect()
+    assert len(driver.locked) == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("writable", [True, False])
+def test_cuda_sees_locked_memory_as_page_locked(writable):
+    mapping = mmap.mmap(-1, NBYTES) if writable else read_only()
+    tensor = torch.from_dlpack(np.frombuffer(mapping, dtype=np.uint8))
+    pages = HostPages(mapping, read_only=not writable)
+    assert not tensor.is_pinned()
+    assert pages.lock(CUDA) and tensor.is_pinned()
+    assert torch.equal(tensor.cuda(), torch.zeros(NBYTES, dtype=torch.uint8, device=CUDA))
+    del pages
+    assert not tensor.is_pinned()
+
+
+@needs_cuda
+def test_refused_lock_on_cuda_changes_nothing(caplog):
+    offload._warn.cache_clear()
+    pages = HostPages(read_only())  # without the flag that CUDA needs
+    assert not pages.lock(CUDA)
+    assert "cannot be locked" in caplog.text
+    assert torch.ones(3, device=CUDA).sum().item() == 3
+
+
+@needs_cuda
+def test_block_on_cuda_is_page_locked():
+    block = HostBlock(NBYTES, CUDA)
+    assert block.bytes.is_pinned()
+    block.bytes.copy_(torch.full((NBYTES,), 5, dtype=torch.uint8, device=CUDA))
+    assert block.bytes.tolist() == [5] * NBYTES

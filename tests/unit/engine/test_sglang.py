@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the SGLang engine has beside the contract of all rollout engines, against a server that stands in."""
+"""The SGLang engine beside the contract of all rollout engines, against a server that stands in."""
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config, write_tiny_model
 from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from tests.support import sglang_stand_in
+from tests.support.rollout_cases import drain, snapshot
+from tests.support.served import until
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +50,21 @@ def served(model_path):
 
 
 @pytest.fixture
-def engine(served, model_path):
-    made = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend={"url": served[1], "chunk_tokens": 4}))
-    yield made
-    made.close()
+def connect(served, model_path):
+    """Makes engines over the server, which are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(memory=None, backend=None, **settings):
+            settings = {"max_batch": 4, "backend": {"url": served[1], **(backend or {})}, **settings}
+            engine = SglangRolloutEngine(model_path, RolloutSettings(**settings), memory)
+            return stack.enter_context(closing(engine))
+
+        yield make
 
 
-def snapshot(path, version, scale=1.0):
-    return take_snapshot(((name, tensor * scale) for name, tensor in load_causal_lm(path).named_weights()), version)
+@pytest.fixture
+def engine(connect):
+    return connect(backend={"chunk_tokens": 4})
 
 
 def prompts(count=3):
@@ -60,29 +74,21 @@ def prompts(count=3):
 
 @pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
-def test_without_sglang_the_option_url_is_named(model_path):
+def test_missing_sglang_names_the_option_url(model_path):
     with pytest.raises(EngineError, match="sglang is not installed here: give the option 'url', the URL of its server"):
         SglangRolloutEngine(model_path, RolloutSettings())
 
 
-def test_a_server_is_started_so_that_it_keeps_to_the_port():
+def test_launch_arguments_follow_the_settings():
     settings = RolloutSettings(device="cuda:1", precision="bf16", max_batch=7, tensor_parallel_size=2)
     flags = launch_arguments("/m", settings, SglangOptions(server_args={"log-level": "error", "skip-warmup": True}))
-    pairs = dict(zip(flags, [*flags[1:], ""], strict=True))
-    assert (pairs["--model-path"], pairs["--dtype"], pairs["--device"], pairs["--tp-size"]) == (
-        *("/m", "bfloat16", "cuda", "2"),
-    )
-    assert (pairs["--sampling-backend"], pairs["--max-running-requests"]) == ("pytorch", "7")
+    expected = {"--model-path": "/m", "--dtype": "bfloat16", "--device": "cuda", "--tp-size": "2"}
+    expected |= {"--sampling-backend": "pytorch", "--max-running-requests": "7"}
+    assert expected.items() <= dict(pairwise(flags)).items()
     assert {"--enable-deterministic-inference", "--enable-memory-saver", "--skip-warmup"} <= set(flags)
 
 
-def test_a_server_that_does_not_come_up_is_an_error_that_says_so(model_path):
-    backend = {"url": "http://127.0.0.1:9", "start_timeout_s": 0.1, "timeout_s": 1.0}
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 did not come up in 0\.1 s"):
-        SglangRolloutEngine(model_path, RolloutSettings(backend=backend))
-
-
-def test_an_advance_draws_a_chunk_and_a_round_of_generate_the_whole(engine, served):
+def test_advance_draws_a_chunk_and_generate_the_whole(engine, served):
     sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
     whole = engine.generate(prompts(1), sampling, (1,)).ragged("tokens")[0][2:]
     assert served[0].said.count("/generate") == 1
@@ -97,62 +103,48 @@ def test_an_advance_draws_a_chunk_and_a_round_of_generate_the_whole(engine, serv
 
 
 @pytest.mark.parametrize("longest", [127, 39])
-def test_a_sequence_near_sglangs_limit_ends_by_its_length(longest, served, model_path):
+def test_sequence_near_the_limit_ends_by_its_length(longest, served, connect, model_path):
     """127: by the context of 128 tokens; 39: by a cache of 40."""
     served[0].longest = longest
-    backend = {"url": served[1], "chunk_tokens": 16}
-    engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
+    engine = connect(backend={"chunk_tokens": 16})
     engine.receive(snapshot(model_path, 0))
     sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
     lengths = [2, 8, longest - 7, longest - 6]
     engine.add([Request.fresh(number, 0, np.arange(length)) for number, length in enumerate(lengths)], sampling, (1,))
-    done = []
-    while engine.running:
-        done += engine.advance()
-    ends = {item.request.prompt_id: (item.finish, len(item.request.done)) for item in done}
+    ends = {number: (item.finish, len(item.request.done)) for (number, _), item in drain(engine).items()}
     assert ends == {number: ("length", longest - 5 - length) for number, length in enumerate(lengths)}
     with pytest.raises(EngineError, match=f"{longest - 4} tokens does not fit the backend's limit of {longest - 5}"):
         engine.check(Ragged.from_rows([np.arange(longest - 5)]), sampling)
-    engine.close()
 
 
 @pytest.mark.slow
-def test_a_stop_string_that_spans_two_chunks_ends_a_completion(engine):
+def test_stop_string_over_two_chunks_ends_a_completion(engine):
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, samples_per_prompt=24)
-    asked = [Request.fresh(0, index, np.array(list(b"go"))) for index in range(24)]
-    engine.add(asked, sampling, (1,))
+    requests = [Request.fresh(0, index, np.array(list(b"go"))) for index in range(24)]
+    engine.add(requests, sampling, (1,))
     done = {item.request.key: item for _ in range(3) for item in engine.advance()}
     request = next(
         item.request for item in done.values() if all(32 < token < 127 for token in item.request.done[3:5].tolist())
     )
     stop = bytes(request.done[3:5].tolist()).decode()
     assert engine.tokenizer.decode(request.done[:5]).endswith(stop)
-    engine.add([asked[request.sample_index]], SamplingParams(max_new_tokens=12, ignore_eos=True, stop=(stop,)), (1,))
+    engine.add([requests[request.sample_index]], SamplingParams(max_new_tokens=12, ignore_eos=True, stop=(stop,)), (1,))
     assert engine.advance() == []
     (ended,) = engine.advance()
     assert (ended.finish, ended.request.done.tolist()) == ("stop", request.done[:5].tolist())
 
 
-def test_a_server_that_takes_too_long_is_told_to_stop(served, model_path):
-    stand_in, url = served
-    backend = {"url": url, "timeout_s": 0.5, "start_timeout_s": 30.0}
-    engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
-    with stand_in.lock, pytest.raises(EngineError, match="has not generated within 0.5 s|does not answer /generate"):
+def test_slow_generation_is_aborted(served, connect):
+    engine = connect(backend={"timeout_s": 0.5, "start_timeout_s": 30.0})
+    with served[0].lock, pytest.raises(EngineError, match="has not generated within 0.5 s|does not answer /generate"):
         engine.generate(prompts(), SamplingParams(), (1,))
     assert engine.running == 0
     engine.close()
-    assert "/abort_request" in stand_in.said
-
-
-def test_broken_weights_are_an_error_not_a_sample(engine, model_path):
-    engine.receive(snapshot(model_path, 0, scale=float("nan")))
-    with pytest.raises(EngineError, match="NaN or infinite"):
-        engine.generate(prompts(), SamplingParams(), (0,))
-    assert engine.running == 0
+    assert "/abort_request" in served[0].said
 
 
 @pytest.mark.feature(104)
-def test_weights_that_the_server_refuses_are_named_with_its_words(engine, served, model_path, monkeypatch):
+def test_refused_weights_are_an_error_with_the_message(engine, served, model_path, monkeypatch):
     engine.receive(snapshot(model_path, 0))
     answer = {"success": False, "message": "no room for this model"}
     monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
@@ -163,8 +155,7 @@ def test_weights_that_the_server_refuses_are_named_with_its_words(engine, served
 
 @pytest.mark.feature(105)
 @pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
-def test_weights_that_came_in_buckets_are_served(bucket_bytes, engine, served, model_path, tmp_path):
-    """As they come: each tensor a part of one long row of bytes."""
+def test_weights_received_in_buckets_are_served(bucket_bytes, engine, served, model_path):
     wire = PullTransport(SyncSettings(bucket_bytes=bucket_bytes))
     trainer = Fsdp2TrainEngine(model_path, None)
     ticket = wire.offer(trainer)
@@ -172,26 +163,24 @@ def test_weights_that_came_in_buckets_are_served(bucket_bytes, engine, served, m
     received = wire.receive(ticket)
     engine.receive(received)
     assert (received.stamp, engine.version) == (stamp, 0)
-    own = dict(served[0].model.named_parameters())
-    assert all(torch.equal(own[name], tensor) for name, tensor in trainer.named_weights())
+    parameters = dict(served[0].model.named_parameters())
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in trainer.named_weights())
     del received
     wire.close()
     trainer.close()
 
 
-def test_offload_asks_the_server_for_it(engine, served, model_path):
+def test_server_is_offloaded_with_the_engine(engine, served, model_path):
     engine.receive(snapshot(model_path, 0))
     engine.cpu()
-    assert served[0].there == set()
-    engine.cuda("weights")
-    assert served[0].there == {"weights"}
-    engine.cuda("kv_cache")
-    assert served[0].there == {"weights", "kv_cache"}
+    for part, parts in (("", set()), ("weights", {"weights"}), ("kv_cache", {"weights", "kv_cache"})):
+        if part:
+            engine.cuda(part)
+        assert served[0].there == parts
 
 
-def test_nothing_that_was_handed_over_stays(served, model_path, tmp_path):
-    backend = {"url": served[1], "exchange": str(tmp_path)}
-    engine = SglangRolloutEngine(model_path, RolloutSettings(backend=backend))
+def test_exchanged_files_are_removed(connect, model_path, tmp_path):
+    engine = connect(backend={"exchange": str(tmp_path)})
     for version in range(3):
         engine.receive(snapshot(model_path, version))
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
@@ -202,18 +191,17 @@ def test_nothing_that_was_handed_over_stays(served, model_path, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_is_accounted_for_and_what_does_not_fit_is_refused(served, model_path):
-    weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
-    settings = RolloutSettings(backend={"url": served[1]})
-    with pytest.raises(OutOfDeviceMemory, match="sglang asks for 256,000 bytes of kv_cache"):
-        SglangRolloutEngine(model_path, settings, DeviceMemory(capacity=weights + 255_999))
-    memory = DeviceMemory(capacity=weights + 256_000)
-    engine = SglangRolloutEngine(model_path, settings, memory)
-    assert engine.footprint() == {"weights": weights, "kv_cache": 256_000}
-    assert memory.total() == weights + 256_000
+@pytest.mark.parametrize(("ranks", "cache_bytes"), [(1, 256_000), (2, 128_000)])
+def test_memory_is_accounted_for_and_excess_refused(connect, model_path, ranks, cache_bytes):
+    weights = -(-sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights()) // ranks)
+    with pytest.raises(OutOfDeviceMemory, match=f"sglang asks for {cache_bytes:,} bytes of kv_cache"):
+        connect(DeviceMemory(capacity=weights + cache_bytes - 1), tensor_parallel_size=ranks)
+    memory = DeviceMemory(capacity=weights + cache_bytes)
+    engine = connect(memory, tensor_parallel_size=ranks)
+    assert engine.footprint() == {"weights": weights, "kv_cache": cache_bytes}
+    assert memory.total() == weights + cache_bytes
     engine.cpu()
     assert memory.total() == 0
-    engine.close()
 
 
 def alive(pid):
@@ -222,13 +210,6 @@ def alive(pid):
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 LAUNCH = """
@@ -258,7 +239,7 @@ def launchable(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
-def test_without_a_url_a_server_is_started_and_ended(launchable, model_path):
+def test_server_is_started_and_ended_without_a_url(launchable, model_path):
     backend = {"start_timeout_s": 120.0, "server_args": {"log-level": "error"}, "exchange": str(launchable)}
     engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
     flags = json.loads(Path("flags.json").read_text())
@@ -266,21 +247,23 @@ def test_without_a_url_a_server_is_started_and_ended(launchable, model_path):
     engine.receive(snapshot(model_path, 0))
     assert engine.generate(prompts(), SamplingParams(max_new_tokens=3), (0,))["version"].tolist() == [0, 0, 0]
     engine.close()
-    wait_until(lambda: not alive(flags["pid"]))
+    until(lambda: not alive(flags["pid"]))
     assert not list(launchable.glob("weights-*"))
 
 
-def test_a_server_that_was_started_here_and_has_ended_is_a_failure_of_its_process():
+def test_ended_server_of_this_process_is_a_death():
     ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
-    server = SglangServer("http://127.0.0.1:9", ended)
+    server, elsewhere = (SglangServer("http://127.0.0.1:9", *process) for process in ((ended,), ()))
     with pytest.raises(EngineDied, match="does not answer /generate: it has ended with status 3"):
         server.call("POST", "/generate", {})
     with pytest.raises(EngineError, match="ended with status 3"):
         server.wait_until_up(1.0)
     server.close()
-    with pytest.raises(EngineError, match="does not answer") as elsewhere:
-        SglangServer("http://127.0.0.1:9").call("POST", "/generate", {})
-    assert not isinstance(elsewhere.value, EngineDied)
+    with pytest.raises(EngineError, match="does not answer") as caught:
+        elsewhere.call("POST", "/generate", {})
+    assert not isinstance(caught.value, EngineDied)
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 did not come up in 0\.1 s"):
+        elsewhere.wait_until_up(0.1)
 
 
 OWNER = """
@@ -297,9 +280,9 @@ SglangServer("http://127.0.0.1:9", server).close()
 
 @pytest.mark.slow
 @pytest.mark.feature(23)
-@pytest.mark.parametrize("how", ["closed", "killed"])
-def test_the_servers_process_ends_with_its_owner(how, tmp_path):
-    """The keeper's side of it: whatever command it runs, and what that has started, ends, and nothing is left."""
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_server_process_ends_with_its_owner(end, tmp_path):
+    """The keeper ends its command and what that has started, and removes the folder."""
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "model.safetensors").touch()
@@ -311,39 +294,39 @@ def test_the_servers_process_ends_with_its_owner(how, tmp_path):
     )
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     assert all(alive(pid) for pid in pids)
-    if how == "closed":
+    if end == "closed":
         owner.communicate(b"\n", timeout=60)
         assert owner.returncode == 0
     else:
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=60)
-        wait_until(lambda: not folder.exists())
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not folder.exists())
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_what_the_server_says_is_in_the_error(served):
+def test_refusal_of_the_server_is_in_the_error(served):
     with pytest.raises(EngineError, match="SGLang refused /generate with status 400: .*sampling_params"):
         SglangServer(served[1]).call("POST", "/generate", {"rid": "x"})
 
 
-def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, served, monkeypatch):
-    drawn = {}
+def test_samples_beside_a_nan_logprob_are_not_lost(engine, served, monkeypatch):
+    answers = {}
 
     def generate(body):
-        return {"meta_info": {"output_token_logprobs": drawn[len(body["input_ids"])]}}
+        return {"meta_info": {"output_token_logprobs": answers[len(body["input_ids"])]}}
 
     monkeypatch.setattr(served[0], "generate", generate)
-    asked = [Request.fresh(number, 0, row) for number, row in enumerate(prompts(2).ragged("tokens"))]
-    engine.add(asked, SamplingParams(max_new_tokens=2, ignore_eos=True), (1,))
-    drawn |= {2: [[-1.0, 7, None], [-1.0, 8, None]], 3: [[-1.0, 7, None], [None, 8, None]]}
+    requests = [Request.fresh(number, 0, row) for number, row in enumerate(prompts(2).ragged("tokens"))]
+    engine.add(requests, SamplingParams(max_new_tokens=2, ignore_eos=True), (1,))
+    answers |= {2: [[-1.0, 7, None], [-1.0, 8, None]], 3: [[-1.0, 7, None], [None, 8, None]]}
     with pytest.raises(EngineError, match="NaN or infinite"):
         engine.advance()
     assert engine.running == 2
-    drawn[3] = drawn[2]
+    answers[3] = answers[2]
     assert [done.request.done.tolist() for done in engine.advance()] == [[7, 8]] * 2
 
 
-def test_a_device_without_room_is_told_with_who_holds_what(engine, served, monkeypatch):
+def test_missing_memory_of_the_server_names_its_holders(engine, served, monkeypatch):
     engine.cpu()
 
     def resume(body):
@@ -355,7 +338,7 @@ def test_a_device_without_room_is_told_with_who_holds_what(engine, served, monke
     assert (engine.place(), engine.footprint()) == ("cpu", {})
 
 
-def test_weights_that_were_woken_and_not_taken_do_not_stay_on_the_device(engine, served, model_path, monkeypatch):
+def test_woken_but_refused_weights_leave_the_device(engine, served, model_path, monkeypatch):
     engine.receive(snapshot(model_path, 0))
     engine.cpu()
     answer = {"success": False, "message": "broken"}
@@ -368,19 +351,11 @@ def test_weights_that_were_woken_and_not_taken_do_not_stay_on_the_device(engine,
     assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [0] * 3
 
 
-def test_of_several_ranks_each_device_has_its_part(served, model_path):
-    weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
-    settings = RolloutSettings(tensor_parallel_size=2, backend={"url": served[1]})
-    engine = SglangRolloutEngine(model_path, settings)
-    assert engine.footprint() == {"weights": -(-weights // 2), "kv_cache": 128_000}
-    engine.close()
-
-
-def test_a_started_server_sees_the_devices_of_the_engine_only(model_path, monkeypatch):
-    given = []
+def test_started_server_sees_the_devices_of_its_engine(model_path, monkeypatch):
+    starts = []
 
     def record(command, **options):
-        given.append((options["env"]["CUDA_VISIBLE_DEVICES"], command[command.index("--device") + 1]))
+        starts.append((options["env"]["CUDA_VISIBLE_DEVICES"], command[command.index("--device") + 1]))
         raise EngineError("not here")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -391,4 +366,110 @@ def test_a_started_server_sees_the_devices_of_the_engine_only(model_path, monkey
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
     with pytest.raises(EngineError, match="not here"):
         SglangRolloutEngine(model_path, RolloutSettings("cuda:2", tensor_parallel_size=2))
-    assert given == [("6,7", "cuda")]
+    assert starts == [("6,7", "cuda")]
+
+
+# -- weights that are read back after a sync --------------------------------------------------------------------------
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(tokenizer, **changes):
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **ids, **SHAPE | changes))
+
+
+MODELS = {
+    "llama": llama,
+    "llama whose heads are wider": lambda tokenizer: llama(tokenizer, head_dim=16),
+    "qwen2": lambda tokenizer: Qwen2ForCausalLM(tiny_config(tokenizer, **SHAPE)),
+}
+
+
+@pytest.fixture
+def served_model(request, tmp_path):
+    """A model in a folder, the server that stands in, and an engine over it."""
+    torch.manual_seed(0)
+    tokenizer = make_byte_tokenizer()
+    path = write_atomically(tmp_path / "T", MODELS[request.param](tokenizer), tokenizer)
+    stand_in, url, close = sglang_stand_in.serve(path)
+
+    def connect(**settings):
+        return SglangRolloutEngine(path, RolloutSettings(max_batch=4, backend={"url": url}, **settings))
+
+    with closing(connect()) as engine:
+        parts = {"engine": engine, "stand_in": stand_in, "connect": connect}
+        yield SimpleNamespace(**parts, snapshot=partial(snapshot, path))
+    close()
+
+
+def generate(engine):
+    return engine.generate(prompts(2), SamplingParams(max_new_tokens=3), (0,))
+
+
+@pytest.mark.feature(104)
+@pytest.mark.parametrize("served_model", ["llama"], indirect=True)
+def test_weights_missed_by_the_server_are_not_served(served_model, caplog):
+    engine = served_model.engine
+    engine.receive(served_model.snapshot(0))
+    names = ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.v_proj.weight")
+    for name, scale in zip(names, (1.1, 1.2), strict=True):
+        served_model.stand_in.deaf = (name,)
+        with pytest.raises(WeightSyncError, match=f"has other values of '{name}'$"):
+            engine.receive(served_model.snapshot(1, scale))
+        assert engine.version == -1
+    with pytest.raises(EngineError, match="receive them again"):
+        generate(engine)
+    served_model.stand_in.deaf = ()
+    engine.receive(served_model.snapshot(1, scale=1.02))
+    assert generate(engine)["version"].tolist() == [1, 1]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("served_model", ["llama"], indirect=True)
+def test_weights_no_longer_read_back_are_an_error(served_model, monkeypatch):
+    served_model.engine.receive(served_model.snapshot(0))
+    monkeypatch.setattr(sglang_stand_in, "READS_BACK", ())
+    with pytest.raises(WeightSyncError, match="'model.embed_tokens.weight'"):
+        served_model.engine.receive(served_model.snapshot(1))
+    assert served_model.engine.version == -1
+
+
+@pytest.mark.feature(104)
+@pytest.mark.parametrize("served_model", ["qwen2"], indirect=True)
+def test_unreadable_weights_are_served_with_one_warning(served_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        for version in range(3):
+            served_model.engine.receive(served_model.snapshot(version, scale=1.0 + version / 50))
+    assert (served_model.engine.version, served_model.stand_in.said.count("/get_weights_by_name")) == (2, 1)
+    assert generate(served_model.engine)["version"].tolist() == [2, 2]
+    (message,) = caplog.messages
+    assert message.startswith("SGLang cannot read back 26 of this model's 26 tensors")
+
+
+@pytest.mark.parametrize("served_model", ["llama whose heads are wider"], indirect=True)
+def test_misread_keys_and_values_are_not_compared(served_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        served_model.engine.receive(served_model.snapshot(0))
+    assert served_model.engine.version == 0
+    assert "cannot read back 4 of this model's 20 tensors" in caplog.text
+    served_model.stand_in.deaf = ("model.layers.0.self_attn.q_proj.weight",)
+    with pytest.raises(WeightSyncError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight'$"):
+        served_model.engine.receive(served_model.snapshot(1, scale=1.02))
+
+
+@pytest.mark.parametrize(("ranks", "unread"), [(2, 0), (4, 4)])
+@pytest.mark.parametrize("served_model", ["llama"], indirect=True)
+def test_shared_key_heads_are_not_read_back(served_model, ranks, unread, caplog):
+    engine = served_model.connect(tensor_parallel_size=ranks)
+    with caplog.at_level(logging.WARNING):
+        engine.receive(served_model.snapshot(0))
+    assert (f"cannot read back {unread} of" in caplog.text) is (unread > 0)
+    engine.close()

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of vLLM's own process, here of a process without vLLM: each gets its own answer, also after Ctrl-C."""
+"""The process of vLLM, without vLLM: its options and devices, its calls, and the weights that it is given."""
 
+import gc
 import os
+import pickle
 import signal
+from dataclasses import replace
 
 import pytest
+import torch
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError
-from dlrover.python.rl.engine.vllm import child
-from dlrover.python.rl.engine.vllm.child import ChildRunner
+from dlrover.python.rl.engine.api.base import RolloutSettings
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, read_options, validate_engine
+from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.model.ranks import device_environment
+from dlrover.python.rl.engine.vllm import VllmOptions, child
+from dlrover.python.rl.engine.vllm.child import ChildRunner, share_weights
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 STAND_IN = """
 import sys, time
@@ -51,13 +61,13 @@ def runner(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "_MODULE", "stand_in_for_vllm")
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    made = ChildRunner({}, on_cpu=True, env={**os.environ, "PYTHONPATH": path})
-    yield made
-    made.close()
+    child_runner = ChildRunner({}, on_cpu=True, env={**os.environ, "PYTHONPATH": path})
+    yield child_runner
+    child_runner.close()
 
 
 def interrupt(runner):
-    """Ctrl-C while a call waits for its answer."""
+    """Press Ctrl-C while a call waits for its answer."""
 
     def raise_interrupt(*_):
         raise KeyboardInterrupt
@@ -71,7 +81,7 @@ def interrupt(runner):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_after_an_interrupted_call_the_next_ones_get_their_own_answers(runner, tmp_path):
+def test_calls_after_an_interrupted_one_get_their_answers(runner, tmp_path):
     interrupt(runner)
     (tmp_path / "go").touch()
     assert runner.abort(["0"]) is None
@@ -83,7 +93,7 @@ def test_after_an_interrupted_call_the_next_ones_get_their_own_answers(runner, t
     assert runner.step() == [("the answer to step", 1, -0.5)]
 
 
-def test_a_message_that_was_cut_ends_the_process(runner, monkeypatch):
+def test_cut_message_ends_the_process(runner, monkeypatch):
     def interrupted(message):
         raise KeyboardInterrupt
 
@@ -93,3 +103,143 @@ def test_a_message_that_was_cut_ends_the_process(runner, monkeypatch):
     with pytest.raises(EngineDied):
         runner.cache_bytes()
     assert runner._process.poll() == -signal.SIGKILL
+
+
+FIXED = {
+    "model": "another",
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "ray",
+    "enable_sleep_mode": False,
+    "worker_extension_cls": "a.b",
+    "moe_backend": "auto",
+    "async_scheduling": True,
+    "speculative_config": {"method": "ngram"},
+    "logprobs_mode": "raw_logprobs",
+    "logits_processors": ["a:B"],
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_argument_of_vllm_is_refused_by_name(name):
+    options = {"engine_args": {name: FIXED[name], "max_num_batched_tokens": 64}}
+    with pytest.raises(EngineError, match=rf"^backend: arguments of vLLM .* cannot be given: {name}, got"):
+        read_options(VllmOptions, options)
+    (error,) = validate_engine(ROLLOUT_ENGINES, "vllm", options, "config.engine.rollout", runs_here=False)
+    assert (error.where, f"cannot be given: {name}" in error.what) == ("config.engine.rollout_options", True)
+
+
+def test_other_arguments_of_vllm_are_passed_on():
+    options = {"engine_args": {"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.1}}
+    assert read_options(VllmOptions, options).engine_args == options["engine_args"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "size", "devices", "expected"),
+    [
+        (None, "cuda:2", 1, (), "2"),
+        (None, "cuda:2", 2, (), "2,3"),
+        (None, "cuda:1", 2, (1, 3), "1,3"),
+        ("4,5,6,7", "cuda:2", 1, (), "6"),
+        ("GPU-a,GPU-b", "cuda:1", 1, (1,), "GPU-b"),
+        (None, "cuda", 1, (), "0"),
+        ("3", "cpu", 1, (), "3"),
+    ],
+)
+def test_process_sees_the_devices_of_its_engine(monkeypatch, visible, device, size, devices, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings = RolloutSettings(device, tensor_parallel_size=size, devices=devices)
+    assert device_environment(settings)["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(("devices", "visible"), [((1,), ""), ((), "0,1")])
+def test_too_few_devices_are_refused(monkeypatch, devices, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(EngineError, match="tensor_parallel_size 2 needs 2 devices"):
+        device_environment(RolloutSettings("cuda:1", tensor_parallel_size=2, devices=devices))
+
+
+# -- received weights for vLLM's processes: the pages that the sender has written -------------------------------------
+
+
+class Source:
+    def __init__(self):
+        self.version = 0
+
+    def named_weights(self):
+        yield "a", torch.full((5, 7), float(self.version))
+        yield "b", torch.full((3,), float(self.version), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def received():
+    """Receives the next version, each time it is called."""
+    source, (sender, receiver) = Source(), (PullTransport(), PullTransport())
+
+    def receive():
+        source.version += 1
+        ticket = sender.offer(source)
+        sender.send(ticket, source)
+        return receiver.receive(ticket)
+
+    yield receive
+    receiver.close()
+    sender.close()
+
+
+def share(weights):
+    """Return the weights as another process opens them."""
+    with share_weights(weights) as shared:
+        return pickle.loads(pickle.dumps(shared)).open()
+
+
+def test_weights_on_a_device_are_shared_in_host_memory():
+    source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
+    ticket = sender.offer(source)
+    sender.send(ticket, source)
+    weights = receiver.receive(ticket)
+    for opened in (share(weights), pickle.loads(pickle.dumps(weights))):
+        verify_snapshot(opened, weights.shapes, -1)
+        assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp
+        assert torch.equal(opened.tensor("b"), weights.tensor("b"))
+    sender.close()
+
+
+@pytest.mark.feature(14)
+def test_received_weights_are_shared_without_a_copy(received, monkeypatch):
+    weights = received()
+    monkeypatch.setattr(os, "memfd_create", None)
+    opened = share(weights)
+    verify_snapshot(opened, weights.shapes, -1)
+    assert opened.stamp == weights.stamp
+    again = share(opened)  # from that process to its workers
+    assert again.tensor("a").tolist() == weights.tensor("a").tolist()
+
+
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_adapters_are_shared_with_their_weights(received, in_a_file):
+    factors = take_snapshot({"a" + DOWN: torch.ones(2, 7), "a" + UP: torch.ones(5, 2)}.items(), 1)
+    weights = replace(received(), adapters=Adapters(factors, 0.5))
+    if not in_a_file:
+        weights = replace(weights, file=None)
+    opened = share(weights)
+    verify_snapshot(opened, weights.shapes, -1)
+    assert opened.stamp == weights.stamp
+    assert [opened.tensor(name).unique().tolist() for name in "ab"] == [[2.0], [1.0]]
+
+
+def test_weights_open_in_a_process_are_not_overwritten(received):
+    opened = share(received())
+    gc.collect()
+    for _ in range(3):
+        received()
+    assert [opened.tensor(name).unique().tolist() for name in "ab"] == [[1.0], [1.0]]
+
+
+def test_weights_without_a_file_are_copied_for_the_block():
+    weights = take_snapshot(Source().named_weights(), 0)
+    with share_weights(weights) as shared:
+        assert shared.open().tensor("b").tolist() == [0.0] * 3
+    with pytest.raises(FileNotFoundError):
+        shared.open()

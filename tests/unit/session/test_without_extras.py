@@ -68,7 +68,7 @@ with rl.init(local=True):
 
 @pytest.mark.slow
 @pytest.mark.feature(2)
-def test_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand_work(tmp_path):
+def test_package_works_without_extras(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + IMPORTS + WORKS],
         cwd=tmp_path,
