@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: told to the master from a thread; without an answer, or once outdated, the process ends itself."""
+"""Heartbeats and their lease, notices of departure, counts of OOM kills, and stacks of stuck processes."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import LivenessSpec
-from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSender, count_oom_kills
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
+from dlrover.python.rl.runtime.member.heartbeat import (
+    DepartureNotice,
+    Heartbeat,
+    HeartbeatSender,
+    OomKills,
+    count_oom_kills,
+    ray_worker_log_tail,
+    stacks_of,
+)
 from tests.support.manual_clock import ManualClock
 
 QUICK = LivenessSpec(beat_s=0.001, lease_s=10.0)
@@ -78,3 +95,228 @@ def test_an_answer_renews_the_lease():
     assert master.several.wait(DEADLINE_S), "it is 8 s from one answer to the next, and the lease is 10 s"
     beater.stop()
     assert not ended.is_set()
+
+
+TOLD = """
+import os, signal
+from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice
+
+notice = DepartureNotice()
+os.kill(os.getpid(), signal.SIGTERM)
+print(notice.read(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still there")
+"""
+
+
+def test_the_first_sigterm_is_a_notice_and_the_second_ends_the_process():
+    process = subprocess.run([sys.executable, "-c", TOLD], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert process.stdout == "it was sent SIGTERM\n"
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_file_is_a_notice_once_it_is_there(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        notice = DepartureNotice(str(tmp_path / "leave"))
+        assert notice.read() == ""
+        (tmp_path / "leave").touch()
+        assert notice.read() == f"{tmp_path / 'leave'} exists"
+        os.remove(tmp_path / "leave")
+        assert notice.read(), "what was told stays"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
+GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "the actor is dead")
+
+
+@pytest.mark.parametrize(
+    ("texts", "count"),
+    [
+        (["nr_free_pages 7\noom_kill 3\noom_killed 9\n", "oom_kill 5\n"], 3),
+        (["nr_free_pages 7\n", "oom 1\noom_kill 5\noom_group_kill 2\n"], 5),
+        (["", None], -1),
+    ],
+)
+def test_count_oom_kills_reads_the_first_file_with_one(tmp_path, texts, count):
+    files = (tmp_path / "vmstat", tmp_path / "memory.events")
+    for file, text in zip(files, texts, strict=True):
+        if text is not None:
+            file.write_text(text)
+    assert count_oom_kills(files) == count
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+@pytest.mark.parametrize(
+    ("before", "later", "kind"),
+    [
+        (3, 4, CauseKind.OUT_OF_MEMORY),
+        (3, 3, CauseKind.PROCESS_DIED),
+        (-1, 4, CauseKind.PROCESS_DIED),  # a process that has sent none
+    ],
+)
+def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, before, later, kind):
+    process, kernel = Process("node", host=host), tmp_path / "vmstat"
+    kills = OomKills("here", (kernel,))
+    kills.note(FIRST, process, before)
+    if host == "here":
+        kernel.write_text(f"oom_kill {later}\n")
+    else:
+        kills.note(SECOND, process, later)
+        kills.note(SECOND, Process("another", host="third"), 99)
+    cause = kills.explain(FIRST, process, GONE)
+    assert (cause.kind, cause.who) == (kind, "ACTOR[0]")
+    assert ("OOM killer" in cause.message) == (kind is CauseKind.OUT_OF_MEMORY)
+
+
+def test_explain_keeps_the_cause_of_any_other_loss(tmp_path):
+    kills, process = OomKills("here", ()), Process("node", host="elsewhere")
+    kills.note(FIRST, process, 1)
+    kills.note(SECOND, process, 2)
+    hung = Cause(CauseKind.HUNG, "ACTOR[0]", "no progress")
+    assert kills.explain(FIRST, process, hung) == hung
+
+
+WAITING = (
+    "import threading\ndef stuck_here():\n    print('ready', flush=True)\n    threading.Event().wait()\nstuck_here()"
+)
+SPINNING = (
+    "import threading\ndef spins_here():\n    print('ready', flush=True)\n    while True:\n        pass\nspins_here()"
+)
+
+
+@contextlib.contextmanager
+def process(code):
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield child
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(("code", "function"), [(WAITING, "stuck_here"), (SPINNING, "spins_here")])
+def test_the_stack_names_the_function_a_process_is_in(code, function):
+    with process(code) as child:
+        assert function in stacks_of(child.pid, deadline_s=10.0)
+        assert child.poll() is None
+
+
+def test_a_stopped_process_shows_its_stack_and_goes_on_afterwards():
+    code = """if True:
+        import sys
+        def reads_here():
+            print('ready', flush=True)
+            sys.exit(int(sys.stdin.readline()))
+        reads_here()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)
+        child.send_signal(signal.SIGCONT)
+        child.communicate("7\n", timeout=10)
+        assert child.returncode == 7
+
+
+def test_of_a_process_that_is_gone_it_says_so():
+    child = subprocess.run(["true"], check=True, capture_output=True)
+    assert child.returncode == 0
+    text = stacks_of(2**22 - 1)
+    assert text.startswith("no Python stacks of process 4194303: ")
+    assert "o such process" in text
+
+
+def test_without_the_tool_the_kernel_is_asked(tmp_path):
+    with process(WAITING) as child:
+        deadline_s = time.monotonic() + 10.0
+        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline_s
+        text = stacks_of(child.pid, dumper=str(tmp_path / "none"))
+    assert "none is not installed" in text
+    assert "State: S (sleeping)" in text
+    assert f"thread {child.pid} " in text
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'Error: Permission denied (os error 13)' >&2; exit 1", "Permission denied"),
+        ("exec sleep 60", "longer than"),
+        ("exit 0", "found no stacks"),
+    ],
+)
+def test_a_tool_that_is_refused_or_hangs_or_finds_nothing_costs_no_more_than_the_deadline(tmp_path, script, why):
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    started_s = time.monotonic()
+    text = stacks_of(os.getpid(), deadline_s=0.5, dumper=str(tool))
+    assert time.monotonic() - started_s < 5.0
+    assert why in text.splitlines()[0]
+    assert "State: " in text
+
+
+def test_something_else_than_python_is_described_by_the_kernel():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            text = stacks_of(child.pid, deadline_s=1.0)
+        finally:
+            child.kill()
+    assert text.startswith(f"no Python stacks of process {child.pid}")
+    assert "State: S" in text
+
+
+@pytest.fixture
+def session(tmp_path):
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def test_the_last_lines_of_a_worker_without_rays_marks(session):
+    text = ":job_id:01000000\n:actor_name:A\n" + "".join(f"line {number}\n" for number in range(50))
+    (session / "logs/worker-ab12-01000000-4711.err").write_text(text)
+    (session / "logs/worker-ab12-01000000-4711.out").write_text("said\n")
+    (session / "logs/worker-ab12-01000000-711.err").write_text("another process\n")
+    assert ray_worker_log_tail(session, 4711, lines=3) == "line 47\nline 48\nline 49"
+
+
+def test_log_is_that_of_the_newest_process_with_the_pid(session):
+    for age_s, name in ((100, "01000000"), (0, "02000000"), (200, "03000000")):
+        file = session / f"logs/worker-ab12-{name}-4711.err"
+        file.write_text(f"{name}\n")
+        os.utime(file, (1e9 - age_s,) * 2)
+    assert ray_worker_log_tail(session, 4711) == "02000000"
+
+
+def test_stdout_fills_the_room_that_stderr_leaves(session):
+    (session / "logs/worker-ab12-01000000-4711.err").write_text(":actor_name:A\nTraceback\nBoom\n")
+    (session / "logs/worker-ab12-01000000-4711.out").write_text("one\ntwo\n")
+    assert ray_worker_log_tail(session, 4711, lines=3) == "two\nTraceback\nBoom"
+
+
+def test_a_huge_log_is_read_from_its_end(session):
+    with (session / "logs/worker-ab12-01000000-4711.err").open("wb") as file:
+        file.truncate(1 << 33)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n\xff last words\n")
+    assert ray_worker_log_tail(session, 4711, lines=1).endswith(" last words")
+
+
+def test_no_log_no_lines(tmp_path):
+    assert ray_worker_log_tail(tmp_path / "nowhere", 1) == ""
+
+
+def test_a_log_that_cannot_be_read_is_no_error(session):
+    (session / "logs/worker-ab12-01000000-4711.err").mkdir()
+    assert ray_worker_log_tail(session, 4711) == ""
+
+
+def test_the_module_needs_no_ray():
+    code = "import sys, dlrover.python.rl.runtime.member.heartbeat; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
+"""The gate in front of a workload: refused, repeated and kept calls, and their arguments."""
 
 import asyncio
 import threading
@@ -23,9 +23,9 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import Piece
-from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.member.arguments import CallHeader, decode, encode
 from dlrover.python.rl.runtime.member.host import MemberHost
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Call, Ref, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.support.manual_clock import ManualClock
 
@@ -375,3 +375,26 @@ class TestState:
         assert ask(other, PERSIST, request) == copied
         assert durable.exists()
         other.close()
+
+
+RESULTS = {"first": 1, "second": 2}
+REFS = {name: Ref(None, name, None, "ACTOR", 0, "update", 1) for name in RESULTS}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ([REFS["first"], "plain", REFS["second"]], [1, "plain", 2]),
+        ([REFS["first"]], [1]),
+        (["plain"], ["plain"]),
+        ([], []),
+    ],
+)
+def test_decode_resolves_the_results_in_a_list(argument, value):
+    assert decode(encode(argument), RESULTS.__getitem__) == value
+
+
+def test_header_of_a_call_says_everything_but_its_arguments():
+    call = Call((3, 7), "update", (1,), {"lr": 2.0}, True, epoch=2, settled=1, keep=True, after=(3, 6))
+    header = CallHeader.unpack(CallHeader.of(call, incarnation=4).pack())
+    assert header == ((3, 7), "update", ("lr",), True, 2, 4, 1, True, (3, 6))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading the user's classes, and looking at them before a job starts."""
+"""Loading the user's classes, looking at them before a job starts, and digests of their code."""
 
 import sys
 from dataclasses import replace
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
+from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import RecoveryScope
+from dlrover.python.rl.runtime.checkpoint.code import describe_changes, digest_code
 from dlrover.python.rl.runtime.member.inspection import inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.member.loading import load_class
 from tests.support import toy_jobs
@@ -161,3 +163,63 @@ def test_a_child_that_takes_too_long_is_ended(folder):
     object.__setattr__(job.trainer, "module", "endless_module")
     (error,) = inspect_in_child(job, deadline_s=2.0).errors
     assert error == ConfigError("job", "importing its classes took longer than 2 s")
+
+
+JOB = """
+trainer: {module: trainers, class: T}
+workload: {actor: {module: parts.actors, class: A}}
+config: {reward: {function: {rewards:short: 1.0}}, list: ["rewards:long", "no:thing:more", 3]}
+"""
+FILES = {
+    "trainers.py": "import json, helpers.texts\n",
+    "helpers/__init__.py": "",
+    "helpers/texts.py": "from . import numbers_of\nfrom .marks import MARK\n",
+    "helpers/numbers_of.py": "",
+    "helpers/marks.py": "MARK = 1\n",
+    "parts/actors.py": "import trainers\n",
+    "rewards.py": "def short(): ...\n",
+    "unused.py": "",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return replace(load_job_text(JOB, "job"), work_dir=str(tmp_path))
+
+
+def test_digest_has_named_modules_and_what_they_import(job):
+    digests = digest_code(job)
+    imported = {"helpers", "helpers.texts", "helpers.numbers_of", "helpers.marks"}
+    assert digests["modules"].keys() == {"trainers", "parts.actors", "rewards", *imported}
+    assert digests["versions"]["torch"].startswith("2.")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "changes"),
+    [
+        ("rewards.py", "def short(): return 1\n", "rewards"),
+        ("helpers/marks.py", "MARK = 2\n", "helpers.marks"),
+        (
+            "trainers.py",
+            "import unused\n",
+            "helpers, helpers.marks, helpers.numbers_of, helpers.texts, trainers, unused",
+        ),
+        ("trainers.py", "this is no Python", "helpers, helpers.marks, helpers.numbers_of, helpers.texts, trainers"),
+        ("unused.py", "print()\n", ""),
+        ("rewards.py", "from . import nothing\nimport torch\n", "rewards"),  # the first cannot be imported either
+    ],
+)
+def test_changes_name_the_modules(job, tmp_path, file, text, changes):
+    before = digest_code(job)
+    (tmp_path / file).write_text(text)
+    assert describe_changes(before, digest_code(job)) == changes
+
+
+def test_changes_name_versions_and_say_nothing_of_earlier_formats():
+    before, now = {"torch": "2.1", "vllm": "1"}, {"torch": "2.2", "numpy": "2"}
+    versions = [{"modules": {}, "versions": each} for each in (before, now)]
+    assert describe_changes(*versions) == "numpy none -> 2, torch 2.1 -> 2.2, vllm 1 -> none"
+    assert describe_changes({}, versions[1]) == ""

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied
-from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied, WorkloadStartError
+from dlrover.python.rl.runtime.local import LocalHandle, LocalHosting, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
@@ -147,3 +147,28 @@ def test_a_handle_calls_its_member_and_hides_private_names(make):
     handle = LocalHandle(make(), "ACTOR", 1)
     assert handle.keep.remote(5).result() == 5
     assert not hasattr(handle, "_keep")
+
+
+calls = []
+
+
+class Failing(BaseWorkload):
+    """The last rank cannot be made."""
+
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        if self.rank == self.world_size - 1:
+            raise ValueError("no memory")
+        calls.append(("made", self.rank))
+
+    def close(self):
+        calls.append(("closed", self.rank))
+
+
+def test_ranks_that_have_started_are_closed_when_a_later_one_cannot():
+    calls.clear()
+    hosting = LocalHosting(count=3)
+    with pytest.raises(WorkloadStartError, match="no memory"):
+        hosting.start("ACTOR", [[0], [1], [2]], f"{__name__}:Failing")
+    assert calls == [("made", 0), ("made", 1), ("closed", 1), ("closed", 0)]
+    hosting.close()

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder says of it."""
+"""The folder of a run: its owner, its description, and the commits that stay in it."""
 
+import os
+import subprocess
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.folder import (
@@ -14,13 +20,23 @@ from dlrover.python.rl.runtime.run.folder import (
     FAILED,
     FINISHED,
     IN_PROCESS,
+    LATEST,
     RUNNING,
     begin,
     claim,
+    conflict,
     continued,
+    encode_owner,
     has_commits,
+    held,
     in_use,
+    is_alive,
     newest_owner,
+    newest_record,
+    owner_of,
+    repeated,
+    superseded,
+    write_shared,
 )
 from tests.support.disks import largest_file, system_calls
 
@@ -174,3 +190,149 @@ def test_newest_owner_of_an_undescribed_folder_is_none(tmp_path, description):
     if description is not None:
         (tmp_path / DESCRIPTION).write_text(description)
     assert newest_owner(tmp_path) is None
+
+
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    return begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+
+
+def going_on(job):
+    return replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "age_s", "alive"),
+    [
+        ({}, 1000, True),
+        ({"state": FINISHED}, 0, False),
+        ({"began": "1"}, 0, False),
+        ({"pid": 2**30}, 0, False),
+        ({"machine": "another"}, 1, True),
+        ({"machine": "another"}, 1000, False),
+        ({"pid": 0}, 1, True),
+        ({"pid": 0}, 1000, False),
+    ],
+)
+def test_an_owner_lives_as_its_process_or_its_lease_says(job, tmp_path, monkeypatch, changes, age_s, alive):
+    owner, record = replace(owner_of(job, IN_PROCESS, True), lease_s=30.0, **changes), tmp_path / "owner.1.json"
+    write_shared(record, encode_owner(owner), exclusive=True)
+    touched_s = record.stat().st_mtime - age_s
+    os.utime(record, (touched_s, touched_s))
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 86_400.0)  # the disk may be another machine's
+    assert is_alive(owner, record) == alive
+
+
+def test_an_owner_on_a_disk_without_an_answer_is_alive(job, tmp_path):
+    assert is_alive(owner_of(job, IN_PROCESS, False), tmp_path / "owner.1.json")
+
+
+def test_a_zombie_is_no_owner(job, tmp_path):
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    began = Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    owner = replace(owner_of(job, IN_PROCESS, True), pid=child.pid, began=began)
+    assert is_alive(owner, tmp_path / "owner.1.json")
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(owner, tmp_path / "owner.1.json")
+    child.wait()
+
+
+def test_the_newest_of_more_than_nine_records_counts(tmp_path):
+    for number in (9, 10, 2):
+        (tmp_path / f"owner.{number}.json").touch()
+    assert newest_record(tmp_path).name == "owner.10.json"
+
+
+@pytest.mark.parametrize(("bound", "is_refused"), [(True, True), (False, False)])
+def test_a_start_of_a_run_that_is_bound_excludes_another(job, bound, is_refused):
+    claim(job, IN_PROCESS, bound=bound)
+    with pytest.raises(JobConflict, match="in use") if is_refused else nullcontext():
+        claim(job, IN_PROCESS, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "is_result"),
+    [("metrics.jsonl", "{}", True), ("summary.json", "{}", True), ("metrics.jsonl", "", False), ("notes", "x", False)],
+)
+def test_a_file_of_results_is_not_written_over(job, file, content, is_result):
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    (job.job_dir / file).write_text(content)
+    assert ("has the results" in conflict(replace(job, run="other"))) == is_result
+
+
+def test_a_claim_shows_life_until_another_start_has_the_folder(job):
+    claimed = claim(job, IN_PROCESS, bound=False)
+    os.utime(claimed.record, (0, 0))
+    claimed.beat()
+    assert claimed.record.stat().st_mtime > 0
+    write_shared(
+        job.job_dir / f"owner.{claimed.number + 1}.json", encode_owner(owner_of(job, IN_PROCESS, False)), exclusive=True
+    )
+    with pytest.raises(JobConflict, match="taken over"):
+        claimed.beat()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_claim_whose_block_fails_has_failed(job, error):
+    with pytest.raises(error), held(claim(job, IN_PROCESS, bound=True)):
+        raise error
+    assert newest_owner(job.job_dir).state == FAILED
+
+
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_overwriting_removes_commits_of_another_run_only(job, is_same_run):
+    job = replace(job, overwrite=True)
+    claim(job, IN_PROCESS, bound=False).end(FAILED)
+    steps = [memory_path(job.name, job.run) / "step-00000010.e1", job.job_dir / "commits" / job.run]
+    for step in steps:
+        step.mkdir(parents=True)
+    claim(job if is_same_run else replace(job, run="other"), IN_PROCESS, bound=False)
+    assert [step.exists() for step in steps] == [is_same_run] * 2
+
+
+@pytest.fixture
+def runs(job, tmp_path, monkeypatch):
+    """Make a run in a folder apart, by the number of its start."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(number):
+        run = f"{number:08x}"
+        job_of_run = replace(job, run=run, job_dir=RUNS / job.name / f"20260101-00000{number}-{run}")
+        return claim(job_of_run, IN_PROCESS, bound=True)
+
+    return make
+
+
+def test_the_last_run_is_found_from_any_folder(runs, job, tmp_path, monkeypatch):
+    started = runs(1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert (tmp_path / RUNS / job.name / LATEST).resolve() == tmp_path / started.job.job_dir
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [0]), (1, [0, 3]), (2, [0, 2, 3]), (3, [0, 1, 2, 3])])
+def test_the_newest_runs_and_a_living_one_keep_their_commits(runs, job, tmp_path, keep, left):
+    for number in range(4):
+        claimed = runs(number)
+        (claimed.job.job_dir / "commits").mkdir()
+        if number:
+            claimed.end(FINISHED)
+    later = replace(job, job_dir=RUNS, checkpoint=replace(job.checkpoint, keep_runs=keep))
+    removed = {path.parent.name[14] for path in superseded(later)}
+    assert removed == {str(number) for number in range(4) if number not in left}
+
+
+@pytest.mark.parametrize(
+    ("command", "outcome", "goes_on"),
+    [("steps=3", FAILED, True), ("steps=4", FAILED, False), ("steps=3", FINISHED, False)],
+)
+def test_the_same_command_goes_on_with_what_has_not_ended(job, command, outcome, goes_on):
+    job = replace(going_on(job), description_digest="steps=3")
+    claim(job, IN_PROCESS, bound=True).end(outcome)
+    assert repeated(replace(job, description_digest=command)).checkpoint.resume == ("latest" if goes_on else "never")

@@ -1,19 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor of a worker: its heartbeats, the answers to them, and the settings of its process."""
+"""The actor of a worker: heartbeats, incarnations, errors through raw handles, and its accelerators."""
 
+import asyncio
 import os
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.recipe.base import engine_workload
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import device_of
+from dlrover.python.rl.recipe.rollout.stream import ThreadLoop
+from dlrover.python.rl.recipe.workloads import ReferenceWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.processes import member
-from dlrover.python.rl.runtime.ray.processes.member import WITHOUT_WATCHDOG, MemberActor, send_to
-from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+from dlrover.python.rl.runtime.ray.processes.member import (
+    WITHOUT_WATCHDOG,
+    MemberActor,
+    locate,
+    reserved_devices,
+    send_to,
+)
+from dlrover.python.rl.runtime.ray.processes.port import is_loss
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, member_context
 
 WATCHDOG, OFF = WITHOUT_WATCHDOG
 FIRST = ProcessId("ACTOR", 0)
@@ -87,3 +107,228 @@ def test_call_to_any_incarnation_reaches_a_process_that_stayed(actor, tmp_path):
     actor.dlrover_leave()
     start(actor, tmp_path)
     assert actor.dlrover_invoke(CallHeader((1, 0), "hello", incarnation=0).pack()) == "hello"
+
+
+class Workload(BaseWorkload):
+    closed = 0
+
+    def hello(self):
+        return "hello"
+
+    def reduce(self):
+        """Waits for a lost rank, as nccl's collectives do, and returns anything once its group is aborted."""
+        groups = sys.modules["torch.distributed"]
+        groups.waiting.set()
+        assert groups.aborted.wait(60)
+        return "anything"
+
+    def close(self):
+        type(self).closed += 1
+
+
+def started(actor, incarnation):
+    actor._identity = ProcessId("ACTOR", 0), incarnation
+    actor._host = MemberHost(incarnation)
+    actor._host.start(Workload, MemberContext(), None, {})
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    monkeypatch.setattr(member, "configure_logging", lambda who: None)
+    made = MemberActor(ProcessId("ACTOR", 0), 1, None, None)
+    started(made, 1)
+    return made
+
+
+def call(actor, incarnation, epoch=1, method="hello"):
+    return actor.dlrover_invoke(CallHeader((1, 0), method, incarnation=incarnation, epoch=epoch).pack())
+
+
+def test_calls_to_the_earlier_incarnation_find_it_gone(actor):
+    assert call(actor, 1) == actor._run("hello", (), {}) == "hello"
+    actor.dlrover_leave()
+    assert Workload.closed == 1
+    for refused in (lambda: call(actor, 1), lambda: actor._run("hello", (), {})):
+        with pytest.raises(WorkloadDied) as died:
+            refused()
+        assert died.value.incarnation == 1 and is_loss(died.value)
+    with pytest.raises(CallSkipped, match="not started yet"):
+        call(actor, 2)
+    started(actor, 2)
+    with pytest.raises(WorkloadDied):
+        actor._run("hello", (), {})  # queued since before: the object has no state yet
+    with pytest.raises(WorkloadDied):
+        call(actor, 1)
+    assert call(actor, 2) == actor._run("hello", (), {}) == "hello"
+
+
+class Groups:
+    """The used part of ``torch.distributed``: one group of ``backends``, whose abort waits for ``may_abort``."""
+
+    def __init__(self, backends):
+        self.backends, self.calls, self.is_there = backends, [], True
+        self.waiting, self.may_abort, self.aborted = threading.Event(), threading.Event(), threading.Event()
+        self.distributed_c10d = SimpleNamespace(_abort_process_group=self._abort)
+
+    def is_available(self):
+        return True
+
+    def is_initialized(self):
+        return self.is_there
+
+    def get_backend_config(self):
+        return self.backends
+
+    def destroy_process_group(self):
+        self._end("destroy")
+
+    def _abort(self):
+        assert self.may_abort.wait(60)
+        self._end("abort")
+        self.aborted.set()
+
+    def _end(self, how):
+        assert self.is_there
+        self.is_there = False
+        self.calls.append((how, Workload.closed))
+
+
+@pytest.fixture
+def groups_of(monkeypatch):
+    def install(backends):
+        groups = Groups(backends)
+        monkeypatch.setitem(sys.modules, "torch.distributed", groups)
+        monkeypatch.setattr(Workload, "closed", 0)
+        return groups
+
+    return install
+
+
+def test_lose_peer_aborts_a_call_and_refuses_its_result(actor, groups_of):
+    groups = groups_of("cpu:gloo,cuda:nccl")
+    with ThreadPoolExecutor(2) as threads:
+        reduced = threads.submit(call, actor, 1, method="reduce")
+        assert groups.waiting.wait(60)
+        actor.lose_peer(1)
+        with pytest.raises(WorkloadDied):  # before the abort has ended
+            actor._run("hello", (), {})
+        leaving = threads.submit(actor.dlrover_leave)
+        groups.may_abort.set()
+        with pytest.raises(WorkloadDied) as died:
+            reduced.result(60)
+        assert died.value.incarnation == 1
+        leaving.result(60)
+    assert groups.calls == [("abort", 0)] and Workload.closed == 1, "aborted once, before the workload is closed"
+    groups.is_there = True
+    started(actor, 2)
+    actor.lose_peer(1)  # the answer to a heartbeat of the earlier incarnation
+    assert groups.is_there and call(actor, 2) == "hello"
+
+
+def test_dlrover_leave_waits_for_an_abort_that_hangs(actor, groups_of):
+    """The master gives up on it after a while, and replaces the process."""
+    groups = groups_of("cuda:nccl")
+    with ThreadPoolExecutor(1) as threads:
+        actor.lose_peer(1)
+        leaving = threads.submit(actor.dlrover_leave)
+        assert not leaving.done() and not Workload.closed
+        groups.may_abort.set()
+        leaving.result(60)
+    assert Workload.closed == 1
+
+
+@pytest.mark.parametrize(("backends", "calls"), [("gloo", [("destroy", 1)]), ("cpu:gloo,cuda:nccl", [("abort", 0)])])
+def test_dlrover_leave_of_an_idle_member_ends_its_groups(actor, groups_of, backends, calls):
+    """Nccl's before the workload closes, which would destroy them and wait for the lost rank."""
+    groups = groups_of(backends)
+    groups.may_abort.set()
+    actor.dlrover_leave()
+    assert groups.calls == calls
+
+
+class Failing(BaseWorkload):
+    def act(self, text):
+        raise ValueError(text)
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    monkeypatch.setattr(member, "configure_logging", lambda process: None)  # of a process of its own
+    made = MemberActor(ProcessId("ACTOR", 0), 1, None, None)
+    made._host = MemberHost(1)
+    made._host.start(Failing, MemberContext(role=RLRoleType.ACTOR), None, {})
+    return made
+
+
+def test_an_error_is_raised_as_it_is(actor):
+    with pytest.raises(ValueError, match="no luck"):
+        actor._run("act", ["no luck"], {})
+
+
+def test_an_error_with_half_of_an_emoji_is_raised_with_its_words(actor):
+    with pytest.raises(InvocationError, match="ValueError: the model wrote \\?") as caught:
+        actor._run("act", ["the model wrote \ud83d"], {})
+    "".join(traceback.format_exception(caught.value)).encode()
+
+
+@pytest.mark.parametrize(
+    ("reserved", "hides", "visible", "devices"),
+    [
+        ({"GPU": ["2", "3"]}, "", "", (2, 3)),
+        ({"GPU": ["2", "3"]}, "1", "", (0, 1)),
+        ({"GPU": ["3", "2"]}, "", "1,2,3", (1, 2)),
+        ({"GPU": ["GPU-5c1"]}, "", "GPU-0ab,GPU-5c1", (1,)),
+        ({"GPU": [], "NPU": ["5"]}, "", "", (5,)),
+        ({"GPU": []}, "", "", ()),
+    ],
+)
+def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides, visible, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: reserved))
+    monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", hides)
+    assert reserved_devices() == devices
+
+
+def test_its_device_is_the_current_one_of_every_thread_that_computes(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((device, threading.current_thread())))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine_workload, "engine_class", lambda *_: lambda *arguments: arguments)
+    with member_context(MemberContext(role=RLRoleType.REFERENCE, devices=(3,))):
+        ReferenceWorkload(None, {})._make_train_engine("model", EngineConfig())
+    loop = ThreadLoop(None, "cuda:2")
+    loop.run(asyncio.sleep(0))
+    loop.close()
+    ThreadLoop().close()
+    assert current == [("cuda:3", threading.current_thread()), ("cuda:2", loop._thread)]
+
+
+def test_a_process_reports_their_ids_on_its_node_whatever_it_sees(monkeypatch):
+    told = {"get_accelerator_ids": lambda: {"GPU": ["2", "3"]}, "get_node_id": lambda: "0a"}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(**told))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", "1")
+    assert (locate().node, locate().devices) == ("0a", "2,3")
+
+
+@pytest.mark.parametrize(
+    ("context", "device", "found"),
+    [
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6, 7)), "cuda", "cuda:6"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cuda", "cuda:1"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6,)), "cuda:2", "cuda:2"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cpu", "cpu"),
+    ],
+)
+def test_an_engine_runs_where_its_member_was_placed(context, device, found):
+    with member_context(context):
+        workload = RolloutWorkload(None, {})
+    assert workload.devices == context.devices
+    assert device_of(workload, EngineConfig(device=device)) == found
+
+
+def test_the_environment_tells_them_too():
+    context = MemberContext(devices=(2, 3))
+    assert context.to_env()["DEVICES"] == "2,3"
+    assert MemberContext.from_env(context.to_env()) == context
+    assert MemberContext.from_env({**context.to_env(), "DEVICES": ""}).devices == ()

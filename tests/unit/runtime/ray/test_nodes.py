@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watch over the nodes, against a table and connections made up here; no Ray is started."""
+"""The watch over the nodes, against a table and connections of the test; no Ray is started."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch, closed
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch, closed, in_daemon_thread
 
 DEADLINE_S = 10.0
 
@@ -210,3 +212,31 @@ def test_a_real_connection_is_held_until_the_other_side_closes_it():
             await closed("127.0.0.1", port)
 
     asyncio.run(run())
+
+
+async def test_a_result_and_an_error_come_to_the_loop():
+    assert await in_daemon_thread(divmod, 7, 3) == (2, 1)
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(divmod, 7, 0)
+
+
+async def test_a_call_that_was_given_up_ends_in_silence():
+    ended = threading.Event()
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    future = in_daemon_thread(lambda: ended.wait(10))
+    future.cancel()
+    ended.set()
+    await asyncio.sleep(0.05)
+    assert errors == []
+
+
+def test_a_call_that_does_not_end_does_not_keep_the_process_from_ending():
+    code = (
+        "import asyncio, time\n"
+        "from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread\n"
+        "async def main():\n"
+        "    in_daemon_thread(time.sleep, 600)\n"
+        "asyncio.run(main())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -189,27 +189,19 @@ def assert_the_member_has_died(event):
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_the_death_of_an_idle_member_is_told_at_once():
+async def test_the_death_of_an_idle_member_is_told_at_once():
     stage = Stage()
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        assert_the_member_has_died(await stage.lose(stage.events))
-
-    asyncio.run(scenario())
+    await stage.execute(Place(1), member(1))
+    assert_the_member_has_died(await stage.lose(stage.events))
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_finds():
+async def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_finds():
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        assert await stage.new_executor().adopt(stage.state(), events.append) == 1
-        assert events == stage.cluster.killed == []
-        assert_the_member_has_died(await stage.lose(events))
-
-    asyncio.run(scenario())
+    await stage.execute(Place(1), member(1))
+    assert await stage.new_executor().adopt(stage.state(), events.append) == 1
+    assert events == stage.cluster.killed == []
+    assert_the_member_has_died(await stage.lose(events))
 
 
 @pytest.mark.usefixtures("without_logs")
@@ -235,17 +227,13 @@ def test_a_member_lost_to_the_oom_killer_has_that_cause():
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
+async def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        state = stage.state()
-        await stage.lose(stage.events)
-        assert not stage.cluster.actors
-        assert await stage.new_executor().adopt(state, events.append) == 0
-
-    asyncio.run(scenario())
+    await stage.execute(Place(1), member(1))
+    state = stage.state()
+    await stage.lose(stage.events)
+    assert not stage.cluster.actors
+    assert await stage.new_executor().adopt(state, events.append) == 0
     (lost,) = events
     assert isinstance(lost, MemberLost) and (lost.role, lost.rank, lost.incarnation) == ("ACTOR", 0, 1)
     assert lost.cause.kind == CauseKind.PROCESS_DIED
@@ -253,15 +241,11 @@ def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_process_that_the_journal_does_not_have_ends_when_the_master_comes_back():
+async def test_a_process_that_the_journal_does_not_have_ends_when_the_master_comes_back():
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        del stage.events[1:]
-        assert await stage.new_executor().adopt(stage.state(), events.append) == 0
-
-    asyncio.run(scenario())
+    await stage.execute(Place(1), member(1))
+    del stage.events[1:]
+    assert await stage.new_executor().adopt(stage.state(), events.append) == 0
     assert stage.cluster.killed == ["ACTOR[0]"]
     assert events == []
 
@@ -292,7 +276,7 @@ LOST = ProcessId("ACTOR", 2)
 
 
 @pytest.mark.parametrize("act", [make_another, go_on_without_it])
-def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypatch, act):
+async def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypatch, act):
     locate = MemoryActor._locate
 
     async def locate_the_others(actor, ports):
@@ -308,42 +292,33 @@ def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypat
             while not holds():
                 await asyncio.sleep(0.001)
 
-    async def scenario():
-        executor = stage.new_executor()
-        executor.execute(Place(1), stage.events.append)
-        await until(lambda: stage.events)
-        executor.execute(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))), stage.events.append)
-        await until(lambda: len(stage.cluster.started) == 4)
-        await asyncio.sleep(0.05)
-        assert len(stage.events) == 1
-        members = act(executor, stage.events)
-        await until(lambda: len(stage.events) == 1 + members)
-
-    asyncio.run(scenario())
+    executor = stage.new_executor()
+    executor.execute(Place(1), stage.events.append)
+    await until(lambda: stage.events)
+    executor.execute(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))), stage.events.append)
+    await until(lambda: len(stage.cluster.started) == 4)
+    await asyncio.sleep(0.05)
+    assert len(stage.events) == 1
+    members = act(executor, stage.events)
+    await until(lambda: len(stage.events) == 1 + members)
     assert {type(event) for event in stage.events[1:]} == {MemberStarted}
 
 
-def test_members_that_have_a_place_wait_for_those_that_have_none_yet(without_logs):
+async def test_members_that_have_a_place_wait_for_those_that_have_none_yet(without_logs):
     text = f"{TWO_NODES}liveness: {{{{start_timeout_s: 0.2}}}}\nplacement_timeout_s: 10\n"
     stage = Stage(text=text, nodes=("a", "b"))
-
-    async def lose_a_node_and_get_another():
-        executor = stage.new_executor()
-        executor.execute(Place(1), stage.events.append)
-        await until(lambda: stage.events)
-        cluster = stage.cluster
-        (lost,) = (row for row in cluster.groups.values() if "b" in row.nodes)
-        cluster.nodes, cluster.groups[lost.id] = ("a",), replace(lost, state=PENDING, nodes=frozenset())
-        executor.execute(
-            StartMembers("ACTOR", tuple((rank, 2) for rank in range(4)), excluded=("b",)), stage.events.append
-        )
-        await asyncio.sleep(0.5)  # longer than a start may take
-        assert [type(event) for event in stage.events] == [Placed]
-        cluster.nodes = ("a", "c")
-        cluster._schedule()
-        await until(lambda: len(stage.events) == 5)
-
-    asyncio.run(lose_a_node_and_get_another())
+    executor = stage.new_executor()
+    executor.execute(Place(1), stage.events.append)
+    await until(lambda: stage.events)
+    cluster = stage.cluster
+    (lost,) = (row for row in cluster.groups.values() if "b" in row.nodes)
+    cluster.nodes, cluster.groups[lost.id] = ("a",), replace(lost, state=PENDING, nodes=frozenset())
+    executor.execute(StartMembers("ACTOR", tuple((rank, 2) for rank in range(4)), excluded=("b",)), stage.events.append)
+    await asyncio.sleep(0.5)  # longer than a start may take
+    assert [type(event) for event in stage.events] == [Placed]
+    cluster.nodes = ("a", "c")
+    cluster._schedule()
+    await until(lambda: len(stage.events) == 5)
     assert [type(event) for event in stage.events] == [Placed, *[MemberStarted] * 4]
 
 
@@ -353,14 +328,11 @@ async def until(holds):
             await asyncio.sleep(0.01)
 
 
-def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
-    async def scenario():
-        table = process_table.ProcessTable()
-        for _ in range(2):
-            process_table.StartingTogether(table, [process_table.ProcessEntry(LOST)])
-        await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
-
-    asyncio.run(scenario())
+async def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
+    table = process_table.ProcessTable()
+    for _ in range(2):
+        process_table.StartingTogether(table, [process_table.ProcessEntry(LOST)])
+    await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
 
 
 @pytest.mark.parametrize(("devices", "limit"), [("CPU", "_LEAVE_S"), ("GPU", "_LEAVE_DEVICES_S")])
@@ -412,27 +384,24 @@ def test_member_without_a_place_ends_only_a_job_that_needs_it(monkeypatch, least
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_node_that_a_member_says_will_go_is_preempted():
+async def test_node_that_a_member_says_will_go_is_preempted():
     async def stay_open(host, port):
         await asyncio.Event().wait()
 
-    async def scenario():
-        stage = Stage(nodes=("a", "b"))
-        executor = await stage.execute(Place(1), member(1))
-        executor.nodes = NodeWatch(lambda: [NodeRow(node, True, "", 1) for node in ("a", "b", "c")], stay_open)
-        executor.take_beat(Heartbeat(ProcessId("ACTOR", 0), 1, step=7, notice="it was sent SIGTERM"))
-        executor.nodes.take_notice("b", "no process of this run is there")
-        watching = asyncio.create_task(executor.watch_nodes(stage.events.append))
-        await until(lambda: len(stage.events) > 2)
-        watching.cancel()
-        (lost,) = stage.events[2:]
-        assert (lost.node, lost.cause.kind, executor.open_step) == ("a", CauseKind.PREEMPTED, 0)
-        assert isinstance(lost, NodeLost) and "it was sent SIGTERM" in lost.cause.message
-
-    asyncio.run(scenario())
+    stage = Stage(nodes=("a", "b"))
+    executor = await stage.execute(Place(1), member(1))
+    executor.nodes = NodeWatch(lambda: [NodeRow(node, True, "", 1) for node in ("a", "b", "c")], stay_open)
+    executor.take_beat(Heartbeat(ProcessId("ACTOR", 0), 1, step=7, notice="it was sent SIGTERM"))
+    executor.nodes.take_notice("b", "no process of this run is there")
+    watching = asyncio.create_task(executor.watch_nodes(stage.events.append))
+    await until(lambda: len(stage.events) > 2)
+    watching.cancel()
+    (lost,) = stage.events[2:]
+    assert (lost.node, lost.cause.kind, executor.open_step) == ("a", CauseKind.PREEMPTED, 0)
+    assert isinstance(lost, NodeLost) and "it was sent SIGTERM" in lost.cause.message
 
 
-def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
+async def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
     starts = []
     start = MemoryActor._start
 
@@ -444,28 +413,21 @@ def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
     stage = Stage(text=f"{JOB}env: {{{{API_KEY: canary-1}}}}\n")
     sealed, secrets = seal(stage.job)
     stage._plan = replace(stage._plan, job=sealed)
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.reveal(secrets)
-        settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
-        sizes = SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[])
-        await stage.continue_with(executor, member(1))
-        executor.resize(sizes)
-        await stage.continue_with(executor, member(2))
-
-    asyncio.run(scenario())
+    executor = await stage.execute(Place(1))
+    executor.reveal(secrets)
+    settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
+    sizes = SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[])
+    await stage.continue_with(executor, member(1))
+    executor.resize(sizes)
+    await stage.continue_with(executor, member(2))
     assert [job.env["API_KEY"] for job in starts] == ["canary-1", "canary-1"]
 
 
-def test_retired_member_ends():
-    async def scenario():
-        stage = Stage(text=TWO_NODES, nodes=("a", "b"))
-        executor = await stage.execute(Place(1), StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
-        go_on_without_it(executor, stage.events)
-        await until(lambda: stage.cluster.killed == [str(LOST)])
-
-    asyncio.run(scenario())
+async def test_retired_member_ends():
+    stage = Stage(text=TWO_NODES, nodes=("a", "b"))
+    executor = await stage.execute(Place(1), StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
+    go_on_without_it(executor, stage.events)
+    await until(lambda: stage.cluster.killed == [str(LOST)])
 
 
 async def hang(*arguments):
@@ -477,7 +439,7 @@ async def answer_at_once(*arguments):
 
 
 @pytest.mark.parametrize("is_up", [False, True], ids=["never up", "does not leave"])
-def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
+async def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
     monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
     start = MemoryActor._start
 
@@ -487,20 +449,16 @@ def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
     monkeypatch.setattr(MemoryActor, "_start", start_later_ones)
     monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(hang if is_up else answer_at_once), raising=False)
     stage = Stage(standby=1)
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.execute(member(1), stage.events.append)
-        await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
-        executor.execute(replace(member(2), rejoining=(0,)), stage.events.append)
-        await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
-
-    asyncio.run(scenario())
+    executor = await stage.execute(Place(1))
+    executor.execute(member(1), stage.events.append)
+    await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
+    executor.execute(replace(member(2), rejoining=(0,)), stage.events.append)
+    await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
     assert type(stage.events[-1]) is MemberStarted and stage.cluster.killed == ["ACTOR[0]"]
     assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
 
 
-def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
+async def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
     stage, may_start = Stage(), threading.Event()
     start, find, lookups = stage.cluster.start_actor, stage.cluster.find_actor, []
 
@@ -510,46 +468,36 @@ def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
 
     stage.cluster.start_actor = lambda request: may_start.wait(30) and start(request)
     stage.cluster.find_actor = note_lookup
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.execute(member(1), stage.events.append)
-        await until(lambda: executor._pool._threads._running)
-        before = len(lookups)
-        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
-        await until(lambda: len(lookups) > before)  # the kill finds nothing yet
-        may_start.set()
-        await until(lambda: stage.cluster.killed)
-
-    asyncio.run(scenario())
+    executor = await stage.execute(Place(1))
+    executor.execute(member(1), stage.events.append)
+    await until(lambda: executor._pool._threads._running)
+    before = len(lookups)
+    executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
+    await until(lambda: len(lookups) > before)  # the kill finds nothing yet
+    may_start.set()
+    await until(lambda: stage.cluster.killed)
     assert stage.cluster.actors == {}
 
 
-def test_new_member_knows_the_last_step_and_why_it_replaces():
-    async def scenario():
-        stage = Stage()
-        executor = await stage.execute(Place(1), member(1))
-        executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
-        executor.last_causes[ProcessId("ACTOR", 0)] = "hung: no progress"
-        for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
-            await stage.continue_with(executor, member(number))
-            (actor,) = stage.cluster.actors.values()
-            restart = actor.context.restart
-            assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)
-
-    asyncio.run(scenario())
+async def test_new_member_knows_the_last_step_and_why_it_replaces():
+    stage = Stage()
+    executor = await stage.execute(Place(1), member(1))
+    executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
+    executor.last_causes[ProcessId("ACTOR", 0)] = "hung: no progress"
+    for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
+        await stage.continue_with(executor, member(number))
+        (actor,) = stage.cluster.actors.values()
+        restart = actor.context.restart
+        assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)
 
 
-def test_late_kill_of_a_replaced_member_spares_its_successor():
-    async def scenario():
-        stage = Stage()
-        executor = await stage.execute(Place(1), member(1), member(2))
-        await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
-        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
-        await until(lambda: not executor._detached._running)
-        assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
-
-    asyncio.run(scenario())
+async def test_late_kill_of_a_replaced_member_spares_its_successor():
+    stage = Stage()
+    executor = await stage.execute(Place(1), member(1), member(2))
+    await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
+    executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
+    await until(lambda: not executor._detached._running)
+    assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
 
 
 def test_release_before_a_restart_leaves_the_commits():
@@ -558,12 +506,9 @@ def test_release_before_a_restart_leaves_the_commits():
     assert stage.events[-1] == Released(1) and stage.cluster.calls == []
 
 
-def test_nodes_of_adopted_processes_are_watched():
-    async def scenario():
-        stage = Stage()
-        await stage.execute(Place(1), member(1))
-        executor = stage.new_executor()
-        await executor.adopt(stage.state(), stage.events.append)
-        assert "a" in executor.reservations.nodes
-
-    asyncio.run(scenario())
+async def test_nodes_of_adopted_processes_are_watched():
+    stage = Stage()
+    await stage.execute(Place(1), member(1))
+    executor = stage.new_executor()
+    await executor.adopt(stage.state(), stage.events.append)
+    assert "a" in executor.reservations.nodes

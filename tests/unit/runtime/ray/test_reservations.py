@@ -176,7 +176,7 @@ def test_a_size_that_a_role_had_before_is_refused_where_its_node_is_gone(monkeyp
         asyncio.run(reservations.enlarge(state, "ROLLOUT", 2, 0.1))
 
 
-def test_what_waits_for_one_node_does_not_hold_up_another():
+async def test_what_waits_for_one_node_does_not_hold_up_another():
     cluster, reservations = reservations_on("a", "b", job=ELASTIC.replace(", min: 1", ""))
     placed = []
 
@@ -185,17 +185,14 @@ def test_what_waits_for_one_node_does_not_hold_up_another():
             await reservations.place(RLRoleType.ROLLOUT, slot, ())
         placed.append(slot)
 
-    async def scenario():
-        await reservations.reserve(1, ())
-        (lost,) = [group for group, node in cluster.reserved().items() if node == "b"]
-        cluster.nodes = ("a",)
-        cluster.remove_group(lost)
-        on_b = next(slot for slot in (0, 1) if reservations._groups[reservations._node_of(slots[slot])] == lost)
-        await asyncio.gather(place(on_b), place(1 - on_b))
-        assert placed == [1 - on_b, on_b]
-
     slots = reservations.slots[RLRoleType.ROLLOUT]
-    asyncio.run(scenario())
+    await reservations.reserve(1, ())
+    (lost,) = [group for group, node in cluster.reserved().items() if node == "b"]
+    cluster.nodes = ("a",)
+    cluster.remove_group(lost)
+    on_b = next(slot for slot in (0, 1) if reservations._groups[reservations._node_of(slots[slot])] == lost)
+    await asyncio.gather(place(on_b), place(1 - on_b))
+    assert placed == [1 - on_b, on_b]
 
 
 def test_trainers_node_is_needed_whatever_its_roles_may_lack(monkeypatch):
@@ -260,17 +257,13 @@ def test_check_free_compares_memory_in_megabytes(free_mb, is_enough):
     assert not is_enough
 
 
-def test_replaced_group_that_ray_moves_is_removed():
+async def test_replaced_group_that_ray_moves_is_removed():
     cluster, reservations = reservations_on("a", "b", "c")
-
-    async def scenario():
-        await reservations.reserve(1, ())
-        (former,) = reservations._groups
-        cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))
-        cluster.groups[former] = replace(cluster.groups[former], nodes=frozenset("c"))
-        await module.wait_until_reserved(cluster, ["group-1"], reservations._placement, 0.1)
-
-    asyncio.run(scenario())
+    await reservations.reserve(1, ())
+    (former,) = reservations._groups
+    cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))
+    cluster.groups[former] = replace(cluster.groups[former], nodes=frozenset("c"))
+    await module.wait_until_reserved(cluster, ["group-1"], reservations._placement, 0.1)
     assert cluster.reserved() == {"group-1": "b"}
 
 

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a launched job meet."""
+"""Ports and connections over which the processes of a launched job meet, and the ends of such a job."""
 
 import socket
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
+from dlrover.python.rl.common.sockets import HeldPort
+from dlrover.python.rl.recipe.launch import describe_job, run_together
 from dlrover.python.rl.runtime.torchrun import links
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link, accept_all, join
+from dlrover.python.rl.trainer.trainer import BaseTrainer, report_nothing
+from dlrover.python.rl.trainer.workload import BaseWorkload
 
 
 class Store(dict):
@@ -57,3 +62,99 @@ def test_a_stray_connection_does_not_keep_the_ranks_from_meeting(monkeypatch):
     assert list(meetings[0]) == [1]
     link.close()
     meetings[0][1].close()
+
+
+JOB = """
+trainer: {module: test_run, class: Caller}
+workload: {actor: {module: test_run, class: Raiser}}
+config: {error: none}
+"""
+ERRORS = {"none": None, "interrupt": KeyboardInterrupt(), "value": ValueError("told to fail")}
+TOLD = []
+
+
+class Raiser(BaseWorkload):
+    def act(self):
+        error = ERRORS[self.config.error]
+        if error is not None:
+            raise error
+
+
+class Caller(BaseTrainer):
+    def init(self):
+        TOLD.clear()
+
+    def fit(self):
+        self.RG_ACTOR.act()
+
+    def on_end(self, outcome):
+        TOLD.append(outcome)
+
+
+def launched(folder, error):
+    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    launch = LaunchEnv()
+    return run_together(lambda: describe_job("", "job.yaml", [f"error={error}"], launch), launch, report_nothing)
+
+
+@pytest.mark.parametrize(("error", "outcomes"), [("none", []), ("value", ["failed"])])
+def test_the_trainer_is_told_that_it_has_failed(tmp_path, monkeypatch, error, outcomes):
+    monkeypatch.chdir(tmp_path)
+    failure = launched(tmp_path, error)
+    assert (failure is not None, TOLD) == (bool(outcomes), outcomes)
+
+
+def test_the_trainer_is_told_that_it_was_stopped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # The trainer's thread waits on for the interrupted actor: it shall not log that into another test's output.
+    monkeypatch.setattr("dlrover.python.rl.trainer.port.STRAGGLER_LOG_INTERVAL_S", 3600.0)
+    with pytest.raises(KeyboardInterrupt):
+        launched(tmp_path, "interrupt")
+    assert TOLD == ["stopped"]
+
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def held():
+    port = HeldPort()
+    yield port
+    port.give_back()
+
+
+def bound(port, reuse):
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    try:
+        server.bind((HERE, port))
+    except OSError:
+        server.close()
+        raise
+    return closing(server)
+
+
+def test_nobody_gets_it_but_a_server_that_reuses_addresses(held):
+    port = held.take(address=HERE)
+    with pytest.raises(OSError, match="in use"):
+        bound(port, reuse=False)
+    with bound(port, reuse=True) as server:
+        server.listen()
+        with socket.create_connection((HERE, port), timeout=5):
+            pass
+
+
+def test_torch_meets_at_a_held_port(held):
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.TCPStore(HERE, held.take(address=HERE), 1, is_master=True)
+    store.set("met", "yes")
+    assert store.get("met") == b"yes"
+
+
+def test_two_never_hold_the_same(held):
+    other = HeldPort()
+    wanted = held.take(address=HERE)
+    assert other.take((wanted,), HERE) not in (wanted, 0)
+    held.give_back()
+    assert (held.number, other.take((wanted,), HERE)) == (0, wanted)
+    other.give_back()

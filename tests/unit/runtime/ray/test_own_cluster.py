@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GCS that cannot be started again stays visible as lost: what watches the cluster has to find it."""
+"""Our own Ray cluster: a GCS that is started again, folders of dead clusters, and the end of its processes."""
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlrover.python.rl.runtime.ray.cluster import cluster as head
-from dlrover.python.rl.runtime.ray.cluster.cluster import GcsKeeper
+from dlrover.python.rl.runtime.ray.cluster.cluster import GcsKeeper, children_end
 
 GCS = "gcs_server"
 
@@ -100,3 +102,20 @@ def test_folder_of_a_dead_cluster_is_removed_and_no_other(tmp_path, age_s, is_lo
         os.utime(folder, (time.time() - age_s,) * 2)
         head._remove_stale(tmp_path)
     assert folder.exists() == stays
+
+
+PARENT = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+def test_the_children_of_a_killed_process_are_dead_after_the_block():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "up\n"
+        with children_end(parent.pid, patience_s=0.1):
+            parent.kill()
+            parent.wait(timeout=10)
+        assert parent.stdout.read() == ""  # the child held it open

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what each start of a run ran on."""
+"""The machine of a run: the record of each start, and the check of devices that have failed."""
 
 import json
 import os
@@ -10,8 +10,15 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.events import CauseKind, fault_of
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
-from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, check_devices, describe_origin, record_environment
+from dlrover.python.rl.runtime.run.machine import (
+    ENVIRONMENT,
+    check_devices,
+    describe_origin,
+    record_environment,
+    try_devices,
+)
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 
@@ -87,3 +94,32 @@ def test_start_that_cannot_be_recorded_is_a_warning(tmp_path, caplog):
     (job.job_dir / ENVIRONMENT).mkdir(parents=True)
     record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text
+
+
+def test_devices_that_compute_are_used_again():
+    try_devices([0, 2], "import sys; assert sys.argv[1:] == ['0', '2']")
+
+
+@pytest.mark.parametrize(
+    ("program", "within_s", "words"),
+    [
+        ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", 60, "uncorrectable ECC error"),
+        ("import os; os._exit(3)", 60, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "exit code -9"),
+        ("import time; time.sleep(60)", 0.5, "no answer within 0.5 s"),
+    ],
+)
+def test_devices_that_do_not_are_the_devices_fault_again(program, within_s, words):
+    with pytest.raises(RuntimeError, match=words) as caught:
+        try_devices([0], program, within_s)
+    assert fault_of(caught.value) is CauseKind.DEVICE_FAILED
+
+
+@pytest.mark.slow
+def test_without_cuda_there_is_nothing_to_use():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        try_devices([0])
+    else:
+        with pytest.raises(RuntimeError, match="device check failed"):
+            try_devices([0])
