@@ -89,7 +89,14 @@ class Judge(BaseWorkload):
         return Batch({"reward": np.tanh(rollouts["x"].sum(axis=1)) * self.scale + self.floor})
 
 
+class AlonePolicy(Policy):
+    """A policy whose ranks restart one by one."""
+
+    needs_own_process = False
+
+
 CLASSES = {"ACTOR": Policy, "ROLLOUT": Sampler, "REWARD": Judge}
+ALONE = {**CLASSES, "ACTOR": AlonePolicy}
 
 
 class Training(BaseTrainer):
@@ -282,6 +289,18 @@ class Stage:
                 self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread
             ),
         )
+
+    def restarted_after(self):
+        """The step that each trainer has begun after."""
+        return [trainer.restart_info.step for trainer in self.attempts]
+
+    def calls_of(self, role, method, rank=None):
+        """The numbers of these calls."""
+        return [
+            number
+            for number, call in enumerate(self.port.calls)
+            if call[::2] == (role, method) and rank in (None, call[1])
+        ]
 
     def make(self):
         handles = {

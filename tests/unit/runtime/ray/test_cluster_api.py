@@ -18,11 +18,12 @@ from dlrover.python.rl.runtime.checkpoint import state_file
 from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
-from dlrover.python.rl.runtime.ray.cluster import api as module
-from dlrover.python.rl.runtime.ray.cluster import api as node_commits
+from dlrover.python.rl.runtime.ray.cluster import api
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, RayClusterApi, forget_on_nodes, kill_and_wait
 
 SLEEP = ["-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+ALIVE, DEAD = ActorTableData.ActorState.ALIVE, ActorTableData.ActorState.DEAD
+EVERYWHERE = {"a": (), "b": (), "c": ()}
 
 
 def start(name):
@@ -34,7 +35,7 @@ def start(name):
     return process
 
 
-def test_ray_workers_are_dead_afterwards_and_a_reused_pid_is_left_alone():
+def test_kill_and_wait_ends_ray_workers_and_no_reused_pid():
     worker, other = start("ray::Member"), start("other")
     try:
         kill_and_wait([worker.pid, other.pid, 0])
@@ -46,20 +47,18 @@ def test_ray_workers_are_dead_afterwards_and_a_reused_pid_is_left_alone():
             process.wait()
 
 
-def test_an_actor_outside_groups_is_kept_off_excluded_nodes():
-    assert ActorPlacement({"cpu": 1.0}, excluded=("a", "b")).to_ray()["label_selector"] == {
-        "ray.io/node-id": "!in(a,b)"
-    }
+def test_actor_outside_groups_is_kept_off_excluded_nodes():
+    excluding = ActorPlacement({"cpu": 1.0}, excluded=("a", "b")).to_ray()
+    assert excluding["label_selector"] == {"ray.io/node-id": "!in(a,b)"}
     assert "label_selector" not in ActorPlacement({"cpu": 1.0}).to_ray()
 
 
-ALIVE, DEAD = ActorTableData.ActorState.ALIVE, ActorTableData.ActorState.DEAD
-ID = bytes(range(16))
+# -- the ends of actors -----------------------------------------------------------------------------------------------
 
 
 class Handle:
-    def __init__(self, *answers):
-        self.state, self.pings, self.answers = ALIVE, 0, [None, *answers]
+    def __init__(self, *answers, state=ALIVE):
+        self.state, self.pings, self.answers = state, 0, [None, *answers]
         self.dlrover_ping = SimpleNamespace(remote=self._ping)
 
     def _ping(self):
@@ -75,59 +74,33 @@ class Handle:
         return self.state
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+@pytest.fixture
+def ends(monkeypatch):
+    monkeypatch.setattr(api, "_LOOK_S", 0.001)
+    return RayClusterApi()
 
 
-def test_a_living_actor_is_asked_once():
-    async def run():
-        handle = Handle()
-        waiting = asyncio.create_task(RayClusterApi().until_ended(handle))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        assert handle.pings == 1
-        waiting.cancel()
-
-    asyncio.run(run())
-
-
-def test_each_learns_of_its_own_end_and_why():
-    async def run():
-        ends = RayClusterApi()
-        broken, dead = ActorUnavailableError("its connection broke", ID), ActorDiedError()
-        first, second = Handle(broken, dead), Handle(ActorDiedError())
-        waiting = [asyncio.create_task(ends.until_ended(handle)) for handle in (first, second)]
-        await asyncio.sleep(0.01)
-        first.state = DEAD
-        assert await asyncio.wait_for(waiting[0], 5) is dead
-        assert not waiting[1].done()
-        second.state = DEAD
-        assert isinstance(await asyncio.wait_for(waiting[1], 5), ActorDiedError)
-
-    asyncio.run(run())
+async def test_until_ended_pings_each_actor_once_until_it_ends(ends):
+    unavailable, died = ActorUnavailableError("its connection broke", bytes(range(16))), ActorDiedError()
+    first, second = Handle(unavailable, died), Handle(ActorDiedError())
+    waiting = [asyncio.create_task(ends.until_ended(handle)) for handle in (first, second)]
+    await asyncio.sleep(0.05)
+    assert first.pings == second.pings == 1 and not waiting[0].done()
+    first.state = DEAD
+    assert await asyncio.wait_for(waiting[0], 5) is died
+    assert not waiting[1].done()
+    second.state = DEAD
+    assert isinstance(await asyncio.wait_for(waiting[1], 5), ActorDiedError)
+    await asyncio.sleep(0.01)  # all that were watched have ended
+    assert isinstance(await asyncio.wait_for(ends.until_ended(Handle(ActorDiedError(), state=DEAD)), 5), ActorDiedError)
 
 
-def test_one_that_is_watched_after_all_others_have_ended_is_looked_at_too():
-    async def run():
-        ends = RayClusterApi()
-        for _ in range(2):
-            handle = Handle(ActorDiedError())
-            handle.state = DEAD
-            await asyncio.wait_for(ends.until_ended(handle), 5)
-            await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+async def test_until_ended_fails_where_no_end_would_be_noticed(ends):
+    with pytest.raises(RuntimeError, match="not connected"):
+        await asyncio.wait_for(ends.until_ended(Handle(state=RuntimeError("Ray is not connected"))), 5)
 
 
-def test_those_who_wait_hear_that_no_end_would_be_noticed():
-    async def run():
-        handle = Handle()
-        handle.state = RuntimeError("Ray is not connected")
-        with pytest.raises(RuntimeError, match="not connected"):
-            await asyncio.wait_for(RayClusterApi().until_ended(handle), 5)
-
-    asyncio.run(run())
+# -- the end of a run whose commits are in the memories of three nodes ------------------------------------------------
 
 
 class Nodes:
@@ -149,17 +122,21 @@ class Nodes:
         return function(*arguments)
 
     def left(self):
-        return {node for node in "abc" if (self.folder / node / f"dlrover-rl-{os.geteuid()}" / "job-run1").exists()}
+        """The steps of the copies, and the nodes that still have commits in memory."""
+        store = CheckpointStore(self.folder / "out/checkpoints/run1", "run1", durable=True)
+        copies = [manifest.step for manifest in store.manifests() if store.valid(manifest)]
+        user = f"dlrover-rl-{os.geteuid()}"
+        return copies, {node for node in "abc" if (self.folder / node / user / "job-run1").exists()}
 
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
     """Each has a worker's state after step 8, node a the commit too, and all of the one before."""
-    monkeypatch.setattr(node_commits, "_RELEASED_S", 0.1)  # the locks are this process's own
-    made, files = Nodes(tmp_path, monkeypatch), {}
+    monkeypatch.setattr(api, "_RELEASED_S", 0.1)  # the locks are this process's own
+    cluster, files = Nodes(tmp_path, monkeypatch), {}
     (tmp_path / "out/checkpoints").mkdir(parents=True)
     for rank, node in enumerate("bca"):
-        memory = made.enter(node)
+        memory = cluster.enter(node)
         memory.claim(1)
         file = memory.write(8, 1, f"ACTOR-{rank}.1.state", {"role": "ACTOR", "rank": rank, "step": 8}, {"rank": rank})
         files[f"ACTOR-{rank}"] = replace(file, node=node if node != "a" else "")
@@ -167,53 +144,44 @@ def nodes(tmp_path, monkeypatch):
     memory.commit(7, 1, {"trainer": before})
     files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {})
     memory.commit(8, 1, files)
-    return made
+    return cluster
 
 
-def copies_in(nodes):
-    store = CheckpointStore(nodes.folder / "out/checkpoints/run1", "run1", durable=True)
-    return [manifest.step for manifest in store.manifests() if store.valid(manifest)]
+@pytest.mark.parametrize(
+    ("lost", "left", "message"),
+    [
+        ([], ([8], set()), None),
+        ([("b", save_from_memory)], ([], {"a", "b", "c"}), "step 8 stays in the memory of its nodes"),
+        (["b"], ([7], {"b"}), "step 8 is lost with the nodes that had parts of it"),
+    ],
+)
+async def test_forget_on_nodes_saves_the_last_commit_first(nodes, caplog, lost, left, message):
+    nodes.lost.update(lost)
+    is_done = await forget_on_nodes(nodes, EVERYWHERE, "job", "run1")
+    assert (bool(is_done), nodes.left()) == (len(left[1]) < 3, left)
+    assert message is None or message in caplog.text
 
 
-def test_its_last_commit_is_saved_by_all_of_them_together_and_nothing_is_left(nodes):
-    asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
-    assert (copies_in(nodes), nodes.left()) == ([8], set())
-
-
-def test_processes_of_a_node_end_before_its_commits_are_listed(nodes, monkeypatch):
-    ended, known_in_memory = [], node_commits.known_in_memory
+async def test_processes_of_a_node_end_before_its_commits_are_listed(nodes, monkeypatch):
+    ended, known_in_memory = [], api.known_in_memory
 
     def list_commits(job, run):
         assert ended
         return known_in_memory(job, run)
 
-    monkeypatch.setattr(node_commits, "kill_and_wait", ended.append)
-    monkeypatch.setattr(node_commits, "known_in_memory", list_commits)
-    asyncio.run(forget_on_nodes(nodes, {"a": (7,), "b": (8, 9)}, "job", "run1"))
+    monkeypatch.setattr(api, "kill_and_wait", ended.append)
+    monkeypatch.setattr(api, "known_in_memory", list_commits)
+    await forget_on_nodes(nodes, {"a": (7,), "b": (8, 9)}, "job", "run1")
     assert ended == [(7,), (8, 9)]
 
 
-def test_what_a_node_cannot_save_stays_and_is_said(nodes, caplog):
-    nodes.lost.add(("b", save_from_memory))
-    assert not asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
-    assert (copies_in(nodes), nodes.left()) == ([], {"a", "b", "c"})
-    assert "step 8 stays in the memory of its nodes" in caplog.text
-
-
-def test_of_what_a_lost_node_had_part_of_an_older_commit_is_saved(nodes, caplog):
-    nodes.lost.add("b")
-    assert asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
-    assert (copies_in(nodes), nodes.left()) == ([7], {"b"})
-    assert "step 8 is lost with the nodes that had parts of it" in caplog.text
-
-
-def test_a_copy_that_is_there_is_not_read_again_and_removing_has_as_long_as_saving(nodes, monkeypatch):
-    everywhere = {"a": (), "b": (), "c": ()}
-    nodes.lost = {(node, node_commits._forget) for node in everywhere}
-    asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
-    assert (copies_in(nodes), nodes.left()) == ([8], {"a", "b", "c"})
+async def test_forget_on_nodes_reads_no_copy_again(nodes, monkeypatch):
+    nodes.lost = {(node, api._forget) for node in EVERYWHERE}
+    await forget_on_nodes(nodes, EVERYWHERE, "job", "run1")
+    assert nodes.left() == ([8], {"a", "b", "c"})
     nodes.lost = set()
     monkeypatch.setattr(state_file, "check_file", None)
-    asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
-    assert nodes.left() == set()
+    await forget_on_nodes(nodes, EVERYWHERE, "job", "run1")
+    monkeypatch.undo()
+    assert nodes.left() == ([8], set())
     assert nodes.limits["_forget"] == nodes.limits["save_from_memory"]

@@ -40,11 +40,13 @@ FIRST = ProcessId("ACTOR", 0)
 JOB = f"""
 trainer: {{module: toys, class: Loop, device_per_node: 1, device_type: CPU}}
 workload:
-  actor: {{module: {__name__}, class: Staying}}
+  actor: {{module: {__name__}, class: Workload}}
 """
 
 
-class Staying(BaseWorkload):
+class Workload(BaseWorkload):
+    closed = 0
+
     @classmethod
     def keeps_process(cls, config):
         return True
@@ -52,18 +54,52 @@ class Staying(BaseWorkload):
     def hello(self):
         return "hello"
 
+    def fail(self, text):
+        raise ValueError(text)
+
+    def reduce(self):
+        """Waits for a lost rank, as nccl's collectives do, and returns anything once its group is aborted."""
+        groups = sys.modules["torch.distributed"]
+        groups.waiting.set()
+        assert groups.aborted.wait(60)
+        return "anything"
+
+    def close(self):
+        type(self).closed += 1
+
 
 @pytest.fixture
-def actor(monkeypatch, tmp_path):
+def unstarted(monkeypatch):
     monkeypatch.setattr(member, "configure_logging", lambda process: None)
     monkeypatch.setattr(member, "reserved_devices", tuple)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(Workload, "closed", 0)
     return MemberActor(FIRST, 1, "master", None)
 
 
-def start(actor, tmp_path):
-    job = load_job_text(f"{JOB}job_dir: {tmp_path}\n", "job")
+@pytest.fixture
+def actor(unstarted):
+    start(unstarted, 1)
+    return unstarted
+
+
+def start(actor, incarnation):
+    """Start it without heartbeats."""
+    actor._identity = FIRST, incarnation
+    actor._host = MemberHost(incarnation)
+    actor._host.start(Workload, MemberContext(role=RLRoleType.ACTOR), None, {})
+
+
+def start_in_job(actor, folder):
+    job = load_job_text(f"{JOB}job_dir: {folder}\n", "job")
     actor.dlrover_start(job, MemberContext(role=RLRoleType.ACTOR), 1)
+
+
+def call(actor, incarnation, epoch=1, method="hello"):
+    return actor.dlrover_invoke(CallHeader((1, 0), method, incarnation=incarnation, epoch=epoch).pack())
+
+
+# -- heartbeats and settings ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,61 +123,29 @@ def test_answer_to_a_heartbeat_ends_only_a_replaced_process(monkeypatch, answer,
 
 
 @pytest.mark.parametrize(("setting", "value"), [("", OFF), ("1", "1")])
-def test_watchdog_is_off_unless_the_user_has_set_it(actor, tmp_path, setting, value):
+def test_watchdog_is_off_unless_the_user_has_set_it(unstarted, tmp_path, setting, value):
     os.environ.pop(WATCHDOG, None)
     if setting:
         os.environ[WATCHDOG] = setting
-    start(actor, tmp_path)
+    start_in_job(unstarted, tmp_path)
     assert os.environ[WATCHDOG] == value
 
 
-def test_heartbeat_of_an_idle_member_has_the_notice(actor, tmp_path):
-    actor._notice = SimpleNamespace(read=lambda: "the node will go")
-    start(actor, tmp_path)
-    beat = actor._beat()
-    assert (beat.method, beat.notice, beat.work) == ("", "the node will go", actor._host.work)
+def test_heartbeat_of_an_idle_member_has_the_notice(unstarted, tmp_path):
+    unstarted._notice = SimpleNamespace(read=lambda: "the node will go")
+    start_in_job(unstarted, tmp_path)
+    beat = unstarted._beat()
+    assert (beat.method, beat.notice, beat.work) == ("", "the node will go", unstarted._host.work)
 
 
-def test_call_to_any_incarnation_reaches_a_process_that_stayed(actor, tmp_path):
-    start(actor, tmp_path)
-    actor.dlrover_leave()
-    start(actor, tmp_path)
-    assert actor.dlrover_invoke(CallHeader((1, 0), "hello", incarnation=0).pack()) == "hello"
+def test_call_to_any_incarnation_reaches_a_process_that_stayed(unstarted, tmp_path):
+    start_in_job(unstarted, tmp_path)
+    unstarted.dlrover_leave()
+    start_in_job(unstarted, tmp_path)
+    assert call(unstarted, incarnation=0, epoch=0) == "hello"
 
 
-class Workload(BaseWorkload):
-    closed = 0
-
-    def hello(self):
-        return "hello"
-
-    def reduce(self):
-        """Waits for a lost rank, as nccl's collectives do, and returns anything once its group is aborted."""
-        groups = sys.modules["torch.distributed"]
-        groups.waiting.set()
-        assert groups.aborted.wait(60)
-        return "anything"
-
-    def close(self):
-        type(self).closed += 1
-
-
-def started(actor, incarnation):
-    actor._identity = ProcessId("ACTOR", 0), incarnation
-    actor._host = MemberHost(incarnation)
-    actor._host.start(Workload, MemberContext(), None, {})
-
-
-@pytest.fixture
-def actor(monkeypatch):
-    monkeypatch.setattr(member, "configure_logging", lambda who: None)
-    made = MemberActor(ProcessId("ACTOR", 0), 1, None, None)
-    started(made, 1)
-    return made
-
-
-def call(actor, incarnation, epoch=1, method="hello"):
-    return actor.dlrover_invoke(CallHeader((1, 0), method, incarnation=incarnation, epoch=epoch).pack())
+# -- later incarnations of a process ----------------------------------------------------------------------------------
 
 
 def test_calls_to_the_earlier_incarnation_find_it_gone(actor):
@@ -154,7 +158,7 @@ def test_calls_to_the_earlier_incarnation_find_it_gone(actor):
         assert died.value.incarnation == 1 and is_loss(died.value)
     with pytest.raises(CallSkipped, match="not started yet"):
         call(actor, 2)
-    started(actor, 2)
+    start(actor, 2)
     with pytest.raises(WorkloadDied):
         actor._run("hello", (), {})  # queued since before: the object has no state yet
     with pytest.raises(WorkloadDied):
@@ -169,18 +173,8 @@ class Groups:
         self.backends, self.calls, self.is_there = backends, [], True
         self.waiting, self.may_abort, self.aborted = threading.Event(), threading.Event(), threading.Event()
         self.distributed_c10d = SimpleNamespace(_abort_process_group=self._abort)
-
-    def is_available(self):
-        return True
-
-    def is_initialized(self):
-        return self.is_there
-
-    def get_backend_config(self):
-        return self.backends
-
-    def destroy_process_group(self):
-        self._end("destroy")
+        self.is_available, self.is_initialized = lambda: True, lambda: self.is_there
+        self.get_backend_config, self.destroy_process_group = lambda: backends, lambda: self._end("destroy")
 
     def _abort(self):
         assert self.may_abort.wait(60)
@@ -194,18 +188,13 @@ class Groups:
 
 
 @pytest.fixture
-def groups_of(monkeypatch):
-    def install(backends):
-        groups = Groups(backends)
-        monkeypatch.setitem(sys.modules, "torch.distributed", groups)
-        monkeypatch.setattr(Workload, "closed", 0)
-        return groups
-
-    return install
+def groups(monkeypatch, request):
+    groups = Groups(getattr(request, "param", "cpu:gloo,cuda:nccl"))
+    monkeypatch.setitem(sys.modules, "torch.distributed", groups)
+    return groups
 
 
-def test_lose_peer_aborts_a_call_and_refuses_its_result(actor, groups_of):
-    groups = groups_of("cpu:gloo,cuda:nccl")
+def test_lose_peer_aborts_a_call_and_refuses_its_result(actor, groups):
     with ThreadPoolExecutor(2) as threads:
         reduced = threads.submit(call, actor, 1, method="reduce")
         assert groups.waiting.wait(60)
@@ -213,6 +202,7 @@ def test_lose_peer_aborts_a_call_and_refuses_its_result(actor, groups_of):
         with pytest.raises(WorkloadDied):  # before the abort has ended
             actor._run("hello", (), {})
         leaving = threads.submit(actor.dlrover_leave)
+        assert not leaving.done() and not Workload.closed, "it waits for the abort"
         groups.may_abort.set()
         with pytest.raises(WorkloadDied) as died:
             reduced.result(60)
@@ -220,55 +210,33 @@ def test_lose_peer_aborts_a_call_and_refuses_its_result(actor, groups_of):
         leaving.result(60)
     assert groups.calls == [("abort", 0)] and Workload.closed == 1, "aborted once, before the workload is closed"
     groups.is_there = True
-    started(actor, 2)
+    start(actor, 2)
     actor.lose_peer(1)  # the answer to a heartbeat of the earlier incarnation
     assert groups.is_there and call(actor, 2) == "hello"
 
 
-def test_dlrover_leave_waits_for_an_abort_that_hangs(actor, groups_of):
-    """The master gives up on it after a while, and replaces the process."""
-    groups = groups_of("cuda:nccl")
-    with ThreadPoolExecutor(1) as threads:
-        actor.lose_peer(1)
-        leaving = threads.submit(actor.dlrover_leave)
-        assert not leaving.done() and not Workload.closed
-        groups.may_abort.set()
-        leaving.result(60)
-    assert Workload.closed == 1
-
-
-@pytest.mark.parametrize(("backends", "calls"), [("gloo", [("destroy", 1)]), ("cpu:gloo,cuda:nccl", [("abort", 0)])])
-def test_dlrover_leave_of_an_idle_member_ends_its_groups(actor, groups_of, backends, calls):
+@pytest.mark.parametrize(
+    ("groups", "calls"), [("gloo", [("destroy", 1)]), ("cpu:gloo,cuda:nccl", [("abort", 0)])], indirect=["groups"]
+)
+def test_dlrover_leave_of_an_idle_member_ends_its_groups(actor, groups, calls):
     """Nccl's before the workload closes, which would destroy them and wait for the lost rank."""
-    groups = groups_of(backends)
     groups.may_abort.set()
     actor.dlrover_leave()
     assert groups.calls == calls
 
 
-class Failing(BaseWorkload):
-    def act(self, text):
-        raise ValueError(text)
-
-
-@pytest.fixture
-def actor(monkeypatch):
-    monkeypatch.setattr(member, "configure_logging", lambda process: None)  # of a process of its own
-    made = MemberActor(ProcessId("ACTOR", 0), 1, None, None)
-    made._host = MemberHost(1)
-    made._host.start(Failing, MemberContext(role=RLRoleType.ACTOR), None, {})
-    return made
-
-
-def test_an_error_is_raised_as_it_is(actor):
+def test_error_through_a_raw_handle_is_raised_as_it_is(actor):
     with pytest.raises(ValueError, match="no luck"):
-        actor._run("act", ["no luck"], {})
+        actor._run("fail", ["no luck"], {})
 
 
-def test_an_error_with_half_of_an_emoji_is_raised_with_its_words(actor):
+def test_error_that_ray_cannot_send_is_raised_with_its_words(actor):
     with pytest.raises(InvocationError, match="ValueError: the model wrote \\?") as caught:
-        actor._run("act", ["the model wrote \ud83d"], {})
+        actor._run("fail", ["the model wrote \ud83d"], {})
     "".join(traceback.format_exception(caught.value)).encode()
+
+
+# -- accelerators -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,14 +250,14 @@ def test_an_error_with_half_of_an_emoji_is_raised_with_its_words(actor):
         ({"GPU": []}, "", "", ()),
     ],
 )
-def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides, visible, devices):
+def test_reserved_devices_have_the_numbers_the_process_sees(monkeypatch, reserved, hides, visible, devices):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: reserved))
     monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", hides)
     assert reserved_devices() == devices
 
 
-def test_its_device_is_the_current_one_of_every_thread_that_computes(monkeypatch):
+def test_device_is_current_in_every_thread_that_computes(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((device, threading.current_thread())))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -303,31 +271,26 @@ def test_its_device_is_the_current_one_of_every_thread_that_computes(monkeypatch
     assert current == [("cuda:3", threading.current_thread()), ("cuda:2", loop._thread)]
 
 
-def test_a_process_reports_their_ids_on_its_node_whatever_it_sees(monkeypatch):
-    told = {"get_accelerator_ids": lambda: {"GPU": ["2", "3"]}, "get_node_id": lambda: "0a"}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(**told))
+def test_locate_reports_the_device_numbers_of_the_node(monkeypatch):
+    runtime = {"get_accelerator_ids": lambda: {"GPU": ["2", "3"]}, "get_node_id": lambda: "0a"}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(**runtime))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", "1")
     assert (locate().node, locate().devices) == ("0a", "2,3")
 
 
 @pytest.mark.parametrize(
-    ("context", "device", "found"),
-    [
-        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6, 7)), "cuda", "cuda:6"),
-        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cuda", "cuda:1"),
-        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6,)), "cuda:2", "cuda:2"),
-        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cpu", "cpu"),
-    ],
+    ("devices", "device", "expected"),
+    [((6, 7), "cuda", "cuda:6"), ((), "cuda", "cuda:1"), ((6,), "cuda:2", "cuda:2"), ((), "cpu", "cpu")],
 )
-def test_an_engine_runs_where_its_member_was_placed(context, device, found):
-    with member_context(context):
+def test_engine_runs_where_its_member_was_placed(devices, device, expected):
+    with member_context(MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=devices)):
         workload = RolloutWorkload(None, {})
-    assert workload.devices == context.devices
-    assert device_of(workload, EngineConfig(device=device)) == found
+    assert workload.devices == devices
+    assert device_of(workload, EngineConfig(device=device)) == expected
 
 
-def test_the_environment_tells_them_too():
+def test_context_carries_its_devices_in_the_environment():
     context = MemberContext(devices=(2, 3))
     assert context.to_env()["DEVICES"] == "2,3"
     assert MemberContext.from_env(context.to_env()) == context

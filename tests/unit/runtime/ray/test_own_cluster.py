@@ -17,77 +17,52 @@ from dlrover.python.rl.runtime.ray.cluster.cluster import GcsKeeper, children_en
 GCS = "gcs_server"
 
 
-def wait_for(that):
+def wait_for(holds):
     deadline_s = time.monotonic() + 30
-    while not that():
+    while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 class Node:
-    """As much of Ray's object as the keeper uses; ``start`` is what starting the GCS does."""
+    """The part of Ray's object that the keeper uses. The starts of the GCS fail, die or are "up", as ``starts`` says;
+    the last one is repeated."""
 
-    def __init__(self, start):
+    def __init__(self, *starts):
         self.removal_lock = threading.Lock()
-        self.all_processes = {GCS: [self.process(dead=True)]}
-        self.tried, self._start = 0, start
+        self.tried, self.starts = 0, starts
         self._gcs_address = self._gcs_client = None
+        self.begin(is_dead=True)
 
-    @staticmethod
-    def process(dead):
-        return SimpleNamespace(process=SimpleNamespace(poll=lambda: 1 if dead else None, returncode=1))
+    def begin(self, is_dead):
+        process = SimpleNamespace(poll=lambda: 1 if is_dead else None, returncode=1)
+        self.all_processes = {GCS: [SimpleNamespace(process=process)]}
 
     def start_gcs_server(self):
         self.tried += 1
-        self._start(self)
+        start = self.starts[min(self.tried, len(self.starts)) - 1]
+        if start == "fails":
+            raise OSError("no space left on the device")
+        self.begin(is_dead=start == "dies")
 
 
-def fails(node):
-    raise OSError("no space left on the device")
-
-
-def dies_again(node):
-    node.all_processes[GCS] = [node.process(dead=True)]
-
-
-def comes_up(node):
-    node.all_processes[GCS] = [node.process(dead=False)]
-
-
-@pytest.mark.parametrize("start", [fails, dies_again])
-def test_it_is_tried_several_times_and_then_seen_as_lost(start):
-    node = Node(start)
-    keeper = GcsKeeper(node, most_in_a_row=3)
+@pytest.mark.parametrize(
+    ("starts", "options", "tried", "restarts", "end"),
+    [
+        (["fails"], {"most_in_a_row": 3}, 3, 0, 1),
+        (["dies"], {"most_in_a_row": 3}, 3, None, 1),
+        (["up"], {}, 1, 1, None),
+        (["dies", "dies", "up"], {"most_in_a_row": 1, "quiet_s": 0.0}, 3, 3, None),  # their deaths are far apart
+    ],
+    ids=["fails", "dies", "up", "far apart"],
+)
+def test_gcs_keeper_restarts_until_too_many_die_in_a_row(starts, options, tried, restarts, end):
+    node = Node(*starts)
+    keeper = GcsKeeper(node, **options)
     try:
-        wait_for(keeper._resting.is_set)
+        wait_for(lambda: keeper._resting.is_set() if end else keeper.restarts == restarts)
         wait_for(lambda: GCS in node.all_processes)
-        assert node.tried == 3
-        assert node.all_processes[GCS][0].process.poll() == 1
-    finally:
-        keeper.close()
-
-
-def test_one_that_comes_up_is_the_nodes():
-    node = Node(comes_up)
-    keeper = GcsKeeper(node)
-    try:
-        wait_for(lambda: keeper.restarts == 1)
-        assert node.all_processes[GCS][0].process.poll() is None
-    finally:
-        keeper.close()
-    assert node.tried == 1
-
-
-def comes_up_the_third_time(node):
-    (dies_again if node.tried < 3 else comes_up)(node)
-
-
-def test_deaths_that_are_far_apart_are_not_in_a_row():
-    node = Node(comes_up_the_third_time)
-    keeper = GcsKeeper(node, most_in_a_row=1, quiet_s=0.0)
-    try:
-        wait_for(lambda: keeper.restarts == 3 or keeper._resting.is_set())
-        assert (keeper.restarts, node.all_processes[GCS][0].process.poll()) == (3, None)
+        assert (node.tried, node.all_processes[GCS][0].process.poll()) == (tried, end)
     finally:
         keeper.close()
 
@@ -104,6 +79,10 @@ def test_folder_of_a_dead_cluster_is_removed_and_no_other(tmp_path, age_s, is_lo
     assert folder.exists() == stays
 
 
+def test_own_cluster_has_two_cpus_more_than_its_job_needs():
+    assert [repr(head._own({"cpu": 64.0}, cpus)["num_cpus"]) for cpus in (4, None)] == ["4", "66"]
+
+
 PARENT = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -112,7 +91,7 @@ time.sleep(600)
 """
 
 
-def test_the_children_of_a_killed_process_are_dead_after_the_block():
+def test_children_of_a_killed_process_end_with_the_block():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "up\n"
         with children_end(parent.pid, patience_s=0.1):

@@ -78,7 +78,7 @@ def test_take_slot_prefers_one_that_has_a_place():
     assert entry.slot == 1
 
 
-def test_neighbours_are_those_of_the_same_role():
+def test_neighbours_are_members_of_one_role():
     table = ProcessTable()
     for process_id in (FIRST, SECOND, ProcessId("ROLLOUT", 0)):
         table.put(ProcessEntry(process_id, 1, process=Process("a", 7, address=str(process_id))))
@@ -125,7 +125,7 @@ def test_classify_tells_the_memory_monitor_from_other_deaths(error, kind):
     assert classify(MemberGone("ACTOR[0]", error)).kind is kind
 
 
-def test_retry_repeats_what_could_not_be_ended(monkeypatch):
+def test_retry_repeats_an_end_that_failed(monkeypatch):
     monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
     errors = [ConnectionError("the head is away")]
 
@@ -160,8 +160,8 @@ def calls_that_answer(answer):
     return MasterCalls(SimpleNamespace(follow=SimpleNamespace(remote=lambda: answer)))
 
 
-async def test_a_call_that_is_cancelled_as_its_answer_comes_is_cancelled():
-    """Who follows a master asks again and again: one lost cancellation, and it goes on for ever."""
+async def test_master_call_cancelled_as_its_answer_comes_is_cancelled():
+    """A follower asks again and again: with a lost cancellation it would never end."""
     answer = asyncio.get_running_loop().create_future()
     following = asyncio.create_task(calls_that_answer(answer).call("follow", timeout_s=60.0))
     await asyncio.sleep(0.01)
@@ -171,7 +171,7 @@ async def test_a_call_that_is_cancelled_as_its_answer_comes_is_cancelled():
         await following
 
 
-async def test_a_master_that_does_not_answer_in_time_is_lost():
+async def test_master_without_an_answer_in_time_is_lost():
     answer = asyncio.get_running_loop().create_future()
     with pytest.raises(MasterLost, match="did not answer within 0.01 s"):
         await calls_that_answer(answer).call("follow", timeout_s=0.01)

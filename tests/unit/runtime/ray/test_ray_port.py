@@ -11,64 +11,56 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from dlrover.python.rl.common.errors import EngineDied, InvocationError, MasterLost, ResultLost, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import StartTrainer
-from dlrover.python.rl.runtime.ray.processes import port as call_times
 from dlrover.python.rl.runtime.ray.processes import port as module
 from dlrover.python.rl.runtime.ray.processes import trainer
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, RayPort, WatchedPort
 from dlrover.python.rl.runtime.ray.processes.trainer import RayRecovery, _is_waiting_in_ray
 from dlrover.python.rl.trainer.port import BUCKETS_S, Ref
+from tests.support.manual_clock import ManualClock
 
 ID = bytes(range(16))
+UNAVAILABLE = ActorUnavailableError("the actor is temporarily unavailable", ID)
+BROKEN_DEVICE = RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
-@pytest.fixture
-def answered(monkeypatch):
-    """What an unavailable worker's pings are answered with, one after the other; and the error of a call to it."""
+def error_of(error, role="ACTOR", rank=0):
+    """The error that a call to ``ACTOR[rank]`` fails with; ``role`` is the one whose first worker is known."""
+    handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex), dlrover_ping=SimpleNamespace(remote=lambda: "ping"))
+    port = RayPort({role: [handle]})
+    return port._as_invocation_error(error, Ref(port, None, None, "ACTOR", rank, "update", 1))
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind"),
+    [
+        ([UNAVAILABLE, UNAVAILABLE, True], ResultLost),
+        ([UNAVAILABLE, UNAVAILABLE, GetTimeoutError()], ResultLost),
+        ([UNAVAILABLE, ActorDiedError()], WorkloadDied),
+        ([UNAVAILABLE] * 1000, WorkloadDied),
+    ],
+    ids=["idle", "busy", "dead", "away"],
+)
+def test_unavailable_worker_is_asked_again_before_it_is_replaced(monkeypatch, answers, kind):
+    pings = iter(answers)
+
+    def get(ref, timeout):
+        assert ref == "ping"
+        answer = next(pings)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(module, "_PAUSE_S", 0.01)
     monkeypatch.setattr(module, "_BACK_S", 0.2)
-
-    def answered(*outcomes):
-        pings = iter(outcomes)
-
-        def get(ref, timeout):
-            assert ref == "ping"
-            outcome = next(pings)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
-        monkeypatch.setattr(ray, "get", get)
-        ping = SimpleNamespace(remote=lambda: "ping")
-        handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex), dlrover_ping=ping)
-        port = RayPort({"ACTOR": [handle]})
-        error = port._as_invocation_error(unavailable(), Ref(port, None, None, "ACTOR", 0, "update", 1))
-        return type(error), next(pings, None)
-
-    return answered
+    assert type(error_of(UNAVAILABLE)) is kind
+    assert len(answers) == 1000 or next(pings, None) is None
 
 
-def unavailable():
-    return ActorUnavailableError("the actor is temporarily unavailable", ID)
-
-
-@pytest.mark.parametrize("answer", [True, GetTimeoutError()], ids=["idle", "busy"])
-def test_one_that_comes_back_is_only_asked_again(answered, answer):
-    assert answered(unavailable(), unavailable(), answer) == (ResultLost, None)
-
-
-def test_one_that_is_found_dead_meanwhile_is_replaced(answered):
-    assert answered(unavailable(), ActorDiedError()) == (WorkloadDied, None)
-
-
-def test_one_that_stays_away_is_replaced(answered):
-    assert answered(*[unavailable()] * 1000)[0] is WorkloadDied
-
-
-def test_the_death_of_a_member_whose_result_is_an_argument_names_no_method_of_it():
-    port = RayPort({"ROLLOUT": [SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex))]})
+def test_death_of_the_member_of_an_argument_names_its_taker():
     died = ActorDiedError()
     died.actor_id = ID.hex()
-    error = port._as_invocation_error(died, Ref(port, None, None, "ACTOR", 0, "update", 1))
+    error = error_of(died, role="ROLLOUT")
     assert (type(error), error.role, error.rank) == (WorkloadDied, "ROLLOUT", 0)
     assert str(error).startswith("ROLLOUT[0]: its result, which ACTOR[0].update needs, is lost: The actor died")
 
@@ -76,25 +68,21 @@ def test_the_death_of_a_member_whose_result_is_an_argument_names_no_method_of_it
 @pytest.mark.parametrize(
     ("original", "rank", "kind"),
     [
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 0, WorkloadDied),
+        (BROKEN_DEVICE, 0, WorkloadDied),
         (RuntimeError("NCCL communicator was aborted on rank 1."), 0, WorkloadDied),
         (EngineDied("the server of the engine has ended"), 0, WorkloadDied),
         (ValueError("wrong"), 0, InvocationError),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 1, InvocationError),  # of an argument
+        (BROKEN_DEVICE, 1, InvocationError),  # of an argument
     ],
 )
 def test_error_that_breaks_a_process_replaces_its_member(original, rank, kind):
-    port = RayPort({"ACTOR": [SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex))]})
     failure = InvocationError(f"{type(original).__name__}: {original}", role="ACTOR", rank=0, method="update")
     failure.original = original
-    error = port._as_invocation_error(
-        RayTaskError("update", "trace", failure), Ref(port, None, None, "ACTOR", rank, "update", 1)
-    )
-    assert type(error) is kind
+    assert type(error_of(RayTaskError("update", "trace", failure), rank=rank)) is kind
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "expected"),
+    ("module_name", "name", "expected"),
     [
         ("ray._private.worker", "get", True),
         ("ray._private.worker", "wait", True),
@@ -102,9 +90,9 @@ def test_error_that_breaks_a_process_replaces_its_member(original, rank, kind):
         ("users.own", "get", False),
     ],
 )
-def test_a_thread_waits_while_it_is_in_a_call_of_ray(module, name, expected):
+def test_thread_waits_while_it_is_in_a_call_of_ray(module_name, name, expected):
     entered, leave = threading.Event(), threading.Event()
-    scope = {"__name__": module, "entered": entered, "leave": leave}
+    scope = {"__name__": module_name, "entered": entered, "leave": leave}
     exec(f"def {name}():\n    entered.set()\n    leave.wait(60)", scope)
     thread = threading.Thread(target=scope[name])
     thread.start()
@@ -115,30 +103,33 @@ def test_a_thread_waits_while_it_is_in_a_call_of_ray(module, name, expected):
     assert _is_waiting_in_ray(thread) is False
 
 
-def test_a_dead_master_is_asked_for_a_replacement_with_pauses(monkeypatch):
-    asked = []
+def test_dead_master_is_asked_for_a_replacement_with_pauses(monkeypatch):
+    requests = []
 
     def ask(request, timeout_s):
-        asked.append(timeout_s)
+        requests.append(timeout_s)
         raise MasterLost("the master is gone")
 
     monkeypatch.setattr(trainer, "ask", ask)
     recovery = RayRecovery(None, WatchedPort(CallWatch()), {}, StartTrainer(1, True), 0.7)
     with pytest.raises(MasterLost):
         recovery._wait_for_replacement(ProcessId("ACTOR", 0), 1, "it is gone")
-    assert len(asked) <= 3
+    assert len(requests) <= 3
 
 
-def test_calls_are_counted_once_in_their_bucket_and_drained():
-    now_s = [10.0]
-    watch = CallWatch(lambda: now_s[0])
-    watch.begin(b"a", "ROLLOUT", "generate")
-    watch.begin(b"b", "ROLLOUT", "generate")
-    watch.begin(b"c", "ACTOR", "train")
+def test_call_watch_counts_each_call_once_in_its_bucket():
+    clock = ManualClock()
+    watch = CallWatch(clock)
+    for call_id, role, method in (
+        (b"a", "ROLLOUT", "generate"),
+        (b"b", "ROLLOUT", "generate"),
+        (b"c", "ACTOR", "train"),
+    ):
+        watch.begin(call_id, role, method)
     assert watch.pending() == {"ROLLOUT": 2, "ACTOR": 1}
-    now_s[0] = 10.05
+    clock.advance(0.05)
     watch.end([b"a"])
-    now_s[0] = 5000.0
+    clock.advance(5000.0)
     watch.end([b"a", b"c"])  # the first one's result is read again
     assert watch.pending() == {"ROLLOUT": 1}
     counts = watch.drain()
@@ -148,8 +139,8 @@ def test_calls_are_counted_once_in_their_bucket_and_drained():
     assert watch.drain() == {}
 
 
-def test_results_that_nobody_reads_are_forgotten(monkeypatch):
-    monkeypatch.setattr(call_times, "_MOST_PENDING", 3)
+def test_call_watch_forgets_results_that_are_never_read(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_PENDING", 3)
     watch = CallWatch()
     for number in range(10):
         watch.begin(b"%d" % number, "ACTOR", "log")
