@@ -31,7 +31,7 @@ DEADLINE_S = 10.0
 
 
 class Master:
-    """Takes beats in, and answers what it is told to, in turns; a beat takes 4 s of the clock's."""
+    """Takes beats in, and gives its answers in turns; a beat takes 4 s of the clock's."""
 
     def __init__(self, *answers, clock=None):
         self.beats, self.several = [], threading.Event()
@@ -61,7 +61,7 @@ def beating(master, now_s=time.monotonic):
     return beater, ended, why
 
 
-def test_a_process_beats_again_and_again_with_what_it_does():
+def test_process_sends_its_heartbeat_again_and_again():
     master = Master(True)
     beater, ended, _ = beating(master)
     assert master.several.wait(DEADLINE_S)
@@ -71,7 +71,7 @@ def test_a_process_beats_again_and_again_with_what_it_does():
     assert not ended.is_set()
 
 
-def test_a_process_whose_place_is_taken_ends_itself_at_once():
+def test_replaced_process_ends_itself_at_once():
     master = Master(False)
     _, ended, why = beating(master)
     assert ended.wait(DEADLINE_S)
@@ -79,7 +79,7 @@ def test_a_process_whose_place_is_taken_ends_itself_at_once():
     assert "taken its place" in why[0]
 
 
-def test_a_master_that_is_away_is_waited_for_until_the_lease_is_over():
+def test_master_that_is_away_is_waited_for_during_the_lease():
     clock = ManualClock()
     master = Master(ConnectionError("away"), clock=clock)
     _, ended, why = beating(master, clock)
@@ -97,7 +97,7 @@ def test_an_answer_renews_the_lease():
     assert not ended.is_set()
 
 
-TOLD = """
+NOTICED = """
 import os, signal
 from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice
 
@@ -109,13 +109,15 @@ print("still there")
 """
 
 
-def test_the_first_sigterm_is_a_notice_and_the_second_ends_the_process():
-    process = subprocess.run([sys.executable, "-c", TOLD], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+def test_first_sigterm_is_a_notice_and_the_second_ends_the_process():
+    process = subprocess.run(
+        [sys.executable, "-c", NOTICED], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
     assert process.stdout == "it was sent SIGTERM\n"
     assert process.returncode == -signal.SIGTERM
 
 
-def test_a_file_is_a_notice_once_it_is_there(tmp_path):
+def test_file_is_a_notice_once_it_is_there(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     try:
         notice = DepartureNotice(str(tmp_path / "leave"))
@@ -123,13 +125,14 @@ def test_a_file_is_a_notice_once_it_is_there(tmp_path):
         (tmp_path / "leave").touch()
         assert notice.read() == f"{tmp_path / 'leave'} exists"
         os.remove(tmp_path / "leave")
-        assert notice.read(), "what was told stays"
+        assert notice.read(), "the notice stays"
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "the actor is dead")
+HUNG = Cause(CauseKind.HUNG, "ACTOR[0]", "no progress")
 
 
 @pytest.mark.parametrize(
@@ -150,14 +153,15 @@ def test_count_oom_kills_reads_the_first_file_with_one(tmp_path, texts, count):
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
 @pytest.mark.parametrize(
-    ("before", "later", "kind"),
+    ("cause", "before", "later", "kind"),
     [
-        (3, 4, CauseKind.OUT_OF_MEMORY),
-        (3, 3, CauseKind.PROCESS_DIED),
-        (-1, 4, CauseKind.PROCESS_DIED),  # a process that has sent none
+        (GONE, 3, 4, CauseKind.OUT_OF_MEMORY),
+        (GONE, 3, 3, CauseKind.PROCESS_DIED),
+        (GONE, -1, 4, CauseKind.PROCESS_DIED),  # a process that has sent none
+        (HUNG, 3, 4, CauseKind.HUNG),
     ],
 )
-def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, before, later, kind):
+def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, cause, before, later, kind):
     process, kernel = Process("node", host=host), tmp_path / "vmstat"
     kills = OomKills("here", (kernel,))
     kills.note(FIRST, process, before)
@@ -166,30 +170,38 @@ def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, before, lat
     else:
         kills.note(SECOND, process, later)
         kills.note(SECOND, Process("another", host="third"), 99)
-    cause = kills.explain(FIRST, process, GONE)
+    cause = kills.explain(FIRST, process, cause)
     assert (cause.kind, cause.who) == (kind, "ACTOR[0]")
     assert ("OOM killer" in cause.message) == (kind is CauseKind.OUT_OF_MEMORY)
 
 
-def test_explain_keeps_the_cause_of_any_other_loss(tmp_path):
-    kills, process = OomKills("here", ()), Process("node", host="elsewhere")
-    kills.note(FIRST, process, 1)
-    kills.note(SECOND, process, 2)
-    hung = Cause(CauseKind.HUNG, "ACTOR[0]", "no progress")
-    assert kills.explain(FIRST, process, hung) == hung
-
-
-WAITING = (
-    "import threading\ndef stuck_here():\n    print('ready', flush=True)\n    threading.Event().wait()\nstuck_here()"
-)
-SPINNING = (
-    "import threading\ndef spins_here():\n    print('ready', flush=True)\n    while True:\n        pass\nspins_here()"
-)
+WAITING = """
+import threading
+def stuck_here():
+    print('ready', flush=True)
+    threading.Event().wait()
+stuck_here()
+"""
+SPINNING = """
+def spins_here():
+    print('ready', flush=True)
+    while True:
+        pass
+spins_here()
+"""
+READING = """
+import sys
+def reads_here():
+    print('ready', flush=True)
+    sys.exit(int(sys.stdin.readline()))
+reads_here()
+"""
 
 
 @contextlib.contextmanager
 def process(code):
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout.readline() == "ready\n"
             yield child
@@ -198,24 +210,14 @@ def process(code):
 
 
 @pytest.mark.parametrize(("code", "function"), [(WAITING, "stuck_here"), (SPINNING, "spins_here")])
-def test_the_stack_names_the_function_a_process_is_in(code, function):
+def test_stack_names_the_function_of_a_process(code, function):
     with process(code) as child:
         assert function in stacks_of(child.pid, deadline_s=10.0)
         assert child.poll() is None
 
 
-def test_a_stopped_process_shows_its_stack_and_goes_on_afterwards():
-    code = """if True:
-        import sys
-        def reads_here():
-            print('ready', flush=True)
-            sys.exit(int(sys.stdin.readline()))
-        reads_here()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout.readline() == "ready\n"
+def test_stopped_process_shows_its_stack_and_continues():
+    with process(READING) as child:
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
         assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)
@@ -224,15 +226,13 @@ def test_a_stopped_process_shows_its_stack_and_goes_on_afterwards():
         assert child.returncode == 7
 
 
-def test_of_a_process_that_is_gone_it_says_so():
-    child = subprocess.run(["true"], check=True, capture_output=True)
-    assert child.returncode == 0
+def test_stacks_of_a_gone_process_has_the_reason():
     text = stacks_of(2**22 - 1)
     assert text.startswith("no Python stacks of process 4194303: ")
     assert "o such process" in text
 
 
-def test_without_the_tool_the_kernel_is_asked(tmp_path):
+def test_stacks_of_without_the_tool_asks_the_kernel(tmp_path):
     with process(WAITING) as child:
         deadline_s = time.monotonic() + 10.0
         while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
@@ -251,7 +251,7 @@ def test_without_the_tool_the_kernel_is_asked(tmp_path):
         ("exit 0", "found no stacks"),
     ],
 )
-def test_a_tool_that_is_refused_or_hangs_or_finds_nothing_costs_no_more_than_the_deadline(tmp_path, script, why):
+def test_stacks_of_with_a_failing_tool_keeps_its_deadline(tmp_path, script, why):
     tool = tmp_path / "tool"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -262,7 +262,7 @@ def test_a_tool_that_is_refused_or_hangs_or_finds_nothing_costs_no_more_than_the
     assert "State: " in text
 
 
-def test_something_else_than_python_is_described_by_the_kernel():
+def test_other_programs_are_described_by_the_kernel():
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             text = stacks_of(child.pid, deadline_s=1.0)
@@ -273,48 +273,46 @@ def test_something_else_than_python_is_described_by_the_kernel():
 
 
 @pytest.fixture
-def session(tmp_path):
+def logs(tmp_path):
     (tmp_path / "logs").mkdir()
-    return tmp_path
+    return tmp_path / "logs"
 
 
-def test_the_last_lines_of_a_worker_without_rays_marks(session):
-    text = ":job_id:01000000\n:actor_name:A\n" + "".join(f"line {number}\n" for number in range(50))
-    (session / "logs/worker-ab12-01000000-4711.err").write_text(text)
-    (session / "logs/worker-ab12-01000000-4711.out").write_text("said\n")
-    (session / "logs/worker-ab12-01000000-711.err").write_text("another process\n")
-    assert ray_worker_log_tail(session, 4711, lines=3) == "line 47\nline 48\nline 49"
+FIFTY_LINES = ":job_id:01000000\n:actor_name:A\n" + "".join(f"line {number}\n" for number in range(50))
 
 
-def test_log_is_that_of_the_newest_process_with_the_pid(session):
-    for age_s, name in ((100, "01000000"), (0, "02000000"), (200, "03000000")):
-        file = session / f"logs/worker-ab12-{name}-4711.err"
-        file.write_text(f"{name}\n")
+@pytest.mark.parametrize(
+    ("files", "tail"),
+    [
+        ({"01000000-4711.err": FIFTY_LINES, "01000000-711.err": "another process\n"}, "line 47\nline 48\nline 49"),
+        ({"01000000-4711.err": FIFTY_LINES, "01000000-4711.out": "said\n"}, "line 47\nline 48\nline 49"),
+        (
+            {"01000000-4711.err": ":actor_name:A\nTraceback\nBoom\n", "01000000-4711.out": "one\ntwo\n"},
+            "two\nTraceback\nBoom",
+        ),
+        ({"03000000-4711.err": "older\n", "02000000-4711.err": "newest\n"}, "newest"),
+        ({}, ""),
+    ],
+    ids=["of its process", "stderr first", "and stdout", "newest process", "none"],
+)
+def test_ray_worker_log_tail_has_the_last_lines_without_marks(logs, files, tail):
+    for age_s, (name, text) in enumerate(reversed(files.items())):
+        file = logs / f"worker-ab12-{name}"
+        file.write_text(text)
         os.utime(file, (1e9 - age_s,) * 2)
-    assert ray_worker_log_tail(session, 4711) == "02000000"
+    assert ray_worker_log_tail(logs.parent, 4711, lines=3) == tail
 
 
-def test_stdout_fills_the_room_that_stderr_leaves(session):
-    (session / "logs/worker-ab12-01000000-4711.err").write_text(":actor_name:A\nTraceback\nBoom\n")
-    (session / "logs/worker-ab12-01000000-4711.out").write_text("one\ntwo\n")
-    assert ray_worker_log_tail(session, 4711, lines=3) == "two\nTraceback\nBoom"
-
-
-def test_a_huge_log_is_read_from_its_end(session):
-    with (session / "logs/worker-ab12-01000000-4711.err").open("wb") as file:
-        file.truncate(1 << 33)
-        file.seek(0, os.SEEK_END)
-        file.write(b"\n\xff last words\n")
-    assert ray_worker_log_tail(session, 4711, lines=1).endswith(" last words")
-
-
-def test_no_log_no_lines(tmp_path):
-    assert ray_worker_log_tail(tmp_path / "nowhere", 1) == ""
-
-
-def test_a_log_that_cannot_be_read_is_no_error(session):
-    (session / "logs/worker-ab12-01000000-4711.err").mkdir()
-    assert ray_worker_log_tail(session, 4711) == ""
+def test_ray_worker_log_tail_reads_a_huge_log_from_its_end(logs):
+    file = logs / "worker-ab12-01000000-4711.err"
+    with file.open("wb") as log:
+        log.truncate(1 << 33)
+        log.seek(0, os.SEEK_END)
+        log.write(b"\n\xff last words\n")
+    assert ray_worker_log_tail(logs.parent, 4711, lines=1).endswith(" last words")
+    file.unlink()
+    file.mkdir()
+    assert ray_worker_log_tail(logs.parent, 4711) == ""  # it cannot be read
 
 
 def test_the_module_needs_no_ray():

@@ -28,120 +28,21 @@ from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL, WRITTEN
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+from tests.support.disks import damage_byte
 from tests.support.durable_toys import Stage, kill, kill_trainer, wait_for_copies
 
-
-class Total(BaseWorkload):
-    def __init__(self, total=0):
-        super().__init__(None, {})
-        self.total = total
-
-    def state_dict(self):
-        return {"total": self.total}
-
-    def load_state_dict(self, state):
-        self.total = state["total"]
-
-
-@pytest.fixture
-def roots(tmp_path):
-    """The trainer is on node a."""
-    made = Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory", node="a")
-    made.commit_store("b").claim(1)
-    made.durable_store().claim(1)
-    return made
-
-
-@pytest.fixture
-def member():
-    return MemberState("ACTOR", 0, 1, "b")
-
-
-@pytest.fixture
-def copied(roots):
-    """The state after step 1 in the job's directory; the worker that wrote it is gone."""
-    file = MemberState("ACTOR", 0, 1, "b").commit(Total(5), CommitRequest(1, roots, persist=True)).file
-    wait_for_copies()
-    return Piece(f"{roots.durable}/{folder_name(1, 1)}", file)
-
-
-def restore(member, roots, step, *pieces):
-    """The total in the first of the pieces that can be read."""
-    workload = Total()
-    member.restore(workload, GenerationRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
-    return workload.total
-
-
-def steps_in(roots):
-    return sorted(int(path.name[5:13]) for path in roots.commits.glob("step-*"))
-
-
-@pytest.mark.parametrize(("rank", "step"), [(1, 2), (0, 1)], ids=["another worker's", "another step's"])
-def test_an_intact_file_of_another_member_or_step_is_not_loaded(roots, member, rank, step):
-    file = MemberState("ACTOR", rank, 1, "b").commit(Total(5), CommitRequest(step, roots)).file
-    with pytest.raises(CheckpointCorrupt):
-        restore(member, roots, 2, Piece(folder_name(step, 1), file))
-
-
-def test_persist_answers_with_the_copy_of_its_step(roots, member):
-    member.commit(Total(1), CommitRequest(1, roots, persist=True))
-    wait_for_copies()
-    file = member.commit(Total(2), CommitRequest(2, roots)).file
-    pieces = {"ACTOR-0": Piece(folder_name(2, 1), file)}
-    copy = member.persist(GenerationRequest(2, (pieces,), roots))
-    assert copy.checksum == file.checksum
-    assert (roots.durable / folder_name(2, 1) / file.name).exists()
-
-
-@pytest.mark.parametrize("what", ["damaged", "gone"])
-def test_what_cannot_be_read_in_one_place_is_read_in_the_next(roots, member, copied, what):
-    near = copied._replace(folder=folder_name(1, 1))
-    path = roots.commits / near.folder / near.file.name
-    path.unlink() if what == "gone" else path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert restore(member, roots, 1, near, copied) == 5
-
-
-def test_a_node_without_the_trainer_keeps_the_last_commit_and_removes_what_is_older(roots, member):
-    for step in (1, 2, 3):
-        member.commit(Total(step), CommitRequest(step, roots, first_kept=step - 1))
-    assert steps_in(roots) == [2, 3]
-
-
-def test_a_neighbours_file_does_not_take_the_place_of_what_is_being_copied(roots, member):
-    file = member.commit(Total(1), CommitRequest(1, roots)).file
-    content = np.fromfile(roots.commits / folder_name(1, 1) / file.name, np.uint8)
-    neighbours_file = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
-    for copying, left in ((1, [1, 3]), (None, [3])):
-        assert store(Part(roots, neighbours_file, 0, first_kept=3, copying=copying), content, "b")
-        assert steps_in(roots) == left
-
-
-@pytest.mark.parametrize("copying", [1, None], ids=["the trainer says so", "another trainer does not know"])
-def test_what_is_being_copied_is_kept_until_it_is(roots, member, monkeypatch, copying):
-    go_on, put = threading.Event(), CheckpointStore.put
-    monkeypatch.setattr(CheckpointStore, "put", lambda *args: go_on.wait(30) and put(*args))
-    member.commit(Total(1), CommitRequest(1, roots, persist=True))
-    member.commit(Total(2), CommitRequest(2, roots, first_kept=2, copying=copying))
-    meanwhile = steps_in(roots)
-    go_on.set()
-    wait_for_copies()
-    assert meanwhile == [1, 2]
-    assert (roots.durable / folder_name(1, 1) / "ACTOR-0.1.state").exists()
-    member.commit(Total(3), CommitRequest(3, roots, first_kept=3))
-    assert steps_in(roots) == [3]
-
-
-ACTOR = ProcessId("ACTOR", 0)
+STATE = "ACTOR-0.1.state"
+STEPS = 5
 
 
 class Adder(BaseWorkload):
-    """Adds in place: what it has given to be written is the live array."""
+    """Adds in place: the state that it has given to be written is the live array."""
 
     guards_state = True
 
-    def __init__(self, master_handle, config):
+    def __init__(self, master_handle=None, config=None, total=0.0):
         super().__init__(master_handle, config)
-        self.total = np.zeros(1000)
+        self.total = np.full(1000, total)
 
     def look(self):
         return float(self.total[0])
@@ -164,35 +65,124 @@ class UsersAdder(Adder):
 
 @pytest.fixture
 def roots(tmp_path):
-    made = Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
-    made.commit_store("").claim(1)
-    made.durable_store().claim(1)
-    return made
+    """The trainer is on node a."""
+    roots = Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory", node="a")
+    roots.commit_store("b").claim(1)
+    roots.durable_store().claim(1)
+    return roots
+
+
+def held_up(write):
+    """``write`` in the threads that write states: it waits for the event, and fails with the event's ``error``."""
+    event = threading.Event()
+    event.error = None
+
+    def slowly(*arguments):
+        if threading.current_thread().name.startswith("dlrover-copy"):
+            assert event.wait(30)
+            if event.error is not None:
+                raise event.error
+        return write(*arguments)
+
+    return event, slowly
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def member():
+    return MemberState("ACTOR", 0, 1, "b")
+
+
+def commit(member, roots, step, total=5.0, **terms):
+    return member.commit(Adder(total=total), CommitRequest(step, roots, **terms)).file
+
+
+def restore(member, roots, step, *pieces):
+    """The total in the first of the pieces that can be read."""
+    workload = Adder()
+    member.restore(workload, GenerationRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
+    return workload.look()
+
+
+def steps_in(roots):
+    return sorted(int(path.name[5:13]) for path in roots.commits.glob("step-*"))
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 2), (0, 1)], ids=["another worker's", "another step's"])
+def test_restore_refuses_an_intact_file_of_another_state(roots, member, rank, step):
+    file = commit(MemberState("ACTOR", rank, 1, "b"), roots, step)
+    with pytest.raises(CheckpointCorrupt):
+        restore(member, roots, 2, Piece(folder_name(step, 1), file))
+
+
+def test_persist_answers_with_the_copy_of_its_step(roots, member):
+    commit(member, roots, 1, persist=True)
+    wait_for_copies()
+    file = commit(member, roots, 2)
+    pieces = {"ACTOR-0": Piece(folder_name(2, 1), file)}
+    copy = member.persist(GenerationRequest(2, (pieces,), roots))
+    assert copy.checksum == file.checksum
+    assert (roots.durable / folder_name(2, 1) / file.name).exists()
+
+
+@pytest.mark.parametrize("harm", [damage_byte, lambda path: path.unlink()], ids=["damaged", "gone"])
+def test_restore_reads_the_copy_of_a_lost_file(roots, member, harm):
+    file = commit(MemberState("ACTOR", 0, 1, "b"), roots, 1, persist=True)
+    wait_for_copies()
+    near, copied = Piece(folder_name(1, 1), file), Piece(f"{roots.durable}/{folder_name(1, 1)}", file)
+    harm(roots.commits / near.folder / near.file.name)
+    assert restore(member, roots, 1, near, copied) == 5.0
+
+
+def test_node_without_the_trainer_keeps_the_last_commit(roots, member):
+    for step in (1, 2, 3):
+        commit(member, roots, step, first_kept=step - 1)
+    assert steps_in(roots) == [2, 3]
+
+
+def test_file_of_a_neighbour_spares_the_step_that_is_copied(roots, member):
+    file = commit(member, roots, 1)
+    content = np.fromfile(roots.commits / folder_name(1, 1) / file.name, np.uint8)
+    neighbours_file = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
+    for copying, left in ((1, [1, 3]), (None, [3])):
+        assert store(Part(roots, neighbours_file, 0, first_kept=3, copying=copying), content, "b")
+        assert steps_in(roots) == left
+
+
+@pytest.mark.parametrize("copying", [1, None], ids=["the trainer knows", "another trainer does not know"])
+def test_step_that_is_copied_stays_until_then(roots, member, monkeypatch, copying):
+    free, put = held_up(CheckpointStore.put)
+    monkeypatch.setattr(CheckpointStore, "put", put)
+    commit(member, roots, 1, persist=True)
+    commit(member, roots, 2, first_kept=2, copying=copying)
+    steps = steps_in(roots)
+    free.set()
+    wait_for_copies()
+    assert steps == [1, 2]
+    assert (roots.durable / folder_name(1, 1) / STATE).exists()
+    commit(member, roots, 3, first_kept=3)
+    assert steps_in(roots) == [3]
+
+
+# -- states that are written while the worker continues ---------------------------------------------------------------
 
 
 @pytest.fixture
 def host(monkeypatch):
     monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 0)
-    made = MemberHost()
-    made.start(UsersAdder, MemberContext(role=RLRoleType.ACTOR, rank=0), None, {})
-    yield made
-    made.close()
+    host = MemberHost()
+    host.start(UsersAdder, MemberContext(role=RLRoleType.ACTOR, rank=0), None, {})
+    yield host
+    host.close()
 
 
 @pytest.fixture
 def disk(monkeypatch):
     """Writes of states wait until ``disk.set()``, or fail with ``disk.error``."""
-    free, write = threading.Event(), CheckpointStore.write
-    free.error = None
-
-    def slowly(self, step, epoch, name, header, tree):
-        if threading.current_thread().name.startswith("dlrover-copy"):
-            assert free.wait(30)
-            if free.error is not None:
-                raise free.error
-        return write(self, step, epoch, name, header, tree)
-
-    monkeypatch.setattr(CheckpointStore, "write", slowly)
+    free, write = held_up(CheckpointStore.write)
+    monkeypatch.setattr(CheckpointStore, "write", write)
     yield free
     free.set()
 
@@ -212,47 +202,45 @@ def begin(host, roots, **terms):
     return ask(host, COMMIT, CommitRequest(1, roots, **terms))
 
 
-def in_thread(act):
-    done = threading.Event()
-
-    def run():
-        act()
-        done.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
-
-
 def test_guarded_methods_run_while_the_state_is_written(host, roots, disk):
     assert begin(host, roots).file is None
     assert call(host, 2, "look") == 1.0
     assert ask(host, WRITTEN, WrittenRequest()).file is None
     disk.set()
     wait_for_copies()
-    assert ask(host, WRITTEN, WrittenRequest()).file.name == "ACTOR-0.1.state"
+    assert ask(host, WRITTEN, WrittenRequest()).file.name == STATE
 
 
-@pytest.mark.parametrize("method", ["add", "move", "raw", "close", "commit", "written"])
-def test_state_changes_wait_until_it_is_written(host, roots, disk, method):
+ACTS = {
+    "add": lambda host, roots: call(host, 2, "add", 5),
+    "move": lambda host, roots: call(host, 2, "move"),
+    "raw": lambda host, roots: host.run("add", (1,), {}),
+    "close": lambda host, roots: host.close(),
+    "commit": lambda host, roots: ask(host, COMMIT, CommitRequest(2, roots)),
+    "written": lambda host, roots: ask(host, WRITTEN, WrittenRequest(waits=True)),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_state_changes_wait_until_it_is_written(host, roots, disk, act):
+    done = threading.Event()
+
+    def run():
+        ACTS[act](host, roots)
+        done.set()
+
     begin(host, roots)
-    acts = {
-        "raw": lambda: host.run("add", (1,), {}),
-        "close": host.close,
-        "commit": lambda: ask(host, COMMIT, CommitRequest(2, roots)),
-        "written": lambda: ask(host, WRITTEN, WrittenRequest(waits=True)),
-        "move": lambda: call(host, 2, "move"),
-    }
-    done = in_thread(acts.get(method, lambda: call(host, 2, "add", 5)))
+    threading.Thread(target=run, daemon=True).start()
     assert not done.wait(0.2)
     disk.set()
     assert done.wait(30)
-    state = roots.commits / "step-00000001.e1" / "ACTOR-0.1.state"
+    state = roots.commits / folder_name(1, 1) / STATE
     assert np.frombuffer(state.read_bytes()[-8004:-4]).tolist() == [1.0] * 1000, "as it was after step 1"
 
 
 def test_small_states_are_written_within_the_call(host, roots, monkeypatch):
     monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 8000)
-    assert begin(host, roots).file.name == "ACTOR-0.1.state"
+    assert begin(host, roots).file.name == STATE
 
 
 def test_copy_has_the_state_of_its_step(host, roots, disk):
@@ -261,9 +249,9 @@ def test_copy_has_the_state_of_its_step(host, roots, disk):
     disk.set()
     call(host, 2, "add", 5)
     wait_for_copies()
-    answer = ask(host, WRITTEN, WrittenRequest(copying=1))
-    path = roots.durable / "step-00000001.e1" / answer.copy.name
-    assert path.read_bytes() == (roots.commits / "step-00000001.e1" / "ACTOR-0.1.state").read_bytes()
+    copy = ask(host, WRITTEN, WrittenRequest(copying=1)).copy
+    copied, committed = (root / folder_name(1, 1) for root in (roots.durable, roots.commits))
+    assert (copied / copy.name).read_bytes() == (committed / STATE).read_bytes()
     other = ask(host, WRITTEN, WrittenRequest(copying=7))
     assert (other.copy, other.is_copying) == (None, False)
 
@@ -311,15 +299,16 @@ def test_seconds_are_waits_and_a_share_of_the_cores(monkeypatch):
 )
 def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
     files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}
-    trainers = roots.commit_store("").write(4, 1, "trainer.state", {}, {})
-    for store in (roots.durable_store(), roots.commit_store("")):
+    commits, copies = roots.commit_store(""), roots.durable_store()
+    trainers = commits.write(4, 1, "trainer.state", {}, {})
+    for generations in (copies, commits):
         for file in files.values():
-            (store.folder(4, 1) / file.name).write_bytes(bytes(10))
-    manifest = roots.commit_store("").commit(4, 1, {**files, TRAINER: trainers})
-    copying = Copying(roots.commit_store(""), roots.durable_store(), 1, None, {})
-    copying.at = manifest
-    copying.note({ACTOR: CommitAnswer(None, copy=files["ACTOR-0"]), ProcessId("ACTOR", 1): other})
-    assert [copy.step for copy in roots.durable_store().manifests()] == ([4] if other.copy else [])
+            (generations.folder(4, 1) / file.name).write_bytes(bytes(10))
+    copying = Copying(commits, copies, 1, None, {})
+    copying.at = commits.commit(4, 1, {**files, TRAINER: trainers})
+    first = CommitAnswer(None, copy=files["ACTOR-0"])
+    copying.note({ProcessId("ACTOR", 0): first, ProcessId("ACTOR", 1): other})
+    assert [copy.step for copy in copies.manifests()] == ([4] if other.copy else [])
     assert (copying.step is None) == (not other.is_copying), "one that failed is given up"
 
 
@@ -333,15 +322,12 @@ def slow_writes(monkeypatch):
     monkeypatch.setattr("tests.support.durable_toys.wait_for_copies", lambda: None)
     write, may_write = CheckpointStore.write, threading.Event()
 
-    def slowly(self, step, epoch, name, header, tree):
+    def slowly(*arguments):
         if threading.current_thread().name.startswith("dlrover-copy"):
             may_write.wait(0.02)
-        return write(self, step, epoch, name, header, tree)
+        return write(*arguments)
 
     monkeypatch.setattr(CheckpointStore, "write", slowly)
-
-
-STEPS = 5
 
 
 def results_of(outcome):
@@ -351,7 +337,7 @@ def results_of(outcome):
 
 @pytest.mark.parametrize("commit_every", [1, 2, 8])
 @pytest.mark.parametrize("lost", [kill("ACTOR", 1), kill("ROLLOUT", 0), kill_trainer], ids=["actor", "rollout", "all"])
-def test_a_loss_at_any_call_ends_in_the_same_bits(tmp_path, slow_writes, commit_every, lost):
+def test_loss_at_any_call_ends_in_the_same_bits(tmp_path, slow_writes, commit_every, lost):
     stage = Stage(tmp_path / "calm", steps=STEPS, every=100)
     expected = results_of(stage.run())
     for at in range(12, len(stage.port.calls), 7):
@@ -360,19 +346,16 @@ def test_a_loss_at_any_call_ends_in_the_same_bits(tmp_path, slow_writes, commit_
         assert all(later > earlier for earlier, later in pairwise(faulty.progress))
 
 
-def test_a_stride_counts_from_commits_that_have_begun(tmp_path, slow_writes):
+def test_stride_counts_from_commits_that_have_begun(tmp_path, slow_writes):
     stage = Stage(tmp_path / "job", steps=6, every=100, commit_every=2)
     stage.run()
-    assert [call for call in stage.port.calls if call[:2] == ("ACTOR", 0) and call[2] == "!commit"] == [
-        ("ACTOR", 0, "!commit")
-    ] * 4, "of the steps 0, 2, 4 and 6"
+    assert len(stage.calls_of("ACTOR", "!commit", rank=0)) == 4, "of the steps 0, 2, 4 and 6"
 
 
-def test_a_lost_rank_goes_back_with_all_roles(tmp_path):
+def test_lost_rank_goes_back_with_all_roles(tmp_path):
     calm = Stage(tmp_path / "calm", steps=STEPS, every=100, commit_every=3)
     expected = calm.run()
-    updates = [number for number, (_, rank, method) in enumerate(calm.port.calls) if (rank, method) == (0, "update")]
     stage = Stage(tmp_path / "job", steps=STEPS, every=100, commit_every=3)
-    assert stage.run({(updates[4], "before"): kill("ACTOR", 0)}) == expected
-    assert [trainer.restart_info.step for trainer in stage.attempts] == [0, 3]
+    assert stage.run({(calm.calls_of("ACTOR", "update", rank=0)[4], "before"): kill("ACTOR", 0)}) == expected
+    assert stage.restarted_after() == [0, 3]
     assert stage.progress == [3, 5]
