@@ -11,8 +11,6 @@ import pytest
 
 from dlrover.python.rl.common.errors import (
     CallSkipped,
-    CheckpointCorrupt,
-    CheckpointMissing,
     InvocationError,
     ReplayDiverged,
     ResultLost,
@@ -25,9 +23,8 @@ from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import Piece, folder_name
 from dlrover.python.rl.runtime.member.arguments import CallHeader, decode, encode
 from dlrover.python.rl.runtime.member.host import MemberHost
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Call, Ref, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, RAW_CALL, RESTORE, WHERE, Call, Ref, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
-from tests.support.disks import damage_byte
 from tests.support.manual_clock import ManualClock
 
 
@@ -384,30 +381,3 @@ def test_restore_forgets_the_answers_of_later_steps(host, roots):
     assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
     assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
     assert host.executed == {"add": 3}
-
-
-@pytest.mark.parametrize(
-    ("harm", "error"), [(damage_byte, CheckpointCorrupt), (lambda path: path.unlink(), CheckpointMissing)]
-)
-def test_damaged_or_missing_file_is_not_loaded(host, roots, harm, error):
-    file = commit(host, roots, 1).file
-    harm(roots.commits / folder_name(1, 1) / file.name)
-    with pytest.raises(InvocationError) as caught:
-        restore(host, roots, 1, file)
-    assert isinstance(caught.value.original, error)
-    with pytest.raises(InvocationError, match="step 1 has no ACTOR-1"):
-        ask(host, RESTORE, GenerationRequest(1, (), roots))
-
-
-def test_copy_is_made_in_the_background_or_on_request(host, other, roots):
-    folder = folder_name(2, 1)
-    file = commit(host, roots, 2, persist=True).file
-    request = GenerationRequest(2, ({"ACTOR-1": Piece(folder, file)},), roots)
-    copied = ask(host, PERSIST, request)
-    durable = roots.durable / folder / copied.name
-    assert durable.read_bytes() == (roots.commits / folder / copied.name).read_bytes()
-    later = commit(host, roots, 3, copying=2)
-    assert (later.copy, later.is_copying) == (copied, False)
-    durable.unlink()
-    assert ask(other, PERSIST, request) == copied
-    assert durable.exists()
