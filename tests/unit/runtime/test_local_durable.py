@@ -119,7 +119,7 @@ def test_death_of_a_stateless_member_costs_its_own_calls(folder, victim):
 
 def test_death_of_a_rank_costs_the_step_of_its_group_only(folder):
     reference, _ = undisturbed(folder, steps=3)
-    stage, _ = kill_at(folder / "job", reference.calls_of("ACTOR", "update", 1)[1], kill("ACTOR", 1), steps=3)
+    stage, _ = kill_at(folder / "job", reference.calls_of("ACTOR", "update", 1)[2], kill("ACTOR", 1), steps=3)
     before, after = reference.executed(), stage.executed()
     assert [after["ACTOR", rank]["update"] for rank in (0, 1)] == [1, 1]  # the last step's, of the new processes
     for member in (("ROLLOUT", 0), ("ROLLOUT", 1), ("REWARD", 0), ("REWARD", 1)):

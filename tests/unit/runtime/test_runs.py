@@ -41,49 +41,50 @@ def room_of(folder, members, nodes, state, settings=""):
         (64, 8, 70e9, "commit_to: job_dir", 0, (3 + 4) * 840),
     ],
 )
-def test_the_room_follows_from_the_states_and_the_plan(tmp_path, members, nodes, parameters, settings, memory, disk):
+def test_room_follows_from_the_states_and_the_plan(tmp_path, members, nodes, parameters, settings, memory, disk):
     state = int(12 * parameters / members)
-    job, found = room_of(tmp_path, members, nodes, state, settings)
-    assert (found.memory, found.disk) == (memory * GB, disk * GB)
-    (line,) = describe_room(found)
+    job, room = room_of(tmp_path, members, nodes, state, settings)
+    assert (room.memory, room.disk) == (memory * GB, disk * GB)
+    (line,) = describe_room(room)
     assert line.startswith(f"commits: ACTOR {members} x {short_number(state)}B; ")
     assert line.endswith(f"{short_number(disk * GB)}B in the job's directory")
     assert ("in the memory of a node" in line) == bool(memory)
 
 
-def test_what_cannot_fit_is_refused_with_both_numbers_and_what_helps(tmp_path, monkeypatch):
-    job, found = room_of(tmp_path, 8, 1, 10 * GB, "commit_every: 1")
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=250, f_frsize=GB))
-    (error,) = validate_room(job, found)
-    assert error.where == "checkpoint.commit_to"
-    assert "commits need 320 GB in " in error.what and "which has 250 GB in all" in error.what
-    assert error.what.endswith("checkpoint.commit_to: job_dir needs no memory")
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=239, f_frsize=GB))
-    assert [error.where for error in validate_room(job, found)] == ["checkpoint.commit_to", "job_dir"]
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=321, f_frsize=GB))
-    assert validate_room(job, found) == []
+@pytest.mark.parametrize(
+    ("size_gb", "errors"), [(250, ["checkpoint.commit_to"]), (239, ["checkpoint.commit_to", "job_dir"]), (321, [])]
+)
+def test_validate_room_compares_it_with_the_disks(tmp_path, monkeypatch, size_gb, errors):
+    job, room = room_of(tmp_path, 8, 1, 10 * GB, "commit_every: 1")
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=size_gb, f_frsize=GB))
+    refusals = validate_room(job, room)
+    assert [error.where for error in refusals] == errors
+    if errors:
+        message = refusals[0].what
+        assert "commits need 320 GB in " in message and f"which has {size_gb} GB in all" in message
+        assert message.endswith("checkpoint.commit_to: job_dir needs no memory")
 
 
-def test_a_state_of_unknown_size_is_said_and_refuses_nothing(tmp_path):
-    job, found = room_of(tmp_path, 1, 1, None)
-    assert found is None and validate_room(job, found) == []
-    assert describe_room(found) == ["commits: the size of a state is unknown until it is loaded"]
+def test_room_of_a_state_of_unknown_size_refuses_nothing(tmp_path):
+    job, room = room_of(tmp_path, 1, 1, None)
+    assert room is None and validate_room(job, room) == []
+    assert describe_room(room) == ["commits: the size of a state is unknown until it is loaded"]
     assert describe_room(room_of(tmp_path, 1, 1, 0)[1]) == []
 
 
 def sizes_of(paths):
-    """By file: one that is written over gets another name meanwhile."""
+    """The size of each file: one that is written over gets another name."""
     sizes = {}
     for path in paths:
         with suppress(FileNotFoundError):  # it has got its name
-            found = path.stat()
-            sizes[found.st_ino] = found.st_size
+            status = path.stat()
+            sizes[status.st_ino] = status.st_size
     return list(sizes.values())
 
 
 @pytest.mark.parametrize("commit_every", [1, 2, 3])
 @pytest.mark.parametrize("spread", [False, True])
-def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, spread):
+def test_commits_take_no_more_memory_than_their_room(tmp_path, commit_every, spread):
     """Apart from copies, of which this job makes one: at its end, when the states are due anyway."""
     nodes = {("ACTOR", 0): "a", ("ACTOR", 1): "b", ("ROLLOUT", 1): "b", "trainer": "a"}
     stage = Stage(tmp_path / "job", steps=12, every=100, nodes=nodes, spread=spread, commit_every=commit_every)
@@ -92,8 +93,8 @@ def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, spread):
 
     def measuring(role, rank, call):
         for node in "ab":
-            found = (tmp_path / "job" / node).rglob("*ACTOR-*")
-            sizes = sizes_of(path for path in found if path.suffix in (".state", ".tmp"))
+            paths = (tmp_path / "job" / node).rglob("*ACTOR-*")
+            sizes = sizes_of(path for path in paths if path.suffix in (".state", ".tmp"))
             taken.append(sum(sizes))
             one.extend(sizes)
         return submit(role, rank, call)
@@ -128,7 +129,7 @@ def uploaded(folder):
     return sorted(str(path.relative_to(folder / "store")) for path in (folder / "store").rglob("*") if path.is_file())
 
 
-def test_a_log_that_is_rotated_during_an_upload_is_left_for_the_next_one(files, tmp_path):
+def test_log_rotated_during_an_upload_is_left_for_the_next_one(files, tmp_path):
     log = tmp_path / "run" / "logs" / "actor-0.log"
     files.where, files.change = "logs/actor-0.log", lambda: log.rename(f"{log}.1")
     files.upload()
@@ -137,7 +138,7 @@ def test_a_log_that_is_rotated_during_an_upload_is_left_for_the_next_one(files, 
     assert uploaded(tmp_path) == ["logs/actor-0.log.1", "logs/trainer.log", "metrics.jsonl"]
 
 
-def test_a_file_that_is_there_and_cannot_be_uploaded_is_an_error(files):
+def test_file_that_cannot_be_uploaded_is_an_error(files):
     def refuse():
         raise CheckpointMissing("the bucket is not there")
 

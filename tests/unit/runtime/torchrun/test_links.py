@@ -4,7 +4,7 @@
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 
@@ -21,11 +21,6 @@ class Store(dict):
         self[key] = value
 
 
-def linked():
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    return PlainLink(ours), theirs
-
-
 class PlainLink(Link):
     """Over a socket without TCP's options."""
 
@@ -34,8 +29,9 @@ class PlainLink(Link):
 
 
 @pytest.mark.parametrize("part", [b"", b"\0\0", b"\0\0\0\x30", b"\0\0\0\x30" + b"x" * 20, b"x" * 47])
-def test_an_incomplete_hello_is_not_waited_for(part):
-    link, stray = linked()
+def test_incomplete_hello_is_not_waited_for(part):
+    connection, stray = socket.socketpair(socket.AF_UNIX)
+    link = PlainLink(connection)
     stray.sendall(part)
     begin = time.monotonic()
     assert link.receive_hello(0.05) == b""
@@ -45,7 +41,7 @@ def test_an_incomplete_hello_is_not_waited_for(part):
     link.close()
 
 
-def test_a_stray_connection_does_not_keep_the_ranks_from_meeting(monkeypatch):
+def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     monkeypatch.setattr(links, "_HELLO_S", 0.05)
     store, meetings = Store(), []
     meeting = threading.Thread(target=lambda: meetings.append(accept_all(LaunchEnv(0, 2), store)), daemon=True)
@@ -65,12 +61,12 @@ def test_a_stray_connection_does_not_keep_the_ranks_from_meeting(monkeypatch):
 
 
 JOB = """
-trainer: {module: test_run, class: Caller}
-workload: {actor: {module: test_run, class: Raiser}}
+trainer: {module: test_links, class: Caller}
+workload: {actor: {module: test_links, class: Raiser}}
 config: {error: none}
 """
 ERRORS = {"none": None, "interrupt": KeyboardInterrupt(), "value": ValueError("told to fail")}
-TOLD = []
+OUTCOMES = []
 
 
 class Raiser(BaseWorkload):
@@ -82,13 +78,13 @@ class Raiser(BaseWorkload):
 
 class Caller(BaseTrainer):
     def init(self):
-        TOLD.clear()
+        OUTCOMES.clear()
 
     def fit(self):
         self.RG_ACTOR.act()
 
     def on_end(self, outcome):
-        TOLD.append(outcome)
+        OUTCOMES.append(outcome)
 
 
 def launched(folder, error):
@@ -97,27 +93,21 @@ def launched(folder, error):
     return run_together(lambda: describe_job("", "job.yaml", [f"error={error}"], launch), launch, report_nothing)
 
 
-@pytest.mark.parametrize(("error", "outcomes"), [("none", []), ("value", ["failed"])])
-def test_the_trainer_is_told_that_it_has_failed(tmp_path, monkeypatch, error, outcomes):
+@pytest.mark.parametrize(("error", "outcomes"), [("none", []), ("value", ["failed"]), ("interrupt", ["stopped"])])
+def test_launched_trainer_hears_of_its_end(tmp_path, monkeypatch, error, outcomes):
     monkeypatch.chdir(tmp_path)
-    failure = launched(tmp_path, error)
-    assert (failure is not None, TOLD) == (bool(outcomes), outcomes)
-
-
-def test_the_trainer_is_told_that_it_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # The trainer's thread waits on for the interrupted actor: it shall not log that into another test's output.
+    # The trainer's thread still waits for the interrupted actor: it shall not log that into another test's output.
     monkeypatch.setattr("dlrover.python.rl.trainer.port.STRAGGLER_LOG_INTERVAL_S", 3600.0)
-    with pytest.raises(KeyboardInterrupt):
-        launched(tmp_path, "interrupt")
-    assert TOLD == ["stopped"]
+    with pytest.raises(KeyboardInterrupt) if error == "interrupt" else nullcontext():
+        assert (launched(tmp_path, error) is not None) == bool(outcomes)
+    assert outcomes == OUTCOMES
 
 
 HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def held():
+def port():
     port = HeldPort()
     yield port
     port.give_back()
@@ -134,27 +124,24 @@ def bound(port, reuse):
     return closing(server)
 
 
-def test_nobody_gets_it_but_a_server_that_reuses_addresses(held):
-    port = held.take(address=HERE)
+def test_held_port_is_for_servers_that_reuse_addresses_only(port):
+    number = port.take(address=HERE)
     with pytest.raises(OSError, match="in use"):
-        bound(port, reuse=False)
-    with bound(port, reuse=True) as server:
+        bound(number, reuse=False)
+    with bound(number, reuse=True) as server:
         server.listen()
-        with socket.create_connection((HERE, port), timeout=5):
+        with socket.create_connection((HERE, number), timeout=5):
             pass
-
-
-def test_torch_meets_at_a_held_port(held):
     distributed = pytest.importorskip("torch.distributed")
-    store = distributed.TCPStore(HERE, held.take(address=HERE), 1, is_master=True)
+    store = distributed.TCPStore(HERE, number, 1, is_master=True)
     store.set("met", "yes")
     assert store.get("met") == b"yes"
 
 
-def test_two_never_hold_the_same(held):
+def test_held_port_is_free_once_it_is_given_back(port):
     other = HeldPort()
-    wanted = held.take(address=HERE)
+    wanted = port.take(address=HERE)
     assert other.take((wanted,), HERE) not in (wanted, 0)
-    held.give_back()
-    assert (held.number, other.take((wanted,), HERE)) == (0, wanted)
+    port.give_back()
+    assert (port.number, other.take((wanted,), HERE)) == (0, wanted)
     other.give_back()
