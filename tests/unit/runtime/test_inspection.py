@@ -99,10 +99,7 @@ NO_CLASS = f"module '{TOYS}' has no class 'Addder'; did you mean 'Adder'?"
         ({"trainer": "Adder"}, {"trainer.class": "Adder does not extend BaseTrainer"}),
         ({"actor": "Loop"}, {"workload.actor.class": "Loop does not extend BaseWorkload"}),
         ({"trainer": "NoFit"}, {"trainer.class": "NoFit does not define fit"}),
-        (
-            {"trainer": "Picky", "broken": True},
-            {"trainer": "check_config raised RuntimeError: the check itself broke"},
-        ),
+        ({"trainer": "Picky", "broken": True}, {"trainer": "check_config raised RuntimeError: the check itself broke"}),
         ({"trainer": "Planned", "steps": 0}, {"config.steps": "is 0, says the plan of Planned"}),
     ],
     ids=["several", "no trainer", "no workload", "no fit", "failed check", "plan"],

@@ -14,12 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dlrover.python.rl.runtime.interrupts import (
-    hangup_terminates,
-    insistent_interrupts,
-    noted_signals,
-    sigterm_unwinds,
-)
+from dlrover.python.rl.runtime.interrupts import hangup_terminates, insistent_interrupts, noted_signals, sigterm_unwinds
 
 
 class Finalizer:

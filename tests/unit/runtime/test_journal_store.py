@@ -10,15 +10,7 @@ import pytest
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
-from tests.support.disks import (
-    DAMAGES,
-    flips_of,
-    frozen,
-    largest_file,
-    reports_of_a_killed_writer,
-    system_calls,
-    thaw,
-)
+from tests.support.disks import DAMAGES, flips_of, frozen, largest_file, reports_of_a_killed_writer, system_calls, thaw
 
 MUTATIONS = 1000
 

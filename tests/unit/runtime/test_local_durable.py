@@ -15,17 +15,7 @@ from dlrover.python.rl.runtime.local import process_environment
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.trainer.trainer import run_trainer
 from tests.support.disks import damage_byte
-from tests.support.durable_toys import (
-    CLASSES,
-    Flaky,
-    Pipelined,
-    Policy,
-    Stage,
-    Training,
-    both,
-    kill,
-    kill_trainer,
-)
+from tests.support.durable_toys import CLASSES, Flaky, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
 from tests.support.queued_port import QueuedPort
 
 OPENED = 8

@@ -123,10 +123,7 @@ def test_steps_count_from_1_and_reports_carry_the_total():
     trainer = new_trainer(report=reports.append)
     for step in trainer.steps(2):
         trainer.log(step, {"loss": 1}, kl=step)
-    assert reports == [
-        StepReport(1, 2, {"loss": 1.0, "kl": 1.0}),
-        StepReport(2, 2, {"loss": 1.0, "kl": 2.0}),
-    ]
+    assert reports == [StepReport(1, 2, {"loss": 1.0, "kl": 1.0}), StepReport(2, 2, {"loss": 1.0, "kl": 2.0})]
     assert list(trainer.steps(0)) == []
     for number in ("one", -1, None):
         with pytest.raises(CallError, match="the number of the step first, not"):

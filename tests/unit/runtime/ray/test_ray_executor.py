@@ -196,10 +196,7 @@ async def test_release_ends_the_processes_before_their_memory():
     await stage.execute(member(1), StartStandby("ACTOR", 0), Release(1, final=True))
     assert isinstance(stage.events[-1], Released)
     assert stage.cluster.actors == stage.cluster.reserved() == {}
-    assert stage.cluster.calls == [
-        ("a", "_end_and_list", [100, 101], "job", "run"),
-        ("a", "_forget", "job", "run"),
-    ]
+    assert stage.cluster.calls == [("a", "_end_and_list", [100, 101], "job", "run"), ("a", "_forget", "job", "run")]
 
 
 async def test_release_before_a_restart_leaves_the_commits():
