@@ -13,7 +13,7 @@ _STEPPING = ("trainer/test_trainer.py", "trainer/test_durable.py")
 TESTS = {
     _GROUP: _CALLS,
     _SHARD: _CALLS,
-    _WORKLOAD: ("trainer/test_workload.py", *_CALLS, "trainer/test_trainer.py"),
+    _WORKLOAD: (*_CALLS, "trainer/test_trainer.py"),
     _PORT: (*_CALLS, "trainer/test_durable.py"),
     _TRAINER: ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
     _STEPS: (*_STEPPING, "runtime/test_local_durable.py", "runtime/test_member_state.py"),

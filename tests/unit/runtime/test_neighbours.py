@@ -68,7 +68,7 @@ def test_two_adjacent_nodes_cost_the_steps_since_a_copy(tmp_path, caplog, lost):
 @pytest.mark.parametrize("then", ["a", "b"])
 @pytest.mark.parametrize("commit_every", [3, 100])
 def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every, then):
-    """With 100 all but the first commit are calls: a new neighbour needs what came before, too."""
+    """A new neighbour needs the earlier commits, too."""
     reference = stage_on(tmp_path / "undisturbed", commit_every=commit_every)
     expected = reference.run()
     first, second = (reference.calls_of("ACTOR", "update")[2 * step] for step in (2, 4))
