@@ -70,7 +70,7 @@ def thaw(process):
 
 
 def reports_of_a_killed_writer(write, reports, pause_s=0.0):
-    """Run ``write(report)`` in a process that is killed ``pause_s`` after so many reports; returns all of them."""
+    """Run ``write(report)`` in a process that is killed ``pause_s`` after this number of reports; return the count."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

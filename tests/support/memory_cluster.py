@@ -94,7 +94,7 @@ class MemoryCluster:
         return await handle.until_ended()
 
     def end(self, actor):
-        """Its process is gone, whatever has ended it."""
+        """End its process from outside."""
         actor.end()
         self.actors.pop(actor.request.name, None)
 

@@ -71,7 +71,7 @@ class QueuedPort(FaultyPort):
             raise TrainerKilled
 
     def _turn(self):
-        """One worker runs its next call, or dies. False when nobody has anything to do."""
+        """Let one worker run its next call, or die. False if there is nothing to do."""
         ready = [queue for queue in self.queues.values() if queue and self._is_ready(queue[0])]
         if not ready:
             return False

@@ -247,7 +247,7 @@ def test_slow_copy_is_finished_despite_later_commits(store, monkeypatch):
     assert (store.checkpoints.newest(), store.copies()) == (5, [2])
 
 
-def test_copy_that_failed_is_not_waited_for(store, monkeypatch):
+def test_failed_copy_is_not_waited_for(store, monkeypatch):
     put = CheckpointStore.put
     for steps, put_copy in (((1, 2), fail_with(errno.EIO)), ((3, 4), put)):
         monkeypatch.setattr(CheckpointStore, "put", put_copy)
@@ -346,7 +346,7 @@ def test_trainer_copies_once_the_store_is_within_reach(tmp_path, monkeypatch):
     assert (store.checkpoints.newest(), store.copies()) == (6, [6])
 
 
-def test_file_that_the_disk_has_lost_costs_only_its_commit(tmp_path, monkeypatch):
+def test_file_lost_by_the_disk_costs_only_its_commit(tmp_path, monkeypatch):
     store = Store(tmp_path, disk_wait=BRIEF, every=100)
     store.commit(1, 2)
     (lost,) = store.roots.commits.glob("step-*2.e1/ACTOR*")
@@ -416,7 +416,7 @@ def test_commit_without_room_has_an_error_with_the_figures(tmp_path, small, leav
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["replace", "fsync", "open", "stat"])
-def test_disk_that_fails_once_at_any_call_costs_nothing(tmp_path, monkeypatch, call, number):
+def test_one_failure_of_the_disk_at_any_call_costs_nothing(tmp_path, monkeypatch, call, number):
     patience = DiskWait(0.02, 0.001, 5.0)
     fault = FaultyCalls(monkeypatch, call, number, "checkpoints", "commits")
     for at in count(1):

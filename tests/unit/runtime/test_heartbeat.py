@@ -79,7 +79,7 @@ def test_replaced_process_ends_itself_at_once():
     assert "taken its place" in why[0]
 
 
-def test_master_that_is_away_is_waited_for_during_the_lease():
+def test_absent_master_is_waited_for_during_the_lease():
     clock = ManualClock()
     master = Master(ConnectionError("away"), clock=clock)
     _, ended, why = beating(master, clock)
@@ -109,7 +109,7 @@ print("still there")
 """
 
 
-def test_first_sigterm_is_a_notice_and_the_second_ends_the_process():
+def test_first_sigterm_is_a_notice_and_the_second_the_end():
     process = subprocess.run(
         [sys.executable, "-c", NOTICED], stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )

@@ -146,7 +146,7 @@ class TwoPartError(Exception):
         (TwoPartError("disk", "it is gone"), "TwoPartError: disk: it is gone"),
     ],
 )
-def test_error_that_cannot_be_sent_has_its_words(host, error, words):
+def test_unsendable_error_has_its_words(host, error, words):
     failure = host.failure("act", error)
     assert words in str(failure)
     assert failure.original is None
@@ -167,7 +167,7 @@ class Restless(BaseWorkload):
         raise OSError("the device is busy")
 
 
-def test_host_keeps_one_loop_and_survives_an_exit_or_failed_close():
+def test_host_keeps_one_loop_and_survives_exits():
     host = started(Restless, MemberContext(role=RLRoleType.ROLLOUT))
     assert [call(host, 1, n, "use_loop") for n in range(2)] == [True, True]
     with pytest.raises(InvocationError, match="SystemExit: 3"):
@@ -357,7 +357,7 @@ def test_committed_state_is_restored_in_another_process(host, other, roots):
     assert ask(other, WHERE) == Standing(1, 1, 1)
 
 
-def test_standing_names_the_commits_that_the_state_agrees_with(host, roots):
+def test_standing_names_the_commits_of_its_state(host, roots):
     call(host, 0, 0, "add", 1)
     call(host, 1, 0, "add", 1)
     assert ask(host, WHERE) == Standing(0, 0, 1)

@@ -54,7 +54,7 @@ TOYS = "tests.support.toy_jobs"
         (".relative", "A", "module '.relative' cannot be imported: TypeError"),
     ],
 )
-def test_load_class_that_is_missing_has_a_hint(module, name, message):
+def test_load_class_without_the_class_has_a_hint(module, name, message):
     with pytest.raises(ClassNotFound) as caught:
         load_class(module, name)
     assert message in str(caught.value)
@@ -106,7 +106,7 @@ NO_CLASS = f"module '{TOYS}' has no class 'Addder'; did you mean 'Adder'?"
 )
 def test_inspect_job_finds_every_error(tmp_path, terms, errors):
     job = toy_job(tmp_path, **terms)
-    assert inspect_job(job).errors == tuple(ConfigError(where, what) for where, what in errors.items())
+    assert inspect_job(job).errors == tuple(ConfigError(*error) for error in errors.items())
 
 
 def test_inspect_job_takes_the_config_of_a_plan(tmp_path):
@@ -115,7 +115,7 @@ def test_inspect_job_takes_the_config_of_a_plan(tmp_path):
     assert dict(inspection.config) == {"steps": 1, "unit": 7}
 
 
-def test_roles_that_meet_in_collectives_recover_together(tmp_path):
+def test_roles_with_collectives_recover_together(tmp_path):
     job = toy_job(tmp_path, actor="Collective")
     for inspection in (inspect_job(job), inspect_in_child(replace(job, search_path=(TESTS,)))):
         assert (inspection.errors, inspection.collectives) == ((), ("ACTOR",))
@@ -138,7 +138,7 @@ def test_inspect_in_child_finds_the_same(tmp_path):
         pytest.param("while True:\n    pass\n", "importing its classes took longer than 2 s", marks=pytest.mark.slow),
     ],
 )
-def test_inspect_in_child_that_dies_or_hangs_is_an_error(folder, source, message):
+def test_inspect_in_child_with_a_dead_or_hung_child_is_an_error(folder, source, message):
     (folder / "failing_module.py").write_text(source)
     job = toy_job(folder)
     job = replace(job, search_path=(TESTS, str(folder)), trainer=replace(job.trainer, module="failing_module"))
@@ -171,7 +171,7 @@ def job(tmp_path):
     return replace(load_job_text(JOB, "job"), work_dir=str(tmp_path))
 
 
-def test_digest_has_named_modules_and_what_they_import(job):
+def test_digest_has_named_modules_and_their_imports(job):
     digests = digest_code(job)
     imported = {"helpers", "helpers.texts", "helpers.numbers_of", "helpers.marks"}
     assert digests["modules"].keys() == {"trainers", "parts.actors", "rewards", *imported}

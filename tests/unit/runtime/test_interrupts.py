@@ -44,7 +44,7 @@ def handled(number, handler):
 
 
 @pytest.mark.parametrize("interrupts", [insistent_interrupts, sigterm_unwinds])
-def test_handler_that_was_there_before_stays(interrupts):
+def test_earlier_handler_stays(interrupts):
     signals = []
     with handled(signal.SIGTERM, lambda number, frame: signals.append(number)), interrupts() as take_back:
         if take_back:

@@ -143,7 +143,7 @@ def test_hundred_owners_after_each_other_lose_nothing(path):
     assert read_lines(path) == [b"%d" % index for index in range(100)]
 
 
-def test_two_processes_that_race_never_both_write(path):
+def test_two_racing_processes_never_both_write(path):
     for seed in range(20):
         child = os.fork()
         if child == 0:
@@ -173,7 +173,7 @@ def _append_until_refused(path, name, count):
 # -- crashes and full disks -------------------------------------------------------------------------------------------
 
 
-def test_last_line_that_was_cut_short_never_counted(path):
+def test_last_line_cut_short_never_counted(path):
     lines = some_lines(4)
     whole = crashed(path, lines)
     for cut in range(2, len(lines[-1]) + 11):
@@ -209,7 +209,7 @@ def test_last_line_without_its_newline_is_kept(path, last):
     assert read_lines(path) == [*lines, b"more"]
 
 
-def test_journal_that_lost_more_than_its_last_line_is_refused(path):
+def test_journal_without_more_than_its_last_line_is_refused(path):
     lines = some_lines(4)
     whole = crashed(path, lines)
     for cut in range(len(lines[-1]) + 12, len(whole) + 1):

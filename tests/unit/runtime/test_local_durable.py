@@ -167,7 +167,7 @@ def test_damaged_newest_commit_costs_one_more_step(folder, file, lost, message, 
     assert stage.restarted_after() == [0, 2]  # 3 was committed
 
 
-def test_replay_that_differs_goes_back_to_the_last_commit(folder, caplog):
+def test_different_replay_goes_back_to_the_last_commit(folder, caplog):
     class Moody(Training):
         def body(self, step):
             if self.restart_info.count == 1:

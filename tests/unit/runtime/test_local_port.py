@@ -15,24 +15,24 @@ from tests.support.manual_clock import ManualClock
 
 
 class Member(BaseWorkload):
-    """Its config is a clock."""
+    """Keeps a value; the config is a clock."""
 
-    kept = None
+    value = None
 
     def change(self, values):
         values["list"].append("changed")
         return values
 
     def keep(self, value):
-        self.kept = value
+        self.value = value
         return value
 
     def replace_first(self, value):
-        self.kept = self.kept.copy()
-        self.kept[0] = value
+        self.value = self.value.copy()
+        self.value[0] = value
 
     def kept_value(self):
-        return self.kept
+        return self.value
 
     def address(self, array):
         return array.__array_interface__["data"][0], array.flags.writeable
@@ -95,9 +95,9 @@ def test_stored_arrays_and_results_do_not_change(port):
     array[0] = 1.0
     assert stored.result()[0] == 0.0
     assert call(port, "address", stored) == call(port, "address", stored)
-    kept = submit(port, "keep", stored)
+    result = submit(port, "keep", stored)
     call(port, "replace_first", 5.0)
-    assert kept.result()[0] == 0.0
+    assert result.result()[0] == 0.0
 
 
 def test_deadlines_hold_by_the_clock_unless_the_user_debugs(port):
@@ -123,7 +123,7 @@ def test_member_alone_has_its_environment(port, monkeypatch):
     assert (os.environ["RANK"], os.environ.get("ONLY_HERE")) == ("outside", None)
 
 
-def test_result_that_cannot_be_sent_is_an_error(port):
+def test_unsendable_result_is_an_error(port):
     with pytest.raises(InvocationError, match=r"ACTOR\[0\].lock on .*cannot pickle 'generator'"):
         call(port, "lock")
 

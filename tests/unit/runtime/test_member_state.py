@@ -142,7 +142,7 @@ def test_node_without_the_trainer_keeps_the_last_commit(roots, member):
     assert steps_in(roots) == [2, 3]
 
 
-def test_file_of_a_neighbour_spares_the_step_that_is_copied(roots, member):
+def test_file_of_a_neighbour_spares_the_copied_step(roots, member):
     file = commit(member, roots, 1)
     content = np.fromfile(roots.commits / folder_name(1, 1) / file.name, np.uint8)
     neighbours_file = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
@@ -152,7 +152,7 @@ def test_file_of_a_neighbour_spares_the_step_that_is_copied(roots, member):
 
 
 @pytest.mark.parametrize("copying", [1, None], ids=["the trainer knows", "another trainer does not know"])
-def test_step_that_is_copied_stays_until_then(roots, member, monkeypatch, copying):
+def test_copied_step_stays_until_the_copy_is_there(roots, member, monkeypatch, copying):
     free, put = held_up(CheckpointStore.put)
     monkeypatch.setattr(CheckpointStore, "put", put)
     commit(member, roots, 1, persist=True)
@@ -265,7 +265,7 @@ def test_failed_write_is_raised_where_its_file_is_asked_for(host, roots, disk):
         ask(host, WRITTEN, WrittenRequest())
 
 
-def test_values_that_cannot_be_saved_are_refused_at_once(host, roots):
+def test_values_of_an_unknown_type_are_refused_at_once(host, roots):
     host.workload.state_dict = lambda: {"total": object()}
     with pytest.raises(InvocationError, match=r"state\['total'\]: a object cannot be saved") as caught:
         ask(host, COMMIT, CommitRequest(1, roots))
@@ -346,7 +346,7 @@ def test_loss_at_any_call_ends_in_the_same_bits(tmp_path, slow_writes, commit_ev
         assert all(later > earlier for earlier, later in pairwise(faulty.progress))
 
 
-def test_stride_counts_from_commits_that_have_begun(tmp_path, slow_writes):
+def test_stride_counts_from_the_begin_of_a_commit(tmp_path, slow_writes):
     stage = Stage(tmp_path / "job", steps=6, every=100, commit_every=2)
     stage.run()
     assert len(stage.calls_of("ACTOR", "!commit", rank=0)) == 4, "of the steps 0, 2, 4 and 6"

@@ -80,7 +80,7 @@ def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every
         assert_no_step_is_lost(stage)
 
 
-def test_trainer_sends_the_part_that_its_predecessor_did_not(tmp_path):
+def test_trainer_sends_the_unsent_part_of_its_predecessor(tmp_path):
     """It ends between a commit and sending its own part; then its node goes."""
 
     def end(port):
@@ -170,7 +170,7 @@ def held_by(store):
     ]
 
 
-def test_adopt_newest_takes_the_last_commit_of_the_latest_trainer(tmp_path):
+def test_adopt_newest_takes_the_last_commit_of_the_last_trainer(tmp_path):
     earlier = committed(tmp_path / "of1", 1, range(1, 10))
     candidates = [held_by(earlier), held_by(committed(tmp_path / "of2", 2, range(1, 4)))]
     for number, order in enumerate((candidates, candidates[::-1])):
@@ -185,17 +185,17 @@ def test_adopt_newest_takes_the_last_commit_of_the_latest_trainer(tmp_path):
 
 def test_two_trainers_may_adopt_a_commit_at_the_same_time(tmp_path, monkeypatch):
     other, own = committed(tmp_path / "other", 1, [1]), committed(tmp_path / "own", 2)
-    (manifest,), (held,) = other.manifests(), held_by(other)
+    (manifest,), (candidate,) = other.manifests(), held_by(other)
     real, turns = os.replace, []
 
     def replace(source, target):
         turns.append(target)
         if len(turns) == 1:
-            assert neighbours.adopt(own, held)
+            assert neighbours.adopt(own, candidate)
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    assert neighbours.adopt(own, held)
+    assert neighbours.adopt(own, candidate)
     assert len(turns) == 4 and own.manifests() == [manifest]
     assert own.read(manifest, "trainer") == {}
 

@@ -34,7 +34,7 @@ def runs(memory):
     return sorted(os.listdir(memory)) if memory.exists() else []
 
 
-def test_memory_name_is_the_same_for_all_who_see_it(memory, monkeypatch):
+def test_memory_name_is_the_same_for_all_its_processes(memory, monkeypatch):
     code = "from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name; print(memory_name())"
     before = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     memory_root("job", "1")
@@ -130,7 +130,7 @@ def steps_of(store):
     return [manifest.step for manifest in store.manifests()]
 
 
-def test_commit_in_memory_is_for_the_user_and_outlives_a_later_claim(roots, memory):
+def test_commit_in_memory_is_private_and_outlives_a_later_claim(roots, memory):
     committed(roots.commit_store(""), 8, epoch=2)
     modes = {path.stat().st_mode & 0o7777 for path in (memory, *memory.rglob("*")) if not path.is_symlink()}
     assert modes == {0o600, 0o700}
@@ -177,9 +177,9 @@ def test_nodes_with_parts_of_a_commit_save_it_together(tmp_path, monkeypatch):
     files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {"x": 1})
     memory.commit(8, 1, {**files, "ACTOR-2": replace(files["ACTOR-2"], node="")}, extra={"nodes": {"ACTOR-0": ["b"]}})
 
-    known = {node: on(node) and known_in_memory("job", "1") for node in "abc"}
-    assert (known["b"], known["c"], len(known["a"])) == ([], [], 1)
-    saved = [on(node) and save_from_memory("job", "1", *known["a"]) for node in "abca"]
+    listed = {node: on(node) and known_in_memory("job", "1") for node in "abc"}
+    assert (listed["b"], listed["c"], len(listed["a"])) == ([], [], 1)
+    saved = [on(node) and save_from_memory("job", "1", *listed["a"]) for node in "abca"]
     assert saved == [False, False, True, True]
     copies = CheckpointStore(durable, "1", durable=True)
     (manifest,) = copies.manifests()

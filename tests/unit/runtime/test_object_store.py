@@ -163,7 +163,7 @@ def test_writer_killed_at_any_change_loses_no_commit(tmp_path, happens):
 
 
 @pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
-def test_store_that_fails_at_any_change_leaves_the_commits(tmp_path, happens):
+def test_failure_of_any_change_leaves_the_commits(tmp_path, happens):
     for at in range(count_changes(tmp_path)):
         bucket, done = Bucket(), [0]
         bucket.fail_at(at, happens, RuntimeError("SlowDown"))  # libraries raise errors of any kind

@@ -83,7 +83,7 @@ def test_more_or_fewer_members_divide_the_state_again(tmp_path, before, after):
     assert Run(tmp_path, after).restore(5) == shares(after)
 
 
-def test_other_division_of_the_state_needs_a_workload_that_can(tmp_path):
+def test_other_division_of_the_state_needs_a_willing_workload(tmp_path):
     Run(tmp_path, 2).commit(5)
     assert Run(tmp_path, 2, cut="columns").restore(5) == shares(2)
     with pytest.raises(OtherLayout, match="cut otherwise"):
@@ -156,7 +156,7 @@ def refusals(job):
     return inspect_job(job, earlier_description(job)).errors
 
 
-def test_other_numbers_are_refused_for_a_role_that_cannot_divide(tmp_path):
+def test_other_numbers_are_refused_for_an_undivided_state(tmp_path):
     run = Run(tmp_path, 2)
     run.commit(5)
     request = run.checkpoints.persist_request()
@@ -213,7 +213,7 @@ def test_settings_of_a_state_stay_once_it_is_committed(begin, tmp_path, caplog):
     assert refusals(other) == ()
 
 
-def test_unknown_setting_that_differs_is_a_remark(begin, tmp_path):
+def test_different_unknown_setting_is_a_remark(begin, tmp_path):
     before = earlier_description(begin("{size: 4, of: here}"))
     elsewhere = job_of(tmp_path, "{size: 4, of: elsewhere}")
     inspection = inspect_job(elsewhere, before)
@@ -235,7 +235,7 @@ def test_settings_of_the_state_of_a_trainer_stay_too(begin, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["${config.part}", "${.part}", "a\\${b}", "1.0"])
-def test_settings_that_refer_to_others_are_compared_by_value(begin, tmp_path, size):
+def test_settings_with_references_are_compared_by_value(begin, tmp_path, size):
     begin(f"{{size: '{size}', part: 1.0}}")
     (error, *_) = refusals(job_of(tmp_path, f"{{size: '{size}2', part: 1.0}}"))
     assert error.where == "config.size"

@@ -28,7 +28,7 @@ def test_first_and_last_step_have_a_line_but_not_fast_ones():
 
 
 @pytest.mark.parametrize("total", [0, 10])
-def test_last_report_of_a_run_that_ends_early_has_a_line(total):
+def test_last_report_before_an_early_end_has_a_line(total):
     of = f"/{total}" if total else ""
     lines = lines_of(*(StepReport(step, total, {"reward": step / 8}) for step in range(1, 9)))
     assert len(lines) == 2

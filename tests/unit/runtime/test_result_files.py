@@ -219,7 +219,7 @@ def test_last_words_and_timed_notes_are_copied(tmp_path, source):
 
 
 @pytest.mark.parametrize("text", ["cannot open the licence file\n", "cannot open\nthe licence file"])
-def test_words_of_a_process_that_dies_at_once_are_copied(tmp_path, source, text):
+def test_words_of_a_process_dead_at_once_are_copied(tmp_path, source, text):
     program = f"""
 import os, sys
 from pathlib import Path

@@ -91,14 +91,14 @@ def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
     assert starts(tmp_path / "second/out") == starts(tmp_path / "store")
 
 
-def test_start_that_cannot_be_recorded_is_a_warning(tmp_path, caplog):
+def test_start_without_a_record_is_a_warning(tmp_path, caplog):
     job = begin(job_in(tmp_path))
     (job.job_dir / ENVIRONMENT).mkdir(parents=True)
     record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text
 
 
-def test_try_devices_accepts_those_that_compute():
+def test_try_devices_accepts_good_ones():
     try_devices([0, 2], "import sys; assert sys.argv[1:] == ['0', '2']")
 
 
@@ -111,7 +111,7 @@ def test_try_devices_accepts_those_that_compute():
         ("import time; time.sleep(60)", 0.5, "no answer within 0.5 s"),
     ],
 )
-def test_try_devices_that_fail_is_a_fault_of_the_device(program, within_s, words):
+def test_try_devices_with_a_failure_is_a_fault_of_the_device(program, within_s, words):
     with pytest.raises(RuntimeError, match=words) as caught:
         try_devices([0], program, within_s)
     assert fault_of(caught.value) is CauseKind.DEVICE_FAILED

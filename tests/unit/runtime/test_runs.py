@@ -138,7 +138,7 @@ def test_log_rotated_during_an_upload_is_left_for_the_next_one(files, tmp_path):
     assert uploaded(tmp_path) == ["logs/actor-0.log.1", "logs/trainer.log", "metrics.jsonl"]
 
 
-def test_file_that_cannot_be_uploaded_is_an_error(files):
+def test_failed_upload_of_a_file_is_an_error(files):
     def refuse():
         raise CheckpointMissing("the bucket is not there")
 
@@ -147,7 +147,7 @@ def test_file_that_cannot_be_uploaded_is_an_error(files):
         files.upload()
 
 
-def test_fetch_brings_files_that_are_missing_or_shorter_here(files, tmp_path):
+def test_fetch_brings_missing_and_longer_files(files, tmp_path):
     remote = {"metrics.jsonl": "whole metrics", "job.yaml": "a job", "log": "old"}
     local = {"metrics.jsonl": "whole", "log": "newer here"}
     for folder, texts in (("store", remote), ("run", local)):

@@ -133,7 +133,7 @@ def test_a_write_without_a_free_inode_says_so(tmp_path):
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_missing_file_is_told_from_a_damaged_one(path):
+def test_missing_file_has_another_error_than_a_damaged_one(path):
     file, folder = write_state(path, HEADER, TREE, durable=False), path.parent
     path.unlink()
     for look in (
@@ -171,7 +171,7 @@ def test_file_of_another_worker_is_refused(path):
 @pytest.mark.parametrize(
     ("at", "value"), [(0, b"SOMEBODY"), (8, struct.pack("<I", 9)), (16, b"\1"), (24, b"\xff"), (32, b"\0"), (40, b"[")]
 )
-def test_file_that_matches_its_checksum_but_is_no_state_is_refused(path, at, value):
+def test_other_file_with_a_matching_checksum_is_refused(path, at, value):
     write_state(path, HEADER, TREE, durable=False)
     body = bytearray(path.read_bytes()[:-4])
     body[at : at + len(value)] = value

@@ -140,7 +140,7 @@ def test_pages_of_the_generation_removed_last_are_used_again(memory):
 
 
 def test_state_written_over_while_it_is_read_is_refused(memory):
-    """Its reader has looked up the newest generation and is stopped for three steps."""
+    """The reader has looked up the newest generation and is stopped for three steps."""
     generation = commit(memory, 1)
     for step in (2, 3):
         commit(memory, step)

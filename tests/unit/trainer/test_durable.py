@@ -170,7 +170,7 @@ def test_lost_result_of_an_ended_step_abandons_the_step(port):
         ref.result()
 
 
-def test_loss_that_repeats_abandons_the_step(port):
+def test_repeated_loss_abandons_the_step(port):
     port.inner.answers = [ResultLost("gone", **AT)] * 100
     with pytest.raises(StepAbandoned) as caught:
         submit(port, 0).result()
@@ -317,7 +317,7 @@ def test_further_death_repeats_no_calls_of_rebuilt_members(port):
     assert sent(port) == [(0, (1, 0), "go")] * 2 + [(1, (1, 1), "go")] * 2
 
 
-def test_repeated_call_that_fails_abandons_the_step(port):
+def test_failure_of_a_repeated_call_abandons_the_step(port):
     port.inner.answers = ["first", died(), failure("not as before")]
     submit(port, 0).result()
     with pytest.raises(StepAbandoned) as caught:

@@ -333,7 +333,7 @@ def test_pending_result_of_replicas_needs_every_rank():
         ("_member", AttributeError, "RG_ACTOR has no attribute '_member'"),
     ],
 )
-def test_name_that_is_no_method_is_refused(name, error, message):
+def test_name_without_a_method_is_refused(name, error, message):
     group = trainer_of(actor=2).RG_ACTOR
     with pytest.raises(error, match=message):
         getattr(group, name)()

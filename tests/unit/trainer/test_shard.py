@@ -120,7 +120,7 @@ class Proto:
         return [Proto(list(part)) for part in np.array_split(self.rows, count)]
 
 
-def test_shard_divides_values_that_go_whole_without_it():
+def test_shard_divides_values_sent_whole_without_it():
     assert divide(Shard([1, 2, 3]), 3, False, "x") == [[1], [2], [3]]
     assert divide(Shard(range(5)), 2, True, "x") == [range(3), range(3, 5)]
     assert [part.rows for part in divide(Shard(Proto([1, 2, 3, 4])), 2, False, "x")] == [[1, 2], [3, 4]]

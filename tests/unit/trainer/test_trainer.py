@@ -104,7 +104,7 @@ def test_trainer_before_it_is_bound_says_so():
 
 
 @pytest.mark.parametrize(("name", "missing"), [("total_steps", "missing_config"), ("nothing", "nothing")])
-def test_attribute_error_names_what_is_missing(name, missing):
+def test_attribute_error_names_the_missing_attribute(name, missing):
     with pytest.raises(AttributeError, match=f"'Loop' object has no attribute '{missing}'"):
         getattr(new_trainer(), name)
 
@@ -232,7 +232,7 @@ def goes_back(standings, together):
     return [(verb, rank) for verb, rank in members.requests if verb in (RESTORE, FORGET)]
 
 
-def test_ranks_that_meet_are_restored_together():
+def test_ranks_with_collectives_are_restored_together():
     ready, behind = Standing(4, 4, 4), Standing(3, 3, 3)
     assert goes_back({0: ready, 1: behind}, together=True) == [(RESTORE, 0), (RESTORE, 1)]
     assert goes_back({0: ready, 1: behind}, together=False) == [(RESTORE, 1)]

@@ -61,7 +61,7 @@ def test_workload_outside_a_job_is_the_only_actor(no_environment):
     workload.close()
 
 
-def test_environment_has_the_names_that_torch_reads():
+def test_environment_has_the_names_of_torch():
     env = CONTEXT.to_env()
     assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")} == {
         "RANK": "2",

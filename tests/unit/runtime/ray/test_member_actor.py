@@ -138,7 +138,7 @@ def test_heartbeat_of_an_idle_member_has_the_notice(unstarted, tmp_path):
     assert (beat.method, beat.notice, beat.work) == ("", "the node will go", unstarted._host.work)
 
 
-def test_call_to_any_incarnation_reaches_a_process_that_stayed(unstarted, tmp_path):
+def test_call_to_any_incarnation_reaches_a_kept_process(unstarted, tmp_path):
     start_in_job(unstarted, tmp_path)
     unstarted.dlrover_leave()
     start_in_job(unstarted, tmp_path)
@@ -230,7 +230,7 @@ def test_error_through_a_raw_handle_is_raised_as_it_is(actor):
         actor._run("fail", ["no luck"], {})
 
 
-def test_error_that_ray_cannot_send_is_raised_with_its_words(actor):
+def test_unsendable_error_is_raised_with_its_words(actor):
     with pytest.raises(InvocationError, match="ValueError: the model wrote \\?") as caught:
         actor._run("fail", ["the model wrote \ud83d"], {})
     "".join(traceback.format_exception(caught.value)).encode()
@@ -257,7 +257,7 @@ def test_reserved_devices_have_the_numbers_the_process_sees(monkeypatch, reserve
     assert reserved_devices() == devices
 
 
-def test_device_is_current_in_every_thread_that_computes(monkeypatch):
+def test_device_is_current_in_every_computing_thread(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((device, threading.current_thread())))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

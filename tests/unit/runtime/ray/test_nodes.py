@@ -84,7 +84,7 @@ async def watched():
     assert len(asyncio.all_tasks()) == 1, "connections are still held"
 
 
-async def test_port_that_refuses_is_a_lost_node():
+async def test_port_with_refusals_is_a_lost_node():
     async with watched() as cluster:
         cluster.kill("a")
         assert await cluster.next_loss() == ("a", "NODE_LOST", "its raylet no longer listens at a:1")
@@ -118,7 +118,7 @@ async def test_drained_node_is_left_before_it_goes():
         await cluster.reads_more()
 
 
-async def test_node_that_will_go_is_left_only_for_another():
+async def test_departing_node_is_left_only_for_another():
     async with watched() as cluster:
         cluster.add("b", draining=True)
         await cluster.next_loss()
@@ -129,7 +129,7 @@ async def test_node_that_will_go_is_left_only_for_another():
         assert await cluster.next_loss() == ("a", "PREEMPTED", "it will be removed: it was sent SIGTERM")
 
 
-async def test_node_that_joins_later_is_watched():
+async def test_later_node_is_watched():
     async with watched() as cluster:
         cluster.add("c")
         await cluster.reads_more()
@@ -154,7 +154,7 @@ async def test_one_refusal_or_no_answer_is_no_loss():
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_table_that_fails_or_hangs_is_read_again(fails):
+async def test_failed_or_hung_table_is_read_again(fails):
     ready, threads, losses = threading.Event(), [], []
 
     def table():

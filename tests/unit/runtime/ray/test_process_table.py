@@ -55,7 +55,7 @@ def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, culprit):
     assert event.cause.who == culprit
 
 
-def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
+def test_kept_process_has_its_name_until_it_is_forgotten(pool):
     entry = ProcessEntry(FIRST, 1, slot=0, process=Process("a", 7)).follow(2).follow(3)
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
     table = ProcessTable()
@@ -66,13 +66,13 @@ def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
     assert (pool.name_of(entry), entry.located) == ("job/run/ACTOR-0/3", None)
 
 
-def test_adopted_process_that_stayed_keeps_its_name(pool):
+def test_adopted_process_keeps_its_first_name(pool):
     stayed = Member(3, MemberPhase.UP, born=1, process=Process("a", 7, slot=0))
     (entry,) = entries_of(replace(JobState(), members={FIRST: stayed}))
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
 
 
-def test_take_slot_prefers_one_that_has_a_place():
+def test_take_slot_prefers_one_with_a_place():
     entry = ProcessEntry(FIRST, 1)
     ProcessTable().take_slot(entry, preferred=0, slots=2, lacking=[0])
     assert entry.slot == 1
@@ -125,7 +125,7 @@ def test_classify_tells_the_memory_monitor_from_other_deaths(error, kind):
     assert classify(MemberGone("ACTOR[0]", error)).kind is kind
 
 
-def test_retry_repeats_an_end_that_failed(monkeypatch):
+def test_retry_repeats_a_failed_end(monkeypatch):
     monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
     errors = [ConnectionError("the head is away")]
 
@@ -139,7 +139,7 @@ def test_retry_repeats_an_end_that_failed(monkeypatch):
     assert ended == [True]
 
 
-async def test_settle_waits_for_a_call_that_was_cancelled():
+async def test_settle_waits_for_a_cancelled_call():
     entered, release, ended = threading.Event(), threading.Event(), []
 
     def start():

@@ -224,8 +224,7 @@ async def test_death_of_an_idle_member_is_reported_at_once(is_adopted):
 
 
 @pytest.mark.usefixtures("without_logs")
-async def test_member_lost_to_the_oom_killer_has_that_cause():
-    """Its last heartbeat comes before the kill, and one of a neighbour after it."""
+async def test_member_lost_to_the_oom_killer_has_its_cause():
     stage = Stage()
     executor = await stage.execute(member(1))
     executor.take_beat(Heartbeat(FIRST, 1, oom_kills=3))
@@ -299,7 +298,7 @@ def retire(executor, events):
 
 
 @pytest.mark.parametrize("act", [make_another, retire])
-async def test_members_do_not_wait_for_one_that_has_gone(monkeypatch, act):
+async def test_members_do_not_wait_for_a_gone_one(monkeypatch, act):
     locate = MemoryActor._locate
 
     async def locate_the_others(actor, ports):
@@ -346,7 +345,7 @@ async def test_member_of_two_groups_may_be_located_twice_at_once():
 
 
 @pytest.mark.parametrize(("devices", "limit"), [("CPU", "_LEAVE_S"), ("GPU", "_LEAVE_DEVICES_S")])
-async def test_let_leave_gives_up_on_a_member_that_hangs(monkeypatch, devices, limit):
+async def test_let_leave_gives_up_on_a_hung_member(monkeypatch, devices, limit):
     for name in ("_LEAVE_S", "_LEAVE_DEVICES_S"):
         monkeypatch.setattr(process_table, name, 0.01 if name == limit else 60.0)
     pool = Stage(text=JOB.replace("CPU", devices)).new_executor()._pool
@@ -369,7 +368,7 @@ async def test_trainer_is_asked_again_after_a_broken_connection(monkeypatch):
 
 
 @pytest.mark.parametrize(("least", "event"), [("", "Failed"), (", min: 1", "Unplaced")])
-async def test_member_without_a_place_ends_only_a_job_that_needs_it(full_cluster, least, event):
+async def test_member_without_a_place_ends_a_job_in_need_of_it(full_cluster, least, event):
     full_cluster()
     stage = Stage(text=JOB.replace("num: 1", f"num: 1{least}"))
     await stage.execute(member(1))
@@ -405,7 +404,7 @@ async def test_retired_member_ends():
 
 
 @pytest.mark.parametrize("is_up", [False, True], ids=["never up", "does not leave"])
-async def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
+async def test_rejoining_rank_without_its_process_gets_another(monkeypatch, is_up):
     monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
     start = MemoryActor._start
 

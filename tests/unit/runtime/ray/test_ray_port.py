@@ -75,7 +75,7 @@ def test_death_of_the_member_of_an_argument_names_its_taker():
         (BROKEN_DEVICE, 1, InvocationError),  # of an argument
     ],
 )
-def test_error_that_breaks_a_process_replaces_its_member(original, rank, kind):
+def test_error_of_a_broken_process_replaces_its_member(original, rank, kind):
     failure = InvocationError(f"{type(original).__name__}: {original}", role="ACTOR", rank=0, method="update")
     failure.original = original
     assert type(error_of(RayTaskError("update", "trace", failure), rank=rank)) is kind
@@ -139,7 +139,7 @@ def test_call_watch_counts_each_call_once_in_its_bucket():
     assert watch.drain() == {}
 
 
-def test_call_watch_forgets_results_that_are_never_read(monkeypatch):
+def test_call_watch_forgets_unread_results(monkeypatch):
     monkeypatch.setattr(module, "_MOST_PENDING", 3)
     watch = CallWatch()
     for number in range(10):

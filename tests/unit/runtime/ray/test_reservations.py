@@ -120,7 +120,7 @@ async def test_placed_replacement_is_found_and_a_waiting_one_removed():
     assert "PENDING" not in states_of(cluster).values()
 
 
-async def test_role_that_lacks_a_place_lacks_it_after_a_restart():
+async def test_role_short_of_a_place_is_so_after_a_restart():
     cluster, reservations = await reserved_on("a", job=ELASTIC)
     again = await after_a_restart_of_the_master(cluster, 1, (), ELASTIC, ("ROLLOUT",))
     for each in (reservations, again):
@@ -157,7 +157,7 @@ async def test_groups_of_other_runs_stay():
     assert cluster.reserved()[other] == "a"
 
 
-async def test_size_that_a_role_had_is_refused_without_its_node():
+async def test_earlier_size_of_a_role_is_refused_without_its_node():
     cluster, reservations = await reserved_on("a", "b", job=ELASTIC)
     state = state_of_roles()
     await reservations.enlarge(state, "ROLLOUT", 2, 0.1)
@@ -229,7 +229,7 @@ def test_check_free_compares_memory_in_megabytes(free_mb, is_enough):
         module.check_free(cluster, reservations._placement, 0)
 
 
-async def test_replaced_group_that_ray_moves_is_removed():
+async def test_replaced_group_moved_by_ray_is_removed():
     cluster, reservations = await reserved_on("a", "b", "c")
     (former,) = reservations._groups
     cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))

@@ -124,7 +124,7 @@ def bound(port, reuse):
     return closing(server)
 
 
-def test_held_port_is_for_servers_that_reuse_addresses_only(port):
+def test_held_port_is_only_for_servers_with_reused_addresses(port):
     number = port.take(address=HERE)
     with pytest.raises(OSError, match="in use"):
         bound(number, reuse=False)
