@@ -49,22 +49,20 @@ LOSSES = [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aba", "a")]
 
 
 @pytest.mark.parametrize(("nodes", "lost"), LOSSES)
-def test_lost_node_without_copies_costs_all_steps(tmp_path, caplog, nodes, lost):
+@pytest.mark.parametrize(
+    ("steps", "every", "restart", "message"),
+    [
+        (5, 100, 0, "all stateful workers are new: the job begins again at step 1"),
+        (7, 3, 3, "continuing from its copy in"),
+    ],
+    ids=["no copy", "copy"],
+)
+def test_lost_node_costs_the_steps_after_the_copy(tmp_path, caplog, nodes, lost, steps, every, restart, message):
     with caplog.at_level(logging.WARNING, "dlrover"):
-        expected, outcome, stage = run_through(tmp_path, nodes, lost, steps=5, every=100)
+        expected, outcome, stage = run_through(tmp_path, nodes, lost, at_update=steps - 1, steps=steps, every=every)
     assert outcome == expected
-    assert stage.restarted_after()[-1] == 0
-    assert "all stateful workers are new: the job begins again at step 1" in caplog.text
-
-
-@pytest.mark.parametrize(("nodes", "lost"), LOSSES)
-def test_lost_node_costs_the_steps_after_the_copy(tmp_path, caplog, nodes, lost):
-    with caplog.at_level(logging.WARNING, "dlrover"):
-        expected, outcome, stage = run_through(tmp_path, nodes, lost, at_update=6, steps=7, every=3)
-    assert outcome == expected
-    assert stage.restarted_after()[-1] == 3
-    assert "continuing from its copy in" in caplog.text
-    assert "begins again" not in caplog.text
+    assert stage.restarted_after()[-1] == restart
+    assert message in caplog.text and ("begins again" in caplog.text) == (restart == 0)
 
 
 def test_survivor_of_a_later_state_is_an_error(tmp_path):

@@ -262,16 +262,6 @@ def test_stacks_of_with_a_failing_tool_keeps_its_deadline(tmp_path, script, why)
     assert "State: " in text
 
 
-def test_other_programs_are_described_by_the_kernel():
-    with subprocess.Popen(["sleep", "60"]) as child:
-        try:
-            text = stacks_of(child.pid, deadline_s=1.0)
-        finally:
-            child.kill()
-    assert text.startswith(f"no Python stacks of process {child.pid}")
-    assert "State: S" in text
-
-
 @pytest.fixture
 def logs(tmp_path):
     (tmp_path / "logs").mkdir()

@@ -29,9 +29,6 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
 def test_load_class_finds_nested_ones_in_the_search_path(folder):
     (folder / "my_models.py").write_text("class Outer:\n    class Inner:\n        pass\n")
     assert load_class("my_models", "Outer.Inner", (str(folder),)).__name__ == "Inner"
@@ -74,9 +71,6 @@ def test_load_class_of_a_failing_module_has_its_error(folder, source, message):
     with pytest.raises(ClassNotFound, match=f"module 'failing_module' cannot be imported: {message}") as caught:
         load_class("failing_module", "A", (str(folder),))
     assert caught.value.__cause__ is not None
-
-
-# -- inspection -------------------------------------------------------------------------------------------------------
 
 
 def test_good_job_has_no_errors_and_known_methods(tmp_path):

@@ -5,7 +5,6 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -15,7 +14,6 @@ from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.trainer.trainer import run_trainer
 from tests.support.disks import damage_byte
 from tests.support.durable_toys import CLASSES, Flaky, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
-from tests.support.queued_port import QueuedPort
 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
@@ -114,15 +112,6 @@ def test_death_of_a_rank_costs_the_step_of_its_group_only(folder):
     for member in (("ROLLOUT", 0), ("ROLLOUT", 1), ("REWARD", 0), ("REWARD", 1)):
         assert after[member] == before[member]
     assert len(stage.attempts) == 1
-
-
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 25))])
-@pytest.mark.parametrize("trainer", [Training, Pipelined])
-def test_random_deaths_while_calls_are_queued_change_nothing(folder, trainer, seed):
-    _, expected = undisturbed(folder, trainer)
-    stage = Stage(folder / "job", trainer, port=lambda members: QueuedPort(members, random=Random(seed)))
-    stage.on_opened = lambda: vars(stage.port).update(death_rate=0.04, trainer_death_rate=0.005)
-    same(stage.run(deaths=100), expected)
 
 
 def test_trainer_and_members_know_why_they_run_again(folder):

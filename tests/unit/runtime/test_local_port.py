@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied, WorkloadStartError
+from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadStartError
 from dlrover.python.rl.runtime.local import LocalHandle, LocalHosting, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
@@ -45,9 +45,6 @@ class Member(BaseWorkload):
 
     def environment(self):
         return os.environ.get("RANK"), os.environ.get("ONLY_HERE")
-
-    def lock(self):
-        return (item for item in "unpicklable")
 
 
 def port_of(**options):
@@ -109,23 +106,10 @@ def test_deadlines_hold_by_the_clock_unless_the_user_debugs(port):
     assert call(port_of(enforce_deadlines=False), "take_s", 100, timeout=1.0) is None
 
 
-def test_killed_member_is_gone_with_its_state(port):
-    port.kill("ACTOR", 0)
-    with pytest.raises(WorkloadDied, match=r"ACTOR\[0\].kept_value: the worker was killed") as caught:
-        call(port, "kept_value")
-    assert caught.value.retryable
-    assert call(port, "kept_value", rank=1) is None
-
-
 def test_member_alone_has_its_environment(port, monkeypatch):
     monkeypatch.setenv("RANK", "outside")
     assert [call(port, "environment", rank=rank) for rank in (0, 1)] == [("0", "yes"), ("1", "yes")]
     assert (os.environ["RANK"], os.environ.get("ONLY_HERE")) == ("outside", None)
-
-
-def test_unsendable_result_is_an_error(port):
-    with pytest.raises(InvocationError, match=r"ACTOR\[0\].lock on .*cannot pickle 'generator'"):
-        call(port, "lock")
 
 
 def test_handle_calls_its_member_and_hides_private_names(port):

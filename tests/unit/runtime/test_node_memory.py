@@ -112,9 +112,6 @@ def test_forget_memory_waits_for_the_holders_of_a_run(memory):
         holder.communicate()
 
 
-# -- saving commits ---------------------------------------------------------------------------------------------------
-
-
 def committed(store, step, epoch=1):
     store.claim(epoch)
     file = store.write(step, epoch, "trainer.state", {"role": "trainer", "step": step}, {"x": step})

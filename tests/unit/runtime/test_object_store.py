@@ -114,6 +114,10 @@ def write(store, folder, step, epoch):
     return store.commit(step, epoch, files)
 
 
+def write_steps(store, folder, *steps):
+    return [write(store, folder, step, 1) for step in steps]
+
+
 def newest(bucket):
     """The step of the newest generation, of which every file can be read."""
     store = ObjectStore(URL, "r", fs=bucket)
@@ -126,8 +130,7 @@ def newest(bucket):
 
 
 def test_newest_two_generations_stay_in_order(bucket, store, tmp_path):
-    for step in (10, 20, 30):
-        write(store, tmp_path, step, 1)
+    write_steps(store, tmp_path, 10, 20, 30)
     assert [manifest.step for manifest in store.manifests()] == [30, 20]
     assert not [name for name in bucket.store if "step-00000010" in name]
     assert write(store, tmp_path, 30, 1) == store.manifests()[0], "the same again is the same"
@@ -196,8 +199,7 @@ def test_replaced_writer_is_refused(bucket, tmp_path):
 
 def test_damaged_files_and_manifests_are_never_used_again(bucket, tmp_path):
     store = claimed(bucket, keep=3)
-    for step in (10, 20, 30):
-        write(store, tmp_path, step, 1)
+    write_steps(store, tmp_path, 10, 20, 30)
     (manifest,) = [name for name in bucket.store if name.endswith("step-00000030.e1/manifest.json")]
     bucket.put(manifest, b"{}")
     (state,) = [name for name in bucket.store if "step-00000020.e1/ACTOR" in name]
@@ -214,8 +216,7 @@ def test_damaged_files_and_manifests_are_never_used_again(bucket, tmp_path):
 
 
 def test_quarantined_step_counts_once_it_is_written_again(bucket, store, tmp_path):
-    for step in (10, 20):
-        write(store, tmp_path, step, 1)
+    write_steps(store, tmp_path, 10, 20)
     store.quarantine(store.manifests()[0].folder, "a test")
     assert newest(bucket) == 10
     write(store, tmp_path, 20, 1)
@@ -229,8 +230,7 @@ def test_claim_is_refused_beside_a_later_one(bucket):
 
 
 def test_partly_removed_generation_is_none(bucket, store, tmp_path):
-    for step in (10, 20):
-        write(store, tmp_path, step, 1)
+    write_steps(store, tmp_path, 10, 20)
     first = bucket.changes
 
     def fail(number, done):

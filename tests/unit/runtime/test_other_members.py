@@ -100,9 +100,6 @@ def test_file_of_another_rank_is_checked(tmp_path):
         Run(tmp_path, 1).restore(5)
 
 
-# -- before anything starts -------------------------------------------------------------------------------------------
-
-
 class Keeping(BaseWorkload):
     def state_dict(self):
         return {}

@@ -84,9 +84,6 @@ def test_durable_file_is_synced_before_and_after_its_name(path, tmp_path):
     assert called == ["replace"]
 
 
-# -- what cannot be written -------------------------------------------------------------------------------------------
-
-
 def test_state_of_an_unknown_type_leaves_nothing(path):
     with pytest.raises(DataError, match="'bad'"):
         write_state(path, HEADER, {"bad": {1}}, durable=False)
@@ -128,9 +125,6 @@ def test_a_write_without_a_free_inode_says_so(tmp_path):
         (disk / "second").touch()
         with pytest.raises(OSError, match=r"No space left on device: no inodes are free: remove files: '.*disk'"):
             write_state(disk / "third.state", {}, 1, durable=False)
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_missing_file_has_another_error_than_a_damaged_one(path):
@@ -179,9 +173,6 @@ def test_other_file_with_a_matching_checksum_is_refused(path, at, value):
         path.write_bytes(content)
         with pytest.raises(CheckpointCorrupt):
             read_state(path)
-
-
-# -- copies -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_copy_is_the_same_file(path, tmp_path, durable):

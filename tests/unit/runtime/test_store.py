@@ -57,6 +57,10 @@ def commit(store, step, epoch=1, size=600):
     return store.commit(step, epoch, files)
 
 
+def commit_steps(store, *steps):
+    return [commit(store, step) for step in steps]
+
+
 def is_whole(store, manifest, size=600):
     for name in MEMBERS:
         state, expected = store.read(manifest, name), state_of(name, manifest.step, size)
@@ -109,8 +113,8 @@ def test_committed_generation_is_found_by_another_process(store, tmp_path):
 
 
 def test_newest_two_generations_stay_and_leftovers_go(store):
-    for step in (1, 2, 3):
-        commit(store, step)
+    removed = weakref.ref(commit(store, 1))
+    commit_steps(store, 2, 3)
     assert generations(store) == ["step-00000002.e1", "step-00000003.e1"]
     (store.folder(4, 1) / ".half.tmp").touch()
     (store.folder(6, 1) / "ACTOR-0.1.state").touch()
@@ -119,6 +123,7 @@ def test_newest_two_generations_stay_and_leftovers_go(store):
     (store.root / ".EPOCH.0.tmp").touch()
     manifest = commit(store, 5)
     assert generations(store) == ["step-00000003.e1", "step-00000005.e1", "step-00000006.e1"]
+    assert removed() is None, "it takes no memory"
     spare = [] if store.durable else ["spare"]
     assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", *spare, *generations(store)]
     assert sorted(os.listdir(store.root / manifest.folder)) == sorted(
@@ -142,8 +147,7 @@ def test_pages_of_the_generation_removed_last_are_used_again(memory):
 def test_state_written_over_while_it_is_read_is_refused(memory):
     """The reader has looked up the newest generation and is stopped for three steps."""
     generation = commit(memory, 1)
-    for step in (2, 3):
-        commit(memory, step)
+    commit_steps(memory, 2, 3)
     copy = memory.root.with_name("seen")
     with open(memory.root / "spare" / "ACTOR-0.1.state", "rb", buffering=0) as late:
         commit(memory, 4)
@@ -154,18 +158,10 @@ def test_state_written_over_while_it_is_read_is_refused(memory):
     assert generations(memory) == ["step-00000003.e1", "step-00000004.e1"]
 
 
-def test_removed_generation_takes_no_memory(store):
-    removed = weakref.ref(commit(store, 1))
-    for step in (2, 3, 4):
-        commit(store, step)
-    assert removed() is None
-
-
 def test_pinned_generation_stays_until_it_is_copied(store, tmp_path):
     manifest = commit(store, 1)
     store.pinned.add(1)
-    for step in (2, 3, 4):
-        commit(store, step)
+    commit_steps(store, 2, 3, 4)
     far = claimed(tmp_path / "far", durable=True)
     target = far.folder(1, 1)
     files = {name: copy_file(store.root / manifest.folder, target, file, True) for name, file in manifest.files.items()}
@@ -183,8 +179,7 @@ def test_commit_made_again_changes_nothing(store):
 
 @pytest.mark.feature(135)
 def test_newest_generation_is_the_one_committed_last(store):
-    for step in (1, 2, 3):
-        commit(store, step)
+    commit_steps(store, 1, 2, 3)
     assert newest_valid(store, at_most=2).step == 2
     assert newest_valid(store, at_most=1) is None
     store.claim(2)
@@ -243,19 +238,14 @@ def test_files_on_other_nodes_are_taken_on_trust(store, tmp_path):
     assert here.commit(1, 1, files).files == files
 
 
-def test_node_without_manifests_drops_all_older_but_pinned(store):
+@pytest.mark.parametrize(
+    "remove", [lambda store: store.drop_older(3), lambda store: store.free_space(3, pinned=False)], ids=["age", "room"]
+)
+def test_pinned_generation_is_removed_only_on_request(store, remove):
     for step in (1, 2, 3):
         store.folder(step, 1)
     store.pinned.add(1)
-    store.drop_older(3)
-    assert generations(store) == ["step-00000001.e1", "step-00000003.e1"]
-
-
-def test_free_space_removes_pinned_generations_only_if_asked(store):
-    for step in (1, 2, 3):
-        store.folder(step, 1)
-    store.pinned.add(1)
-    assert store.free_space(3, pinned=False)
+    remove(store)
     assert generations(store) == ["step-00000001.e1", "step-00000003.e1"]
     assert store.free_space(3, pinned=True)
     assert generations(store) == ["step-00000003.e1"]
@@ -280,10 +270,8 @@ def test_folder_removed_during_the_wait_for_its_lock_is_missing(tmp_path, monkey
     monkeypatch.setattr(module, "take_lock", lambda handle, path, timeout_s: shutil.rmtree(root))
     closed, close = [], os.close
     monkeypatch.setattr(module.os, "close", lambda handle: (closed.append(handle), close(handle)))
-    with (
-        pytest.raises(CheckpointMissing, match="commits is not there"),
-        module.EpochFence(root, False, lambda: 0).locked(),
-    ):
+    fence = module.EpochFence(root, False, lambda: 0)
+    with pytest.raises(CheckpointMissing, match="commits is not there"), fence.locked():
         pass
     assert len(closed) == len(set(closed)) > 0
 
@@ -303,8 +291,7 @@ def test_flipped_bit_is_seen_in_every_byte_of_a_manifest(tmp_path):
 
 
 def test_commit_of_calls_by_an_earlier_version_is_passed_over(store, caplog):
-    for step in (1, 2):
-        commit(store, step)
+    commit_steps(store, 1, 2)
     path = store.root / "step-00000002.e1" / MANIFEST
     fields = json.loads(path.read_bytes())["manifest"]
     fields["earlier"] = {"ACTOR-0": [["step-00000001.e1", fields["files"]["ACTOR-0"]]]}
@@ -319,8 +306,7 @@ def test_commit_of_calls_by_an_earlier_version_is_passed_over(store, caplog):
 
 
 def test_misplaced_manifest_is_moved_away_but_not_of_another_run(store):
-    commit(store, 1)
-    commit(store, 2)
+    commit_steps(store, 1, 2)
     shutil.copy(store.root / "step-00000001.e1" / MANIFEST, store.root / "step-00000002.e1" / MANIFEST)
     assert [manifest.step for manifest in store.manifests()] == [1]
     assert CheckpointStore(store.root, "run2", store.durable).manifests() == []
@@ -331,8 +317,7 @@ def test_misplaced_manifest_is_moved_away_but_not_of_another_run(store):
 
 
 def test_damaged_generation_is_reported_and_the_older_one_used(store, caplog):
-    commit(store, 1)
-    manifest = commit(store, 2)
+    *_, manifest = commit_steps(store, 1, 2)
     damage_byte(store.root / manifest.folder / "ACTOR-1.1.state", at=-9)
     with pytest.raises(CheckpointCorrupt, match="ACTOR-1"):
         store.read(manifest, "ACTOR-1")

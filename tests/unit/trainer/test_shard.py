@@ -181,9 +181,6 @@ def test_slice_of_a_batch_does_not_carry_its_whole_buffer():
     assert len(pickle.dumps(parts[0], protocol=5)) < len(pickle.dumps(batch, protocol=5)) / 3.5
 
 
-# -- pending results --------------------------------------------------------------------------------------------------
-
-
 SIZES = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 KINDS = st.sampled_from(["list", "tuple", "numpy", "torch", "batch"])
 

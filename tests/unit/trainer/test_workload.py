@@ -17,7 +17,9 @@ from dlrover.python.rl.trainer.workload import (
     trainer_invocation,
 )
 
-CONTEXT = MemberContext("job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT")
+CONTEXT = MemberContext(
+    "job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT", devices=(2, 3)
+)
 
 
 def facts(workload):
@@ -31,6 +33,7 @@ def facts(workload):
         workload.torch_master_addr,
         workload.torch_master_port,
         workload.get_device_collocation() or "",
+        devices=workload.devices,
     )
 
 
@@ -70,8 +73,9 @@ def test_environment_has_the_names_of_torch():
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert env["DEVICE_COLLOCATION_GROUP"] == "ACTOR,ROLLOUT"
+    assert (env["DEVICE_COLLOCATION_GROUP"], env["DEVICES"]) == ("ACTOR,ROLLOUT", "2,3")
     assert MemberContext.from_env(env) == CONTEXT
+    assert MemberContext.from_env({**env, "DEVICES": ""}).devices == ()
 
 
 @pytest.mark.parametrize("role", [*WELL_KNOWN_ROLES, RLRoleType("JUDGE")])

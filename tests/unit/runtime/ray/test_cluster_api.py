@@ -53,9 +53,6 @@ def test_actor_outside_groups_is_kept_off_excluded_nodes():
     assert "label_selector" not in ActorPlacement({"cpu": 1.0}).to_ray()
 
 
-# -- the ends of actors -----------------------------------------------------------------------------------------------
-
-
 class Handle:
     def __init__(self, *answers, state=ALIVE):
         self.state, self.pings, self.answers = state, 0, [None, *answers]
@@ -98,9 +95,6 @@ async def test_until_ended_pings_each_actor_once_until_it_ends(ends):
 async def test_until_ended_fails_where_no_end_would_be_noticed(ends):
     with pytest.raises(RuntimeError, match="not connected"):
         await asyncio.wait_for(ends.until_ended(Handle(state=RuntimeError("Ray is not connected"))), 5)
-
-
-# -- the end of a run whose commits are in the memories of three nodes ------------------------------------------------
 
 
 class Nodes:

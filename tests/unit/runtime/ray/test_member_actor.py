@@ -99,9 +99,6 @@ def call(actor, incarnation, epoch=1, method="hello"):
     return actor.dlrover_invoke(CallHeader((1, 0), method, incarnation=incarnation, epoch=epoch).pack())
 
 
-# -- heartbeats and settings ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("answer", "is_current", "calls"),
     [
@@ -143,9 +140,6 @@ def test_call_to_any_incarnation_reaches_a_kept_process(unstarted, tmp_path):
     unstarted.dlrover_leave()
     start_in_job(unstarted, tmp_path)
     assert call(unstarted, incarnation=0, epoch=0) == "hello"
-
-
-# -- later incarnations of a process ----------------------------------------------------------------------------------
 
 
 def test_calls_to_the_earlier_incarnation_find_it_gone(actor):
@@ -236,9 +230,6 @@ def test_unsendable_error_is_raised_with_its_words(actor):
     "".join(traceback.format_exception(caught.value)).encode()
 
 
-# -- accelerators -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reserved", "hides", "visible", "devices"),
     [
@@ -288,10 +279,3 @@ def test_engine_runs_where_its_member_was_placed(devices, device, expected):
         workload = RolloutWorkload(None, {})
     assert workload.devices == devices
     assert device_of(workload, EngineConfig(device=device)) == expected
-
-
-def test_context_carries_its_devices_in_the_environment():
-    context = MemberContext(devices=(2, 3))
-    assert context.to_env()["DEVICES"] == "2,3"
-    assert MemberContext.from_env(context.to_env()) == context
-    assert MemberContext.from_env({**context.to_env(), "DEVICES": ""}).devices == ()
