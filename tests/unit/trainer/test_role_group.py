@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Role groups over the port of one process: what is sent, what comes back. The contract suite holds Ray to the same."""
+"""Role groups over the port of one process: the calls that are sent, and their results; tests/contract has more."""
 
 import functools
 import threading
@@ -17,43 +17,19 @@ from dlrover.python.rl.trainer.port import Outcome, Pending, Ref, gather
 from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
+from dlrover.python.rl.trainer.workload import MemberContext, trainer_invocation
 from tests.support.manual_clock import ManualClock
+from tests.support.role_group_toys import Toy
 
 
-class Worker(BaseWorkload):
-    """Gives back what it gets."""
-
+class Worker(Toy):
     constant = 3
-
-    def echo(self, *args, **kwargs):
-        return args, kwargs
 
     def same(self, value):
         return value
 
-    @trainer_invocation(blocking=False)
-    def later(self, value):
-        return value
-
-    @trainer_invocation(target="RANK0")
-    def first(self, value):
-        return self.rank, value
-
-    @trainer_invocation(pre_func=lambda value: value + 1, post_func=sum)
-    def plus(self, value):
-        return value
-
-    @trainer_invocation(pre_func=lambda first, second: (second, first))
-    def swapped(self, first, second):
-        return first, second
-
     @trainer_invocation(pre_func=functools.partial(max, 10))
     def at_least_10(self, value):
-        return value
-
-    @trainer_invocation(blocking=False, post_func=sum)
-    def summed_later(self, value):
         return value
 
     @trainer_invocation(is_async=True, timeout=5)
@@ -228,10 +204,10 @@ def test_rank0_alone_has_the_argument_whole():
 
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
-    assert group.plus(4) == group.plus(value=4) == 15
+    assert group.prepared(4) == group.prepared(value=4) == 150
     assert group.swapped("a", "b") == [("b", "a")] * 3
     assert group.at_least_10(4) == [10] * 3
-    assert group.summed_later([1, 2, 3]).result() == 6
+    assert group.counted_later([1, 2, 3]).result() == 3
     assert group.same.options(post_func=lambda results: results[-1], pre_func=lambda: [7, 8, 9])() == 9
 
 
@@ -261,7 +237,7 @@ def test_deadline_names_the_late_ranks_and_keeps_results():
 
 def test_pending_results_with_a_post_func_are_not_passed_on():
     trainer = trainer_of(actor=2, rollout=2)
-    for argument in (pending := trainer.RG_ACTOR.summed_later([1, 2]), Shard(pending), Replicate(pending)):
+    for argument in (pending := trainer.RG_ACTOR.counted_later([1, 2]), Shard(pending), Replicate(pending)):
         with pytest.raises(CallError, match=r"ROLLOUT.same: argument 0 is pending with a post_func.*\.result\(\)"):
             trainer.RG_ROLLOUT.same(argument)
 
