@@ -204,7 +204,7 @@ def test_rank0_alone_has_the_argument_whole():
 
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
-    assert group.prepared(4) == group.prepared(value=4) == 150
+    assert group.prepared(4) == group.prepared(x=4) == 150
     assert group.swapped("a", "b") == [("b", "a")] * 3
     assert group.at_least_10(4) == [10] * 3
     assert group.counted_later([1, 2, 3]).result() == 3
