@@ -33,14 +33,13 @@ DEADLINE_S = 10.0
 class Master:
     """Takes beats in, and gives its answers in turns; a beat takes 4 s of the clock's."""
 
-    def __init__(self, *answers, clock=None):
+    def __init__(self, *answers, clock):
         self.beats, self.several = [], threading.Event()
         self._answers, self._clock = answers, clock
 
     def __call__(self, beat):
         self.beats.append(beat)
-        if self._clock:
-            self._clock.advance(4.0)
+        self._clock.advance(4.0)
         if len(self.beats) >= 5:
             self.several.set()
         answer = self._answers[(len(self.beats) - 1) % len(self._answers)]
@@ -49,52 +48,38 @@ class Master:
         return answer
 
 
-def beating(master, now_s=time.monotonic):
-    ended, why = threading.Event(), []
+AWAY = ConnectionError("away")
+
+
+@pytest.mark.parametrize(
+    ("answers", "beats", "message"),
+    [
+        ([True], None, ""),
+        ([AWAY, True], None, ""),  # it is 8 s from one answer to the next
+        ([False], 1, "taken its place"),
+        ([AWAY], 3, "no master for 12 s (ConnectionError)"),  # the third beat is after the lease
+    ],
+    ids=["answers", "some answers", "replaced", "no master"],
+)
+def test_process_beats_until_it_is_replaced_or_its_lease_ends(answers, beats, message):
+    ended, reasons, clock = threading.Event(), [], ManualClock()
+    master = Master(*answers, clock=clock)
 
     def end(reason):
-        why.append(reason)
+        reasons.append(reason)
         ended.set()
 
-    beater = HeartbeatSender(lambda: Heartbeat(ProcessId("ROLLOUT", 1), 3), master, QUICK, end, now_s)
+    beater = HeartbeatSender(lambda: Heartbeat(ProcessId("ROLLOUT", 1), 3), master, QUICK, end, clock)
     beater.start()
-    return beater, ended, why
-
-
-def test_process_sends_its_heartbeat_again_and_again():
-    master = Master(True)
-    beater, ended, _ = beating(master)
-    assert master.several.wait(DEADLINE_S)
-    beater.stop()
+    if beats is None:
+        assert master.several.wait(DEADLINE_S)
+        beater.stop()
+        assert not ended.is_set()
+    else:
+        assert ended.wait(DEADLINE_S)
+        assert len(master.beats) == beats and message in reasons[0]
     assert set(master.beats) == {Heartbeat(ProcessId("ROLLOUT", 1), 3)}
     assert {beat.oom_kills for beat in master.beats} == {count_oom_kills()}
-    assert not ended.is_set()
-
-
-def test_replaced_process_ends_itself_at_once():
-    master = Master(False)
-    _, ended, why = beating(master)
-    assert ended.wait(DEADLINE_S)
-    assert len(master.beats) == 1
-    assert "taken its place" in why[0]
-
-
-def test_absent_master_is_waited_for_during_the_lease():
-    clock = ManualClock()
-    master = Master(ConnectionError("away"), clock=clock)
-    _, ended, why = beating(master, clock)
-    assert ended.wait(DEADLINE_S)
-    assert len(master.beats) == 3, "the lease of 10 s is over at the third beat of 4 s"
-    assert "no master for 12 s (ConnectionError)" in why[0]
-
-
-def test_an_answer_renews_the_lease():
-    clock = ManualClock()
-    master = Master(ConnectionError("away"), True, clock=clock)
-    beater, ended, _ = beating(master, clock)
-    assert master.several.wait(DEADLINE_S), "it is 8 s from one answer to the next, and the lease is 10 s"
-    beater.stop()
-    assert not ended.is_set()
 
 
 NOTICED = """
@@ -118,13 +103,13 @@ def test_first_sigterm_is_a_notice_and_the_second_the_end():
 
 
 def test_file_is_a_notice_once_it_is_there(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+    file, before = tmp_path / "leave", signal.getsignal(signal.SIGTERM)
     try:
-        notice = DepartureNotice(str(tmp_path / "leave"))
+        notice = DepartureNotice(str(file))
         assert notice.read() == ""
-        (tmp_path / "leave").touch()
-        assert notice.read() == f"{tmp_path / 'leave'} exists"
-        os.remove(tmp_path / "leave")
+        file.touch()
+        assert notice.read() == f"{file} exists"
+        file.unlink()
         assert notice.read(), "the notice stays"
     finally:
         signal.signal(signal.SIGTERM, before)
