@@ -32,7 +32,7 @@ class Work(BaseWorkload):
     def __init__(self, master_handle, config):
         super().__init__(master_handle, config)
         self.total = np.zeros(3)
-        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.entered, self.may_end = threading.Event(), threading.Event()
 
     def add(self, number):
         self.total += number
@@ -57,7 +57,7 @@ class Work(BaseWorkload):
 
     def wait(self):
         self.entered.set()
-        assert self.go_on.wait(30)
+        assert self.may_end.wait(30)
 
     def steps(self, count, each_s):
         for _ in range(count):
@@ -284,7 +284,7 @@ def test_current_call_can_be_asked_while_it_runs(host):
     assert host.current_call() == ("wait", (4, 2), 0.0)
     host._now_s.advance(2.0)
     assert host.current_call() == ("wait", (4, 2), 2.0)
-    host.workload.go_on.set()
+    host.workload.may_end.set()
     thread.join(30)
     assert host.current_call() is None
 
@@ -332,29 +332,12 @@ def roots(tmp_path):
     return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
 
 
-@pytest.fixture
-def other():
-    other = started(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), incarnation=4)
-    yield other
-    other.close()
-
-
 def commit(host, roots, step, **terms):
     return ask(host, COMMIT, CommitRequest(step, roots, **terms))
 
 
 def restore(host, roots, step, file):
     return ask(host, RESTORE, GenerationRequest(step, ({"ACTOR-1": Piece(folder_name(step, 1), file)},), roots))
-
-
-def test_committed_state_is_restored_in_another_process(host, other, roots):
-    call(host, 1, 0, "add", 2)
-    file = commit(host, roots, 1).file
-    call(host, 2, 0, "add", 2)
-    assert ask(other, WHERE) == Standing(0, 0, 0)
-    restore(other, roots, 1, file)
-    assert other.workload.total.tolist() == [2.0] * 3
-    assert ask(other, WHERE) == Standing(1, 1, 1)
 
 
 def test_standing_names_the_commits_of_its_state(host, roots):

@@ -5,23 +5,35 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import contextmanager
 
 import pytest
 
 from dlrover.python.rl.runtime.checkpoint import node_memory
-from dlrover.python.rl.runtime.checkpoint.node_memory import (
-    forget_memory,
-    known_in_memory,
-    memory_name,
-    memory_root,
-    save_from_memory,
-)
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_name, memory_root
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
-HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "
-HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"
+HOLDER = """
+import sys, time
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
+memory_root("job", "1")
+print("held", flush=True)
+time.sleep(float(sys.argv[1]))
+open(sys.argv[2], "w").close()
+"""
+
+
+@contextmanager
+def holder(last_file, lives_s=600):
+    """A process that holds the memory of run 1, and writes a file at its end."""
+    command = [sys.executable, "-c", HOLDER, str(lives_s), str(last_file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
@@ -65,23 +77,18 @@ def test_folder_of_another_user_is_refused(memory, place, how, monkeypatch):
 
 
 def test_forget_memory_spares_living_runs_only(memory):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, "job", "1"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        (memory / "job-2").mkdir()
-        (memory / "job-other-3").mkdir()
+    with holder(memory / "none") as process:
+        for name in ("job-2", "job-other-3"):
+            (memory / name).mkdir()
         forget_memory("job")
         assert runs(memory) == ["job-1", "job-other-3"]
-        (memory / "job-2").mkdir()
-        (memory / "job-4").mkdir()
+        for name in ("job-2", "job-4"):
+            (memory / name).mkdir()
         forget_memory("job", "2", if_free=True)
         assert runs(memory) == ["job-1", "job-4", "job-other-3"]
-        holder.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         forget_memory("job", patience_s=10.0)
         assert runs(memory) == ["job-other-3"]
-    finally:
-        holder.kill()
-        holder.communicate()
     forget_memory("job-other", "3")
     assert not memory.exists()
 
@@ -97,19 +104,10 @@ def test_forget_memory_of_an_ended_run_by_its_holder(memory):
 
 
 def test_forget_memory_waits_for_the_holders_of_a_run(memory):
-    code = HOLDER.replace("argv[1:]", "argv[1:3]").replace("600)", "0.5); open(sys.argv[3], 'w').close()")
-    last_file = memory / "job-1" / "written at the end"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, "job", "1", str(last_file)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout.readline() == "held\n"
+    with holder(memory / "job-1" / "written at the end", lives_s=0.5) as process:
         forget_memory("job", "1", patience_s=30.0)
         assert not memory.exists()
-        assert holder.wait(timeout=10) == 0, "it could still write"
-    finally:
-        holder.kill()
-        holder.communicate()
+        assert process.wait(timeout=10) == 0, "it could still write"
 
 
 def committed(store, step, epoch=1):
@@ -154,32 +152,3 @@ def test_memory_is_saved_beside_all_copies_unless_one_is_later(roots, step, copi
         committed(copies, earlier)
     forget_memory("job", "1")
     assert steps_of(copies) == left
-
-
-def test_nodes_with_parts_of_a_commit_save_it_together(tmp_path, monkeypatch):
-    durable = tmp_path / "out/checkpoints/1"
-    durable.parent.mkdir(parents=True)
-
-    def on(node):
-        monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / node))
-        memory = Roots("job", "1", 1, durable).commit_store("")
-        memory.claim(1)
-        return memory
-
-    files = {}
-    for number, node in enumerate("bca"):
-        name, memory = f"ACTOR-{number}", on(node)
-        file = memory.write(8, 1, f"{name}.1.state", {"role": "ACTOR", "rank": number, "step": 8}, {"rank": number})
-        files[name] = replace(file, node=node)
-    files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {"x": 1})
-    memory.commit(8, 1, {**files, "ACTOR-2": replace(files["ACTOR-2"], node="")}, extra={"nodes": {"ACTOR-0": ["b"]}})
-
-    listed = {node: on(node) and known_in_memory("job", "1") for node in "abc"}
-    assert (listed["b"], listed["c"], len(listed["a"])) == ([], [], 1)
-    saved = [on(node) and save_from_memory("job", "1", *listed["a"]) for node in "abca"]
-    assert saved == [False, False, True, True]
-    copies = CheckpointStore(durable, "1", durable=True)
-    (manifest,) = copies.manifests()
-    assert copies.valid(manifest) and "nodes" not in manifest.extra
-    assert [copies.read(manifest, f"ACTOR-{number}") for number in range(3)] == [{"rank": rank} for rank in range(3)]
-    assert copies.read(manifest, "trainer") == {"x": 1}
