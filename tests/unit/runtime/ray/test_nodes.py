@@ -10,14 +10,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch, closed, in_daemon_thread
+from tests.support.memory_cluster import until
 
 DEADLINE_S = 10.0
-
-
-async def until(holds):
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 class Cluster:

@@ -36,7 +36,7 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
-from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
+from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method, until
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
@@ -49,12 +49,6 @@ workload:
   actor: {{module: toys, class: Policy, num: 4, per_node: 2, standby: {standby}}}
 """
 FIRST, LOST = ProcessId("ACTOR", 0), ProcessId("ACTOR", 2)
-
-
-async def until(holds):
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def hang(*arguments):
