@@ -119,6 +119,7 @@ class Nodes:
         """The steps of the copies, and the nodes that still have commits in memory."""
         store = CheckpointStore(self.folder / "out/checkpoints/run1", "run1", durable=True)
         copies = [manifest.step for manifest in store.manifests() if store.valid(manifest)]
+        assert not any("nodes" in manifest.extra for manifest in store.manifests()), "a copy needs no node"
         user = f"dlrover-rl-{os.geteuid()}"
         return copies, {node for node in "abc" if (self.folder / node / user / "job-run1").exists()}
 
@@ -137,7 +138,7 @@ def nodes(tmp_path, monkeypatch):
     before = memory.write(7, 1, "trainer.state", {"role": "trainer", "step": 7}, {})
     memory.commit(7, 1, {"trainer": before})
     files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {})
-    memory.commit(8, 1, files)
+    memory.commit(8, 1, files, extra={"nodes": {"ACTOR-0": ["b"]}})
     return cluster
 
 
