@@ -8,16 +8,15 @@ _SAVED, _SUPERVISOR = "master/client/resume.py", "master/client/supervisor.py"
 
 TESTS = {
     _FOLDER: (
-        "runtime/test_owner.py",
-        "runtime/test_other_members.py",
         "runtime/test_run_folder.py",
+        "runtime/test_other_members.py",
         "master/test_saved_run.py",
         "master/test_run_claim.py",
         "master/test_local_run.py",
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
     ),
-    _MACHINE: ("runtime/test_owner.py",),
+    _MACHINE: ("runtime/test_run_folder.py",),
     _SAVED: (
         "master/test_resumption.py",
         "master/test_saved_run.py",

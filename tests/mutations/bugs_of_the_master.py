@@ -15,8 +15,8 @@ _STATUS = "master/process/status.py"
 
 TESTS = {
     _NODES: ("runtime/ray/test_nodes.py", "runtime/ray/test_ray_executor.py"),
-    _COMMITS: ("runtime/ray/test_node_commits.py",),
-    _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
+    _COMMITS: ("runtime/ray/test_cluster_api.py",),
+    _HEAD: ("runtime/ray/test_own_cluster.py",),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
     _MASTER: ("master/test_status.py", "master/test_job_metrics.py", "master/test_run_claim.py"),
     _STATUS: ("master/test_status.py", "master/test_brain.py"),

@@ -14,29 +14,19 @@ _MEMBER, _ACTORS, _TABLE = (
 _PORT = "runtime/ray/processes/port.py"
 
 TESTS = {
-    _BEATS: (
-        "runtime/test_heartbeat.py",
-        "runtime/test_notice.py",
-        "runtime/test_stacks.py",
-        "runtime/test_oom_kills.py",
-    ),
+    _BEATS: ("runtime/test_heartbeat.py",),
     _LOADING: (
         "control/test_faults.py",
         "runtime/test_local_port.py",
-        "runtime/test_log_copy.py",
+        "runtime/test_result_files.py",
         "config/test_secrets.py",
     ),
     _INTERRUPTS: ("runtime/test_interrupts.py",),
-    _FILES: ("runtime/test_log_copy.py", "runtime/test_result_files.py", "master/test_ray_logs.py"),
-    _HEALTH: ("runtime/test_try_devices.py", "runtime/ray/test_cluster_health.py"),
-    _MEMBER: (
-        "runtime/ray/test_member_actor.py",
-        "runtime/ray/test_reserved_devices.py",
-        "runtime/ray/test_raw_errors.py",
-        "runtime/ray/test_leaving.py",
-    ),
+    _FILES: ("runtime/test_result_files.py", "master/test_ray_logs.py"),
+    _HEALTH: ("runtime/test_run_machine.py", "runtime/ray/test_cluster_health.py"),
+    _MEMBER: ("runtime/ray/test_member_actor.py",),
     _ACTORS: ("runtime/ray/test_process_table.py", "config/test_secrets.py"),
-    _PORT: ("runtime/ray/test_waiting.py", "runtime/ray/test_unavailable.py", "runtime/test_ports.py"),
+    _PORT: ("runtime/ray/test_ray_port.py", "runtime/torchrun/test_links.py"),
 }
 
 BUGS = {

@@ -7,16 +7,16 @@ _GROUP, _SHARD, _WORKLOAD, _PORT = (f"trainer/{name}.py" for name in ("role_grou
 _TRAINER, _STEPS, _DURABLE = (f"trainer/{name}.py" for name in ("trainer", "steps", "durable"))
 _TRANSFERS = "trainer/durable.py"
 
-_CALLS = ("trainer/test_role_group.py", "trainer/test_shard.py", "trainer/test_invocation_options.py")
-_STEPPING = ("trainer/test_steps.py", "trainer/test_trainer.py", "trainer/test_durable.py")
+_CALLS = ("trainer/test_role_group.py", "trainer/test_shard.py", "trainer/test_workload.py")
+_STEPPING = ("trainer/test_trainer.py", "trainer/test_durable.py")
 
 TESTS = {
     _GROUP: _CALLS,
     _SHARD: _CALLS,
-    _WORKLOAD: ("trainer/test_workload.py", *_CALLS, "trainer/test_trainer.py"),
+    _WORKLOAD: (*_CALLS, "trainer/test_trainer.py"),
     _PORT: (*_CALLS, "trainer/test_durable.py"),
     _TRAINER: ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
-    _STEPS: (*_STEPPING, "runtime/test_local_durable.py", "runtime/test_writing_states.py"),
+    _STEPS: (*_STEPPING, "runtime/test_local_durable.py", "runtime/test_member_state.py"),
 }
 
 BUGS = {

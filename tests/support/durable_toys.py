@@ -89,7 +89,14 @@ class Judge(BaseWorkload):
         return Batch({"reward": np.tanh(rollouts["x"].sum(axis=1)) * self.scale + self.floor})
 
 
+class AlonePolicy(Policy):
+    """A policy whose ranks restart one by one."""
+
+    needs_own_process = False
+
+
 CLASSES = {"ACTOR": Policy, "ROLLOUT": Sampler, "REWARD": Judge}
+ALONE = {**CLASSES, "ACTOR": AlonePolicy}
 
 
 class Training(BaseTrainer):
@@ -119,16 +126,16 @@ class Training(BaseTrainer):
 
 
 class Pipelined(Training):
-    """The same training, that waits for as little as it can."""
+    """A training that waits for as little as it can."""
 
     def body(self, step):
         (weights,) = self.RG_ACTOR.publish()
         self.RG_ROLLOUT.receive.options(blocking=False)(Replicate(weights))
         rollouts = self.RG_ROLLOUT.generate(self.state["cursor"].next(), Replicate((3, step)))
-        judged = self.RG_REWARD.score.options(blocking=False)(Shard(rollouts))
-        size = self.RG_ACTOR.update.options(blocking=False)(Shard(rollouts), Shard(judged))
-        self.RG_ACTOR.publish()  # nobody waits for this one
-        scored = Batch.concat(judged.result())
+        rewards = self.RG_REWARD.score.options(blocking=False)(Shard(rollouts))
+        size = self.RG_ACTOR.update.options(blocking=False)(Shard(rollouts), Shard(rewards))
+        self.RG_ACTOR.publish()  # its result is not waited for
+        scored = Batch.concat(rewards.result())
         self.state["mean"] = 0.9 * self.state["mean"] + float(scored["reward"].mean())
         self.log(step, size=sum(size.result()), mean=self.state["mean"])
 
@@ -197,7 +204,7 @@ class Stage:
     """A job that is run to its end through whatever faults.
 
     Args:
-        nodes: worker to its node, the trainer's is ``"trainer"``: each has a memory of its own. None: one for all.
+        nodes: the node of each worker and of ``"trainer"``, with its own memory. None: one for all.
         shared: whether commits go where every node sees them.
         spread: whether each node's are also in the memory of the next one.
     """
@@ -236,22 +243,22 @@ class Stage:
         env = self.memory((str(role), rank))
         return LocalMember(host, env, incarnation, self.classes[role].needs_own_process)
 
-    def node(self, who):
-        return self.nodes.get(who, "a") if self.nodes is not None else ""
+    def node(self, process):
+        return self.nodes.get(process, "a") if self.nodes is not None else ""
 
-    def memory(self, who):
-        return {"DLROVER_RL_MEMORY": str(self.path / self.node(who))} if self.nodes is not None else {}
+    def memory(self, process):
+        return {"DLROVER_RL_MEMORY": str(self.path / self.node(process))} if self.nodes is not None else {}
 
     def lose(self, node):
         """A fault: a node goes with all that was on it, and others take its place."""
 
         def strike(port):
             shutil.rmtree(self.path / node, ignore_errors=True)
-            lost = [who for who, of in self.nodes.items() if of == node]
+            lost = [process for process, place in self.nodes.items() if place == node]
             self.nodes.update(dict.fromkeys(lost, f"{node}2"))
-            for who in lost:
-                if who != "trainer":
-                    port.kill(*who)
+            for process in lost:
+                if process != "trainer":
+                    port.kill(*process)
             if "trainer" in lost:
                 raise TrainerKilled
 
@@ -282,6 +289,18 @@ class Stage:
                 self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread
             ),
         )
+
+    def restarted_after(self):
+        """The step that each trainer has begun after."""
+        return [trainer.restart_info.step for trainer in self.attempts]
+
+    def calls_of(self, role, method, rank=None):
+        """The numbers of these calls."""
+        return [
+            number
+            for number, call in enumerate(self.port.calls)
+            if call[::2] == (role, method) and rank in (None, call[1])
+        ]
 
     def make(self):
         handles = {
@@ -317,7 +336,7 @@ class Stage:
         }
 
     def executed(self):
-        """How often each method really ran, in the workers that are there now."""
+        """Count the executions of each method in the workers that are there now."""
         return {
             (str(role), rank): dict(member.host.executed)
             for role, members in self.port.members.items()

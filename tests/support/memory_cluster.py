@@ -13,6 +13,12 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 PENDING = "PENDING"
 
 
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
 class Method:
     """``remote`` returns an awaitable, as Ray's does."""
 
@@ -94,7 +100,7 @@ class MemoryCluster:
         return await handle.until_ended()
 
     def end(self, actor):
-        """Its process is gone, whatever has ended it."""
+        """End its process from outside."""
         actor.end()
         self.actors.pop(actor.request.name, None)
 

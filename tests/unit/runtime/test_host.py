@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
+"""The gate in front of a workload: refused, repeated and kept calls, and their arguments."""
 
 import asyncio
 import threading
@@ -11,8 +11,6 @@ import pytest
 
 from dlrover.python.rl.common.errors import (
     CallSkipped,
-    CheckpointCorrupt,
-    CheckpointMissing,
     InvocationError,
     ReplayDiverged,
     ResultLost,
@@ -22,10 +20,10 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.store import Piece
-from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.checkpoint.store import Piece, folder_name
+from dlrover.python.rl.runtime.member.arguments import CallHeader, decode, encode
 from dlrover.python.rl.runtime.member.host import MemberHost
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, RAW_CALL, RESTORE, WHERE, Call, Ref, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.support.manual_clock import ManualClock
 
@@ -34,7 +32,7 @@ class Work(BaseWorkload):
     def __init__(self, master_handle, config):
         super().__init__(master_handle, config)
         self.total = np.zeros(3)
-        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.entered, self.may_end = threading.Event(), threading.Event()
 
     def add(self, number):
         self.total += number
@@ -59,7 +57,7 @@ class Work(BaseWorkload):
 
     def wait(self):
         self.entered.set()
-        assert self.go_on.wait(30)
+        assert self.may_end.wait(30)
 
     def steps(self, count, each_s):
         for _ in range(count):
@@ -74,12 +72,17 @@ class Work(BaseWorkload):
         self.total = state["total"]
 
 
+def started(workload, context, **options):
+    host = MemberHost(**{"incarnation": 1, **options})
+    host.start(workload, context, None, {})
+    return host
+
+
 @pytest.fixture
 def host():
-    made = MemberHost(incarnation=3, now_s=ManualClock())
-    made.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
-    yield made
-    made.close()
+    host = started(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), incarnation=3, now_s=ManualClock())
+    yield host
+    host.close()
 
 
 def call(host, step, n, method="add", *args, **terms):
@@ -91,7 +94,7 @@ def ask(host, verb, *args, **terms):
     return host.invoke(CallHeader(RAW_CALL, verb, **terms), lambda: (args, {}))
 
 
-def test_a_repeated_id_has_the_same_answer_and_is_not_carried_out(host):
+def test_repeated_call_has_the_same_answer_and_does_not_run(host):
     first = call(host, 1, 0, "add", 2)
     call(host, 1, 1, "add", 5)
     again = host.invoke(CallHeader((1, 0), "add", keep=True), lambda: pytest.fail("the arguments are not needed"))
@@ -100,7 +103,7 @@ def test_a_repeated_id_has_the_same_answer_and_is_not_carried_out(host):
     assert host.executed == {"add": 2}
 
 
-def test_a_call_that_finds_what_its_argument_stands_for_gone_has_not_run(host):
+def test_call_whose_argument_is_gone_has_not_run(host):
     with pytest.raises(ResultLost, match=r"ACTOR\[1\].fetch: it is gone"):
         call(host, 1, 0, "fetch", "old")
     with pytest.raises(CallSkipped):
@@ -109,8 +112,8 @@ def test_a_call_that_finds_what_its_argument_stands_for_gone_has_not_run(host):
     assert call(host, 1, 1, "add", 2, after=(1, 0)).tolist() == [2.0] * 3
 
 
-class Halved(BaseWorkload):
-    """Its errors have half of an emoji."""
+class HalfEmoji(BaseWorkload):
+    """Fails with half of an emoji in its errors."""
 
     def act(self, *_):
         try:
@@ -120,21 +123,13 @@ class Halved(BaseWorkload):
 
 
 @pytest.mark.parametrize("make_call", [lambda host: call(host, 1, 0, "act"), lambda host: ask(host, COMMIT, None)])
-def test_the_text_of_an_error_can_be_sent(make_call):
-    host = MemberHost(incarnation=1)
-    host.start(Halved, MemberContext(role=RLRoleType.ACTOR), None, {})
+def test_text_of_an_error_can_be_sent(make_call):
+    host = started(HalfEmoji, MemberContext(role=RLRoleType.ACTOR))
     host._commit = lambda request: host.workload.act()
     with pytest.raises(InvocationError, match="ValueError: the model wrote it") as caught:
         make_call(host)
     "".join(traceback.format_exception(caught.value)).encode()
     assert "OSError: no room for ?" in caught.value.remote_traceback
-
-
-def test_an_error_that_no_text_stands_for_has_its_words(host):
-    error = ValueError("the model wrote \ud83d")
-    failure = host.failure("act", error)
-    assert "ValueError: the model wrote ?" in str(failure)
-    assert failure.original is None
 
 
 class TwoPartError(Exception):
@@ -144,9 +139,16 @@ class TwoPartError(Exception):
         super().__init__(f"{name}: {reason}")
 
 
-def test_error_that_cannot_be_unpickled_travels_as_its_text(host):
-    failure = host.failure("act", TwoPartError("disk", "it is gone"))
-    assert "TwoPartError: disk: it is gone" in str(failure)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("the model wrote \ud83d"), "ValueError: the model wrote ?"),
+        (TwoPartError("disk", "it is gone"), "TwoPartError: disk: it is gone"),
+    ],
+)
+def test_unsendable_error_has_its_words(host, error, words):
+    failure = host.failure("act", error)
+    assert words in str(failure)
     assert failure.original is None
 
 
@@ -165,9 +167,8 @@ class Restless(BaseWorkload):
         raise OSError("the device is busy")
 
 
-def test_host_of_a_restless_workload_keeps_its_promises():
-    host = MemberHost(incarnation=1)
-    host.start(Restless, MemberContext(role=RLRoleType.ROLLOUT), None, {})
+def test_host_keeps_one_loop_and_survives_exits():
+    host = started(Restless, MemberContext(role=RLRoleType.ROLLOUT))
     assert [call(host, 1, n, "use_loop") for n in range(2)] == [True, True]
     with pytest.raises(InvocationError, match="SystemExit: 3"):
         call(host, 1, 2, "exit")
@@ -177,7 +178,7 @@ def test_host_of_a_restless_workload_keeps_its_promises():
 
 
 class Once(BaseWorkload):
-    """Without a state: its calls fail once each."""
+    """Has no state; each of its calls fails once."""
 
     failed: list
 
@@ -188,9 +189,8 @@ class Once(BaseWorkload):
         return number
 
 
-def test_what_has_failed_in_a_member_without_a_state_is_tried_again_for_another_trainer():
-    host = MemberHost(incarnation=1)
-    host.start(Once, MemberContext(role=RLRoleType.ROLLOUT), None, {})
+def test_failed_call_without_a_state_runs_again_in_a_later_epoch():
+    host = started(Once, MemberContext(role=RLRoleType.ROLLOUT))
     host.workload.failed = []
     for _ in range(2):
         with pytest.raises(InvocationError, match="503"):
@@ -201,14 +201,14 @@ def test_what_has_failed_in_a_member_without_a_state_is_tried_again_for_another_
     assert [call(host, 1, n, "act", 7 + n, epoch=2) for n in range(2)] == [7, 8]
 
 
-def test_what_has_failed_may_have_damaged_a_state_and_is_not_tried_again(host):
+def test_failed_call_of_a_stateful_worker_does_not_run_again(host):
     for epoch in (1, 2):
         with pytest.raises(InvocationError, match="the user's own words"):
             call(host, 1, 0, "refuse", epoch=epoch)
     assert host.executed == {"refuse": 1}
 
 
-def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ever(host):
+def test_results_are_kept_until_the_commit_and_of_init_for_ever(host):
     call(host, 0, 0, "add", 1)
     call(host, 1, 0, "add", 1)
     call(host, 2, 0, "add", 1, settled=1)
@@ -219,7 +219,7 @@ def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ev
     assert host.executed == {"add": 3}
 
 
-def test_what_is_refused(host):
+def test_calls_out_of_place_are_refused(host):
     call(host, 1, 0, "add", 1, epoch=2)
     with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: attempt 1 of the trainer has been replaced"):
         call(host, 1, 1, "add", 1, epoch=1)
@@ -235,7 +235,7 @@ def test_what_is_refused(host):
     assert host.executed == {"add": 1}
 
 
-def test_arguments_that_cannot_be_had_leave_the_call_undone(host):
+def test_call_without_its_arguments_has_not_run(host):
     def gone():
         raise KeyError("lost")
 
@@ -245,35 +245,35 @@ def test_arguments_that_cannot_be_had_leave_the_call_undone(host):
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         ("refuse", "LookupError: the user's own words"),
         ("generator", "its result cannot be sent: TypeError: cannot pickle"),
         ("cancelled", "CancelledError: by itself"),
     ],
 )
-def test_errors_carry_who_and_what_and_are_kept(host, method, said):
+def test_errors_have_their_origin_and_are_kept(host, method, message):
     for _ in range(2):
-        with pytest.raises(InvocationError, match=said) as caught:
+        with pytest.raises(InvocationError, match=message) as caught:
             call(host, 1, 0, method)
         assert (caught.value.role, caught.value.rank, caught.value.method) == ("ACTOR", 1, method)
         assert "Traceback" in caught.value.remote_traceback
     assert host.executed == {method: 1}
 
 
-def test_a_call_with_other_arguments_is_told_by_the_trainers_line_alone(host):
+def test_wrong_arguments_have_no_traceback_of_the_worker(host):
     with pytest.raises(InvocationError, match=r"add\(\) takes .* positional arguments but .* were given") as caught:
         call(host, 1, 0, "add", 4, 5, 6)
     assert not caught.value.remote_traceback
 
 
-def test_coroutines_are_run_to_their_end_and_raw_calls_raise_as_they_are(host):
+def test_coroutines_run_to_their_end_and_raw_calls_raise(host):
     assert call(host, 1, 0, "later", 3) == 3
     with pytest.raises(LookupError):
         host.run("refuse", (), {})
 
 
-def test_what_it_is_doing_can_be_asked_meanwhile(host):
+def test_current_call_can_be_asked_while_it_runs(host):
     assert host.current_call() is None
     thread = threading.Thread(target=lambda: call(host, 4, 2, "wait"))
     thread.start()
@@ -284,94 +284,83 @@ def test_what_it_is_doing_can_be_asked_meanwhile(host):
     assert host.current_call() == ("wait", (4, 2), 0.0)
     host._now_s.advance(2.0)
     assert host.current_call() == ("wait", (4, 2), 2.0)
-    host.workload.go_on.set()
+    host.workload.may_end.set()
     thread.join(30)
     assert host.current_call() is None
 
 
-def test_the_work_of_a_call_ends_with_its_last_progress():
-    host = MemberHost()
-    host.start(Work, MemberContext(), None, None)
-    begun = host.work
+def test_work_of_a_call_ends_with_its_last_progress():
+    host = started(Work, MemberContext())
+    before = host.work
     host.run("steps", (3, 0.05), {})
-    assert host.work.units == begun.units + 3
-    assert 0.1 <= host.work.busy_s - begun.busy_s < 0.3  # without the wait at the end, which is for others
+    assert host.work.units == before.units + 3
+    assert 0.1 <= host.work.busy_s - before.busy_s < 0.3  # without the wait at the end, which is for others
     host.run("add", (1,), {})
-    assert host.work.units == begun.units + 4
+    assert host.work.units == before.units + 4
 
 
-class TestState:
-    @pytest.fixture
-    def roots(self, tmp_path):
-        (tmp_path / "memory").mkdir()
-        (tmp_path / "durable").mkdir()
-        return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
+RESULTS = {"first": 1, "second": 2}
+REFS = {name: Ref(None, name, None, "ACTOR", 0, "update", 1) for name in RESULTS}
 
-    def restore(self, host, roots, step, file):
-        source = {"ACTOR-1": Piece(f"step-{step:08d}.e1", file)}
-        return ask(host, RESTORE, GenerationRequest(step, (source,), roots))
 
-    def test_committed_and_restored_in_another_process(self, host, roots):
-        call(host, 1, 0, "add", 2)
-        answer = ask(host, COMMIT, CommitRequest(1, roots))
-        call(host, 2, 0, "add", 2)
-        other = MemberHost(4)
-        other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
-        assert ask(other, WHERE) == Standing(0, 0, 0)
-        self.restore(other, roots, 1, answer.file)
-        assert other.workload.total.tolist() == [2.0] * 3
-        assert ask(other, WHERE) == Standing(1, 1, 1)
-        other.close()
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ([REFS["first"], "plain", REFS["second"]], [1, "plain", 2]),
+        ([REFS["first"]], [1]),
+        (["plain"], ["plain"]),
+        ([], []),
+    ],
+)
+def test_decode_resolves_the_results_in_a_list(argument, value):
+    assert decode(encode(argument), RESULTS.__getitem__) == value
 
-    def test_where_it_stands_says_which_commits_it_agrees_with(self, host, roots):
-        call(host, 0, 0, "add", 1)
-        call(host, 1, 0, "add", 1)
-        assert ask(host, WHERE) == Standing(0, 0, 1)
-        ask(host, COMMIT, CommitRequest(1, roots))
-        assert ask(host, WHERE) == Standing(0, 1, 1)  # who never heard that 1 is committed may begin at 0 or 1
-        call(host, 2, 0, "add", 1, settled=1)
-        assert ask(host, WHERE) == Standing(1, 1, 2)
-        host.run("add", (1,), {})
-        assert not ask(host, WHERE).agrees_with(1)
-        ask(host, COMMIT, CommitRequest(2, roots))
-        assert ask(host, WHERE) == Standing(2, 2, 2)
-        ask(host, FORGET)
-        assert ask(host, WHERE) == Standing(None, None, 0)
 
-    def test_what_it_kept_of_steps_goes_with_the_state_that_it_gives_up(self, host, roots):
-        call(host, 0, 0, "add", 1)
-        answer = ask(host, COMMIT, CommitRequest(1, roots))
-        call(host, 2, 0, "add", 5)
-        self.restore(host, roots, 1, answer.file)
-        assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
-        assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
-        assert host.executed == {"add": 3}
+def test_header_of_a_call_has_all_but_its_arguments():
+    call = Call((3, 7), "update", (1,), {"lr": 2.0}, True, epoch=2, settled=1, keep=True, after=(3, 6))
+    header = CallHeader.unpack(CallHeader.of(call, incarnation=4).pack())
+    assert header == ((3, 7), "update", ("lr",), True, 2, 4, 1, True, (3, 6))
 
-    def test_a_damaged_or_missing_file_is_not_loaded(self, host, roots):
-        answer = ask(host, COMMIT, CommitRequest(1, roots))
-        path = roots.commits / "step-00000001.e1" / answer.file.name
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
-        with pytest.raises(InvocationError) as caught:
-            self.restore(host, roots, 1, answer.file)
-        assert isinstance(caught.value.original, CheckpointCorrupt)
-        path.unlink()
-        with pytest.raises(InvocationError) as caught:
-            self.restore(host, roots, 1, answer.file)
-        assert isinstance(caught.value.original, CheckpointMissing)
-        with pytest.raises(InvocationError, match="step 1 has no ACTOR-1"):
-            ask(host, RESTORE, GenerationRequest(1, (), roots))
 
-    def test_a_copy_is_made_in_the_background_or_when_it_is_asked_for(self, host, roots):
-        answer = ask(host, COMMIT, CommitRequest(2, roots, persist=True))
-        request = GenerationRequest(2, ({"ACTOR-1": Piece("step-00000002.e1", answer.file)},), roots)
-        copied = ask(host, PERSIST, request)
-        durable = roots.durable / "step-00000002.e1" / copied.name
-        assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
-        later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
-        assert (later.copy, later.is_copying) == (copied, False)
-        durable.unlink()
-        other = MemberHost(4)
-        other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
-        assert ask(other, PERSIST, request) == copied
-        assert durable.exists()
-        other.close()
+# -- states of workers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roots(tmp_path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "durable").mkdir()
+    return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
+
+
+def commit(host, roots, step, **terms):
+    return ask(host, COMMIT, CommitRequest(step, roots, **terms))
+
+
+def restore(host, roots, step, file):
+    return ask(host, RESTORE, GenerationRequest(step, ({"ACTOR-1": Piece(folder_name(step, 1), file)},), roots))
+
+
+def test_standing_names_the_commits_of_its_state(host, roots):
+    call(host, 0, 0, "add", 1)
+    call(host, 1, 0, "add", 1)
+    assert ask(host, WHERE) == Standing(0, 0, 1)
+    commit(host, roots, 1)
+    assert ask(host, WHERE) == Standing(0, 1, 1)  # without word that 1 is committed it may begin at 0 or 1
+    call(host, 2, 0, "add", 1, settled=1)
+    assert ask(host, WHERE) == Standing(1, 1, 2)
+    host.run("add", (1,), {})
+    assert not ask(host, WHERE).agrees_with(1)
+    commit(host, roots, 2)
+    assert ask(host, WHERE) == Standing(2, 2, 2)
+    ask(host, FORGET)
+    assert ask(host, WHERE) == Standing(None, None, 0)
+
+
+def test_restore_forgets_the_answers_of_later_steps(host, roots):
+    call(host, 0, 0, "add", 1)
+    file = commit(host, roots, 1).file
+    call(host, 2, 0, "add", 5)
+    restore(host, roots, 1, file)
+    assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
+    assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
+    assert host.executed == {"add": 3}

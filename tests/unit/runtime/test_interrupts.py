@@ -10,15 +10,11 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import contextmanager
 
 import pytest
 
-from dlrover.python.rl.runtime.interrupts import (
-    hangup_terminates,
-    insistent_interrupts,
-    noted_signals,
-    sigterm_unwinds,
-)
+from dlrover.python.rl.runtime.interrupts import hangup_terminates, insistent_interrupts, noted_signals, sigterm_unwinds
 
 
 class Finalizer:
@@ -38,8 +34,27 @@ def wait(limit_s):
         time.sleep(0.01)
 
 
+@contextmanager
+def handled(number, handler):
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("interrupts", [insistent_interrupts, sigterm_unwinds])
+def test_earlier_handler_stays(interrupts):
+    signals = []
+    with handled(signal.SIGTERM, lambda number, frame: signals.append(number)), interrupts() as take_back:
+        if take_back:
+            take_back()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signals == [signal.SIGTERM]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_a_finalizer_swallows_comes_again():
+def test_interrupt_swallowed_by_a_finalizer_comes_again():
     with pytest.raises(KeyboardInterrupt), insistent_interrupts():
         Finalizer()
         gc.collect()
@@ -47,23 +62,12 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again():
     wait(1)  # no more of them afterwards
 
 
-def test_sigterm_interrupts_too_and_the_handlers_are_python_s_own_again():
+def test_sigterm_interrupts_and_handlers_are_restored():
     with pytest.raises(KeyboardInterrupt), insistent_interrupts():
         os.kill(os.getpid(), signal.SIGTERM)
         wait(10)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_handler_of_somebody_else_stays(monkeypatch):
-    seen = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    try:
-        with insistent_interrupts():
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIGTERM]
 
 
 def test_signals_are_counted():
@@ -74,7 +78,7 @@ def test_signals_are_counted():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_sigterm_unwinds_what_is_open_whatever_a_library_has_set_meanwhile():
+def test_sigterm_unwinds_despite_the_handler_of_a_library():
     before, closed = signal.getsignal(signal.SIGTERM), []
     with pytest.raises(SystemExit) as ended, sigterm_unwinds() as take_back:
         signal.signal(signal.SIGTERM, lambda number, frame: closed.append("the library's"))
@@ -88,19 +92,7 @@ def test_sigterm_unwinds_what_is_open_whatever_a_library_has_set_meanwhile():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_handler_that_was_there_before_stays():
-    signals = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        with sigterm_unwinds() as take_back:
-            take_back()
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert signals == [signal.SIGTERM]
-
-
-def test_a_sigterm_that_a_finalizer_swallows_comes_again_and_then_no_more():
+def test_sigterm_swallowed_by_a_finalizer_comes_again_once():
     closed, hook = [], sys.unraisablehook
     with pytest.raises(SystemExit) as ended, sigterm_unwinds():
         try:
@@ -113,7 +105,7 @@ def test_a_sigterm_that_a_finalizer_swallows_comes_again_and_then_no_more():
     assert (ended.value.code, closed, sys.unraisablehook) == (143, ["ours"], hook)
 
 
-def test_other_errors_of_finalizers_are_reported_as_ever(monkeypatch):
+def test_other_errors_of_finalizers_are_reported(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda swallowed: seen.append(type(swallowed.exc_value)))
 
@@ -152,29 +144,24 @@ def hung_up(end, **streams):
     return subprocess.Popen([sys.executable, "-c", HUNG_UP, end], start_new_session=True, preexec_fn=prepare, **streams)
 
 
-def test_a_closed_terminal_ends_a_command_in_good_order(tmp_path):
-    window, terminal = pty.openpty()
-    command = hung_up(tmp_path / "end", stdin=terminal, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    assert os.read(window, 5) == b"ready"
-    os.close(window)
+@pytest.mark.parametrize("has_terminal", [True, False], ids=["closed terminal", "signal and closed output"])
+def test_hung_up_command_cleans_up(tmp_path, has_terminal):
+    if has_terminal:
+        window, terminal = pty.openpty()
+        command = hung_up(tmp_path / "end", stdin=terminal, stdout=terminal, stderr=terminal)
+        os.close(terminal)
+        assert os.read(window, 5) == b"ready"
+        os.close(window)
+    else:
+        command = hung_up(tmp_path / "end", stdout=subprocess.PIPE)
+        assert command.stdout.read(5) == b"ready"
+        command.stdout.close()
+        command.send_signal(signal.SIGHUP)
     assert command.wait(30) == 128 + signal.SIGTERM
     assert (tmp_path / "end").read_text() == "cleaned up"
 
 
-def test_so_does_a_signal_where_the_output_went_to_a_program_that_is_gone(tmp_path):
-    command = hung_up(tmp_path / "end", stdout=subprocess.PIPE)
-    assert command.stdout.read(5) == b"ready"
-    command.stdout.close()
-    command.send_signal(signal.SIGHUP)
-    assert command.wait(30) == 128 + signal.SIGTERM
-    assert (tmp_path / "end").read_text() == "cleaned up"
-
-
-def test_a_command_under_nohup_goes_on_when_its_terminal_is_closed():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+def test_command_under_nohup_ignores_a_closed_terminal():
+    with handled(signal.SIGHUP, signal.SIG_IGN):
         hangup_terminates()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

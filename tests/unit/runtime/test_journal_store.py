@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal's file: what was appended is there, damage is never taken for something else, and one process writes."""
+"""The file of a journal: appended lines stay, damage is noticed, and one process writes."""
 
 import os
 import random
-import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
-from tests.support.disks import largest_file, system_calls
+from tests.support.disks import DAMAGES, flips_of, frozen, largest_file, reports_of_a_killed_writer, system_calls, thaw
 
 MUTATIONS = 1000
 
@@ -39,6 +36,7 @@ def crashed(path, lines):
             store.append(line)
         content = path.read_bytes()
     path.write_bytes(content)
+    return content
 
 
 def written(path, lines):
@@ -46,11 +44,57 @@ def written(path, lines):
     with opened(path) as store:
         for line in lines:
             store.append(line)
+    return path.read_bytes()
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "job" / "journal.jsonl"
+
+
+@pytest.mark.parametrize("make", [lambda path: StateStore(), FileStateStore], ids=["memory", "file"])
+def test_lines_are_read_in_the_order_of_their_appends(make, path):
+    store = make(path)
+    assert store.read() == []
+    for line in some_lines(5):
+        store.append(line)
+    store.read().clear()
+    assert store.read() == some_lines(5)
+    store.close()
+    store.close()
+
+
+def test_journal_opened_again_has_its_lines_for_its_owner_only(path):
+    lines = [*some_lines(3), b"", b"\r", b" ", b"\x00\xff\x0b\x0c\x1c\x85", b"trailing \r"]
+    written(path, lines[:2])
+    written(path, lines[2:])
+    assert read_lines(path) == lines
+    with opened(path, must_exist=True) as store:
+        assert store.read() == lines
+    assert os.listdir(path.parent) == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_append_syncs_its_lines_once_before_it_returns(path):
+    with system_calls("fsync", "link") as called, opened(path) as store:
+        del called[:]
+        store.append(b"1")
+        store.append(*some_lines(100))
+        assert len(read_lines(path)) == 101, "a journal in use can be read"
+    assert called == ["fsync", "fsync"]
+    path.unlink()
+    with system_calls("fsync", "link") as called:
+        FileStateStore(path).close()
+    assert called == ["fsync", "link", "fsync", "fsync", "fsync"], "file, name, folder; the takeover"
+
+
+def test_line_with_a_newline_is_refused(path):
+    with opened(path) as store, pytest.raises(ValueError, match="newline"):
+        store.append(b"a\nb")
+    assert read_lines(path) == []
+
+
+# -- one writer -------------------------------------------------------------------------------------------------------
 
 
 FROZEN = """
@@ -74,130 +118,48 @@ except Exception as error:
 """
 
 
-def test_a_frozen_process_in_the_middle_of_an_append_holds_nobody_up_and_harms_nothing_later(path, monkeypatch):
+def test_process_frozen_in_an_append_neither_blocks_nor_harms(path, monkeypatch):
     monkeypatch.setattr(journal_store, "TAKE_OVER_S", 0.2)
-    frozen = subprocess.Popen(
-        [sys.executable, "-c", FROZEN, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        assert frozen.stdout.readline() == "in the middle\n"
-        frozen.send_signal(signal.SIGSTOP)
+    with frozen(FROZEN, path) as writer:
         with opened(path) as store:
             assert store.read() == [b"1", b"2"]
             store.append(b"4")
-            frozen.send_signal(signal.SIGCONT)
-            frozen.stdin.write("\n")
-            frozen.stdin.flush()
-            assert frozen.stdout.readline() == "StaleEpoch\n"
+            thaw(writer)
+            assert writer.stdout.readline() == "StaleEpoch\n"
             store.append(b"5")
         assert read_lines(path) == [b"1", b"2", b"4", b"5"]
-    finally:
-        frozen.kill()
-        frozen.communicate()
 
 
-# -- what a store is --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [lambda path: StateStore(), FileStateStore], ids=["memory", "file"])
-def test_lines_are_read_in_the_order_they_were_appended(make, path):
-    store = make(path)
-    assert store.read() == []
-    for line in some_lines(5):
-        store.append(line)
-    store.read().clear()
-    assert store.read() == some_lines(5)
-    store.close()
-    store.close()
-
-
-def test_lines_are_there_when_the_file_is_opened_again(path):
-    lines = [*some_lines(3), b"", b"\r", b" ", b"\x00\xff\x0b\x0c\x1c\x85", b"trailing \r"]
-    written(path, lines[:2])
-    written(path, lines[2:])
-    assert read_lines(path) == lines
-    with opened(path, must_exist=True) as store:
-        assert store.read() == lines
-    assert os.listdir(path.parent) == [path.name]
-
-
-def test_nobody_else_can_read_it(path):
-    written(path, some_lines(1))
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_line_is_on_disk_before_append_returns(path):
-    with system_calls("fsync", "link") as called, opened(path) as store:
-        del called[:]
-        store.append(b"1")
-        store.append(b"2")
-    assert called == ["fsync", "fsync"]
-    path.unlink()
-    with system_calls("fsync", "link") as called:
-        FileStateStore(path).close()
-    assert called == ["fsync", "link", "fsync", "fsync", "fsync"], "file, name, folder; the takeover"
-
-
-def test_a_line_with_a_newline_is_refused(path):
-    with opened(path) as store, pytest.raises(ValueError, match="newline"):
-        store.append(b"a\nb")
-    assert read_lines(path) == []
-
-
-def test_a_journal_in_use_can_be_looked_at(path):
-    with opened(path) as store:
-        for count, line in enumerate(some_lines(5), 1):
-            store.append(line)
-            assert len(read_lines(path)) == count
-        store.append(b"still mine")
-
-
-# -- one writer -------------------------------------------------------------------------------------------------------
-
-
-def test_a_newer_process_takes_the_journal_over(path):
-    with opened(path) as old:
-        old.append(b"1")
-        with opened(path) as new:
-            new.append(b"2")
-            with pytest.raises(StaleEpoch, match="taken over"):
-                old.append(b"3")
-            old.close()
-            new.append(b"4")
-        assert read_lines(path) == [b"1", b"2", b"4"]
-
-
-def test_a_hundred_owners_after_each_other_lose_nothing(path):
+def test_hundred_owners_after_each_other_lose_nothing(path):
     stores = []
     for index in range(100):
         stores.append(FileStateStore(path))
         if index:
-            with pytest.raises(StaleEpoch):
+            with pytest.raises(StaleEpoch, match="taken over"):
                 stores[-2].append(b"old")
+            stores[-2].close()
         stores[-1].append(b"%d" % index)
-    for store in stores:
-        store.close()
+    stores[-1].close()
     assert read_lines(path) == [b"%d" % index for index in range(100)]
 
 
-def test_two_processes_that_race_never_both_write(path):
+def test_two_racing_processes_never_both_write(path):
     for seed in range(20):
         child = os.fork()
         if child == 0:
-            _append_until_refused(path, b"child %d" % seed, 30 + seed)
-        _append_until_refused_here(path, b"parent %d" % seed, 30)
+            try:
+                _append_until_refused(path, b"child %d" % seed, 30 + seed)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _append_until_refused(path, b"parent %d" % seed, 30)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    lines = read_lines(path)
-    writers = [line.rpartition(b" ")[0] for line in lines]
+    writers = [line.rpartition(b" ")[0] for line in read_lines(path)]
     turns = [writer for index, writer in enumerate(writers) if index == 0 or writers[index - 1] != writer]
-    assert len(turns) == len(set(turns)), "whoever was taken over from wrote again"
+    assert len(turns) == len(set(turns)), "a writer that was replaced wrote again"
 
 
-def _append_until_refused_here(path, name, count):
+def _append_until_refused(path, name, count):
     store = FileStateStore(path)
     try:
         for index in range(count):
@@ -208,22 +170,12 @@ def _append_until_refused_here(path, name, count):
         store.close()
 
 
-def _append_until_refused(path, name, count):
-    code = 1
-    try:
-        _append_until_refused_here(path, name, count)
-        code = 0
-    finally:
-        os._exit(code)
+# -- crashes and full disks -------------------------------------------------------------------------------------------
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_last_line_that_was_cut_short_never_counted(path):
+def test_last_line_cut_short_never_counted(path):
     lines = some_lines(4)
-    crashed(path, lines)
-    whole = path.read_bytes()
+    whole = crashed(path, lines)
     for cut in range(2, len(lines[-1]) + 11):
         path.write_bytes(whole[:-cut])
         with opened(path) as store:
@@ -232,7 +184,7 @@ def test_a_last_line_that_was_cut_short_never_counted(path):
         assert read_lines(path) == lines
 
 
-def test_of_lines_that_were_appended_together_a_crash_leaves_the_first_ones(path):
+def test_crash_leaves_the_first_of_lines_appended_together(path):
     lines = some_lines(4)
     with opened(path) as store:
         store.append(lines[0])
@@ -247,75 +199,47 @@ def test_of_lines_that_were_appended_together_a_crash_leaves_the_first_ones(path
     assert read_lines(path) == lines
 
 
-def test_lines_that_are_appended_together_are_synced_once(path, monkeypatch):
-    synced = []
-    with opened(path) as store:
-        monkeypatch.setattr(journal_store.os, "fsync", synced.append)
-        store.append(*some_lines(100))
-        assert len(synced) == 1
-    assert len(read_lines(path)) == 100
-
-
 @pytest.mark.parametrize("last", [b"", *(bytes([10 ^ 1 << bit]) for bit in range(8))], ids=repr)
-def test_a_last_line_that_is_whole_but_for_its_newline_is_kept(path, last):
+def test_last_line_without_its_newline_is_kept(path, last):
     lines = some_lines(4)
-    written(path, lines)
-    path.write_bytes(path.read_bytes()[:-1] + last)
+    path.write_bytes(written(path, lines)[:-1] + last)
     with opened(path) as store:
         assert store.read() == lines
         store.append(b"more")
     assert read_lines(path) == [*lines, b"more"]
 
 
-def test_a_journal_that_lost_more_than_its_last_line_is_refused(path):
+def test_journal_without_more_than_its_last_line_is_refused(path):
     lines = some_lines(4)
-    crashed(path, lines)
-    whole = path.read_bytes()
+    whole = crashed(path, lines)
     for cut in range(len(lines[-1]) + 12, len(whole) + 1):
         path.write_bytes(whole[:-cut])
         with pytest.raises(JournalCorrupt):
             FileStateStore(path)
 
 
-def test_a_killed_writer_loses_no_line_that_it_was_told_is_safe(path):
-    rng = random.Random(5)
-    for _ in range(25):
-        before = len(read_lines(path)) if path.exists() else 0
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            _append_for_ever(path, writer)
-        os.close(writer)
-        told = 0
-        for _ in range(rng.randrange(1, 20)):
-            told += len(os.read(reader, 1))
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        while more := os.read(reader, 4096):
-            told += len(more)
-        os.close(reader)
-        with opened(path) as store:
-            lines = store.read()
-        assert len(lines) - before in (told, told + 1)
-        assert lines == [b"line %d %s" % (index, b"x" * (index % 977)) for index in range(len(lines))]
-
-
-def _append_for_ever(path, writer):
-    try:
+def test_killed_writer_loses_no_line_it_has_reported(path):
+    def append_for_ever(report):
         store = FileStateStore(path)
         while True:
             index = len(store.read())
             store.append(b"line %d %s" % (index, b"x" * (index % 977)))
-            os.write(writer, b".")
-    finally:
-        os._exit(1)
+            report()
+
+    rng = random.Random(5)
+    for _ in range(25):
+        before = len(read_lines(path)) if path.exists() else 0
+        reports = reports_of_a_killed_writer(append_for_ever, rng.randrange(1, 20))
+        with opened(path) as store:
+            lines = store.read()
+        assert len(lines) - before in (reports, reports + 1)
+        assert lines == [b"line %d %s" % (index, b"x" * (index % 977)) for index in range(len(lines))]
 
 
-# -- full and read-only disks -----------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_leaves_no_half_line_and_writing_goes_on_later(path):
+def test_full_disk_leaves_no_half_line_and_no_begun_journal(path):
+    with largest_file(10), pytest.raises(OSError, match="too large"):
+        FileStateStore(path)
+    assert os.listdir(path.parent) == []
     with opened(path) as store:
         store.append(b"first")
         before = path.read_bytes()
@@ -328,18 +252,10 @@ def test_a_full_disk_leaves_no_half_line_and_writing_goes_on_later(path):
     assert read_lines(path) == [b"first", b"second"]
 
 
-def test_a_journal_that_cannot_be_begun_leaves_nothing(path):
-    with largest_file(10), pytest.raises(OSError, match="too large"):
-        FileStateStore(path)
-    assert os.listdir(path.parent) == []
-    with opened(path) as store:
-        assert store.read() == []
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unreadable_journal_is_never_a_new_one(path):
+def test_unreadable_journal_is_never_a_new_one(path):
     path.mkdir(parents=True)
     with pytest.raises(JournalCorrupt, match="cannot be read"):
         FileStateStore(path)
@@ -353,63 +269,30 @@ def test_an_unreadable_journal_is_never_a_new_one(path):
         assert path.read_bytes() == content
 
 
-def test_a_flipped_bit_is_seen_in_every_byte_but_the_last(path):
-    written(path, [b"first", b"second"])
-    whole = path.read_bytes()
-    for position in range(len(whole) - 1):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 4  # a digit often stays a digit
+def test_flipped_bit_is_seen_in_every_byte_but_the_last(path):
+    for damaged in list(flips_of(written(path, [b"first", b"second"]), bits=4))[:-1]:  # a digit often stays a digit
         path.write_bytes(damaged)
         with pytest.raises(JournalCorrupt):
             FileStateStore(path)
 
 
-def test_a_journal_changed_or_removed_while_it_is_open_is_noticed(path):
-    changes = {
-        "truncated": lambda: os.truncate(path, path.stat().st_size - 1),
-        "longer": lambda: os.truncate(path, path.stat().st_size + 1),
-        "removed": path.unlink,
-        "emptied": lambda: path.write_bytes(b""),
-        "rewritten": lambda: path.write_bytes(path.read_bytes().replace(b"rl-journal", b"rl-Journal")),
-    }
-    for change in changes.values():
-        path.unlink(missing_ok=True)
-        with opened(path) as store:
-            store.append(b"1")
-            change()
-            with pytest.raises(JournalCorrupt, match="changed or removed"):
-                store.append(b"2")
-
-
-def flip_bit(content, rng):
-    at = rng.randrange(len(content))
-    return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-
-
-def truncate(content, rng):
-    return content[: rng.randrange(len(content))]
-
-
-def extend(content, rng):
-    return content + rng.choice([rng.randbytes(rng.randrange(1, 200)), bytes(512), content[-50:], b"\n", b"x\n"])
-
-
-def zero_block(content, rng):
-    size = rng.choice([1, 16, 64, 512])
-    at = rng.randrange(len(content)) // size * size
-    return content[:at] + bytes(min(size, len(content) - at)) + content[at + size :]
-
-
-def repeat_block(content, rng):
-    size = rng.choice([16, 64, 512])
-    at = rng.randrange(len(content)) // size * size
-    return content[: at + size] + content[at:]
-
-
-def cut_block(content, rng):
-    size = rng.choice([1, 16, 64, 512])
-    at = rng.randrange(len(content))
-    return content[:at] + content[at + size :]
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        lambda path: os.truncate(path, path.stat().st_size + 1),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"rl-journal", b"rl-Journal")),
+    ],
+    ids=["truncated", "longer", "removed", "emptied", "rewritten"],
+)
+def test_journal_changed_while_it_is_open_is_noticed(path, change):
+    with opened(path) as store:
+        store.append(b"1")
+        change(path)
+        with pytest.raises(JournalCorrupt, match="changed or removed"):
+            store.append(b"2")
 
 
 def repeat_line(content, rng):
@@ -439,15 +322,13 @@ def lines_of_another(content, rng):
     return b"".join([*lines[:at], *other[at:]])
 
 
-KINDS = [flip_bit, truncate, extend, zero_block, repeat_block, cut_block, repeat_line, drop_line, exchange_lines]
-KINDS += [lines_of_another]
+KINDS = [*DAMAGES, repeat_line, drop_line, exchange_lines, lines_of_another]
 
 
 @pytest.mark.parametrize("end", [crashed, written], ids=["killed", "closed"])
-def test_a_thousand_kinds_of_damage_are_seen_or_cost_at_most_an_unfinished_line(end, path):
+def test_damage_is_seen_or_costs_an_unfinished_line(end, path):
     lines = some_lines(25, seed=3)
-    end(path, lines)
-    whole = path.read_bytes()
+    whole = end(path, lines)
     seen = {kind.__name__: 0 for kind in KINDS}
     for seed in range(MUTATIONS):
         rng = random.Random(seed)
@@ -456,10 +337,10 @@ def test_a_thousand_kinds_of_damage_are_seen_or_cost_at_most_an_unfinished_line(
         path.write_bytes(damaged)
         try:
             with opened(path) as store:
-                found = store.read()
+                left = store.read()
         except JournalCorrupt:
             seen[kind.__name__] += 1
             assert path.read_bytes() == damaged, "what is damaged stays as it is"
             continue
-        assert found == lines or (end is crashed and found == lines[:-1] and not damaged.startswith(whole[:-1])), seed
+        assert left == lines or (end is crashed and left == lines[:-1] and not damaged.startswith(whole[:-1])), seed
     assert all(seen.values()), seen

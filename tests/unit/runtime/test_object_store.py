@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations in an object store: what a killed writer leaves, a store that fails, and a writer that was replaced."""
+"""Generations in an object store: killed and replaced writers, stores that fail, and damage."""
 
 import errno
 import io
@@ -42,14 +42,24 @@ class Upload(io.BytesIO):
 
 
 class Bucket(MemoryFileSystem):
-    """A store of its own, whose changes can fail: ``fault(number, done)`` is called before and after each of them."""
+    """A separate store. ``fault(number, is_done)`` is called before and after each of its changes, and may raise."""
 
     cachable = False
 
     def __init__(self):
         super().__init__()
         self.store, self.pseudo_dirs, self.changes = {}, [""], 0
-        self.fault = lambda number, done: None
+        self.end_faults()
+
+    def end_faults(self):
+        self.fault = lambda number, is_done: None
+
+    def fail_at(self, number, is_done, error):
+        def fail(*change):
+            if change == (number, is_done):
+                raise error
+
+        self.fault = fail
 
     def change(self, act):
         number, self.changes = self.changes, self.changes + 1
@@ -80,6 +90,17 @@ def bucket():
     return Bucket()
 
 
+def claimed(bucket, epoch=1, **options):
+    store = ObjectStore(URL, "r", fs=bucket, **options)
+    store.claim(epoch)
+    return store
+
+
+@pytest.fixture
+def store(bucket):
+    return claimed(bucket)
+
+
 def tree(step, name):
     return {"step": step, "name": name, "weights": np.full(1000, step, dtype=np.float32)}
 
@@ -93,8 +114,12 @@ def write(store, folder, step, epoch):
     return store.commit(step, epoch, files)
 
 
+def write_steps(store, folder, *steps):
+    return [write(store, folder, step, 1) for step in steps]
+
+
 def newest(bucket):
-    """The step that a run would go on from, of which every file can be read."""
+    """The step of the newest generation, of which every file can be read."""
     store = ObjectStore(URL, "r", fs=bucket)
     for manifest in store.manifests():
         if store.valid(manifest):
@@ -104,19 +129,15 @@ def newest(bucket):
     return 0
 
 
-def test_generations_are_kept_in_order_and_the_newest_two_stay(bucket, tmp_path):
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
-    for step in (10, 20, 30):
-        write(store, tmp_path, step, 1)
+def test_newest_two_generations_stay_in_order(bucket, store, tmp_path):
+    write_steps(store, tmp_path, 10, 20, 30)
     assert [manifest.step for manifest in store.manifests()] == [30, 20]
     assert not [name for name in bucket.store if "step-00000010" in name]
     assert write(store, tmp_path, 30, 1) == store.manifests()[0], "the same again is the same"
 
 
 def writing(bucket, folder, done):
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
+    store = claimed(bucket)
     for step in (10, 20, 30, 40):
         write(store, folder, step, 1)
         done.append(step)
@@ -129,53 +150,41 @@ def count_changes(folder):
 
 
 @pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
-def test_a_writer_that_is_killed_at_any_change_loses_nothing_that_was_committed(tmp_path, happens):
+def test_writer_killed_at_any_change_loses_no_commit(tmp_path, happens):
     total = count_changes(tmp_path)
     assert total > 15
     for at in range(total):
         bucket, done = Bucket(), [0]
-
-        def kill(number, is_done, at=at):
-            if number == at and is_done == happens:
-                raise Killed
-
-        bucket.fault = kill
+        bucket.fail_at(at, happens, Killed())
         with pytest.raises(Killed):
             writing(bucket, tmp_path, done)
-        bucket.fault = lambda number, is_done: None
+        bucket.end_faults()
         assert newest(bucket) in (done[-1], done[-1] + 10), "the commit that was under way may be there"
-        after = ObjectStore(URL, "r", fs=bucket)
-        after.claim(2)
+        after = claimed(bucket, epoch=2)
         assert write(after, tmp_path, done[-1] + 20, 2) == after.manifests()[0]
         assert newest(bucket) == done[-1] + 20
 
 
 @pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
-def test_a_store_that_fails_at_any_change_leaves_what_was_committed(tmp_path, happens):
+def test_failure_of_any_change_leaves_the_commits(tmp_path, happens):
     for at in range(count_changes(tmp_path)):
         bucket, done = Bucket(), [0]
-
-        def fail(number, is_done, at=at):
-            if number == at and is_done == happens:
-                raise RuntimeError("SlowDown")  # libraries raise errors of any kind
-
-        bucket.fault = fail
+        bucket.fail_at(at, happens, RuntimeError("SlowDown"))  # libraries raise errors of any kind
         try:
             writing(bucket, tmp_path, done)
         except OSError as error:
             assert "SlowDown" in str(error)
-        bucket.fault = lambda number, is_done: None
+        bucket.end_faults()
         assert newest(bucket) >= done[-1]
 
 
-def test_a_replaced_writer_is_refused_and_what_it_still_writes_does_not_count(bucket, tmp_path):
-    former, later = ObjectStore(URL, "r", fs=bucket), ObjectStore(URL, "r", fs=bucket)
-    former.claim(1)
+def test_replaced_writer_is_refused(bucket, tmp_path):
+    former, later = claimed(bucket), ObjectStore(URL, "r", fs=bucket)
     write(former, tmp_path, 10, 1)
 
     def overtaken(number, is_done):
-        """The other one comes and commits while a file is on its way."""
-        bucket.fault = lambda number, is_done: None
+        """Commit from the other writer while a file is on its way."""
+        bucket.end_faults()
         later.claim(2)
         write(later, tmp_path, 20, 2)
 
@@ -188,11 +197,9 @@ def test_a_replaced_writer_is_refused_and_what_it_still_writes_does_not_count(bu
     assert [(manifest.epoch, manifest.step) for manifest in later.manifests()][0] == (2, 20)
 
 
-def test_a_damaged_file_and_a_damaged_manifest_are_never_used_again(bucket, tmp_path):
-    store = ObjectStore(URL, "r", keep=3, fs=bucket)
-    store.claim(1)
-    for step in (10, 20, 30):
-        write(store, tmp_path, step, 1)
+def test_damaged_files_and_manifests_are_never_used_again(bucket, tmp_path):
+    store = claimed(bucket, keep=3)
+    write_steps(store, tmp_path, 10, 20, 30)
     (manifest,) = [name for name in bucket.store if name.endswith("step-00000030.e1/manifest.json")]
     bucket.put(manifest, b"{}")
     (state,) = [name for name in bucket.store if "step-00000020.e1/ACTOR" in name]
@@ -208,28 +215,22 @@ def test_a_damaged_file_and_a_damaged_manifest_are_never_used_again(bucket, tmp_
     assert sorted(store.damaged()) == ["step-00000020.e1", "step-00000030.e1"]
 
 
-def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path):
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
-    for step in (10, 20):
-        write(store, tmp_path, step, 1)
+def test_quarantined_step_counts_once_it_is_written_again(bucket, store, tmp_path):
+    write_steps(store, tmp_path, 10, 20)
     store.quarantine(store.manifests()[0].folder, "a test")
     assert newest(bucket) == 10
     write(store, tmp_path, 20, 1)
     assert newest(bucket) == 20 and store.damaged() == []
 
 
-def test_claim_is_refused_after_a_later_claim_beside_it(bucket):
+def test_claim_is_refused_beside_a_later_one(bucket):
     bucket.fault = lambda number, done: bucket.put("/bucket/run/epochs/00000002", b"2") if done else None
     with pytest.raises(StaleEpoch, match="attempt 2 has taken over"):
         ObjectStore(URL, "r", fs=bucket).claim(1)
 
 
-def test_generation_that_is_partly_removed_is_none(bucket, tmp_path):
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
-    for step in (10, 20):
-        write(store, tmp_path, step, 1)
+def test_partly_removed_generation_is_none(bucket, store, tmp_path):
+    write_steps(store, tmp_path, 10, 20)
     first = bucket.changes
 
     def fail(number, done):
@@ -241,12 +242,10 @@ def test_generation_that_is_partly_removed_is_none(bucket, tmp_path):
     assert [manifest.step for manifest in store.manifests()] == [20]
 
 
-def test_store_that_is_away_is_not_taken_for_damaged(bucket, tmp_path, monkeypatch):
+def test_store_out_of_reach_is_not_taken_for_damaged(bucket, store, tmp_path, monkeypatch):
     def away(path, mode, **options):
         raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
     generation = Generation(store, write(store, tmp_path, 10, 1))
     monkeypatch.setattr(bucket, "_open", away)
     with pytest.raises(OSError, match="no answer"):
@@ -263,9 +262,7 @@ def test_errors_of_a_store_may_be_over_soon():
     assert not is_transient(caught.value)
 
 
-def test_a_file_of_another_owner_and_one_that_is_not_there_are_told(bucket, tmp_path):
-    store = ObjectStore(URL, "r", fs=bucket)
-    store.claim(1)
+def test_read_from_tells_wrong_owners_from_missing_files(bucket, store, tmp_path):
     manifest = write(store, tmp_path, 10, 1)
     file = manifest.files["ACTOR-0"]
     with pytest.raises(CheckpointCorrupt, match="it belongs to"):

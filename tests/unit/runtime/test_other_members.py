@@ -23,7 +23,7 @@ ROWS = 12
 
 
 class Rows:
-    """Has its share of the rows; ``cut`` is another way to divide them."""
+    """A workload with its share of the rows; ``cut`` is another way to divide them."""
 
     config = None
 
@@ -83,28 +83,21 @@ def test_more_or_fewer_members_divide_the_state_again(tmp_path, before, after):
     assert Run(tmp_path, after).restore(5) == shares(after)
 
 
-def test_so_do_as_many_that_divide_it_otherwise_and_only_those_that_can(tmp_path):
+def test_other_division_of_the_state_needs_a_willing_workload(tmp_path):
     Run(tmp_path, 2).commit(5)
     assert Run(tmp_path, 2, cut="columns").restore(5) == shares(2)
     with pytest.raises(OtherLayout, match="cut otherwise"):
         Run(tmp_path, 2, cut="columns", takes=False).restore(5)
-
-
-def test_a_workload_that_cannot_divide_its_state_again_is_not_asked_to(tmp_path):
-    Run(tmp_path, 2).commit(5)
     with pytest.raises(CheckpointMissing, match="step 5 has no ACTOR-0"):
         Run(tmp_path, 3, takes=False).restore(5)
 
 
-def test_another_ranks_file_is_checked_too(tmp_path):
+def test_file_of_another_rank_is_checked(tmp_path):
     Run(tmp_path, 2).commit(5)
     (file,) = (tmp_path / "commits/run1").glob("step-*/ACTOR-1*")
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointCorrupt, match="ACTOR-1"):
         Run(tmp_path, 1).restore(5)
-
-
-# -- before anything starts -------------------------------------------------------------------------------------------
 
 
 class Keeping(BaseWorkload):
@@ -138,8 +131,9 @@ class Sized(Keeping):
             raise KeyError("of the user's own")
         if config["size"] == "invalid":
             raise InvalidJob([ConfigError("config.size", "is reported by check_config")])
-        known = None if config.get("of") == "elsewhere" else config.get("of")
-        return {"size": config["size"], "part": config.get("part"), "of": Setting(config.get("of"), known)}
+        place = config.get("of")
+        setting = Setting(place, None if place == "elsewhere" else place)
+        return {"size": config["size"], "part": config.get("part"), "of": setting}
 
 
 class Seeded(Nothing):
@@ -149,58 +143,65 @@ class Seeded(Nothing):
         return {"seed": seed, "parity": Setting(seed, kind=seed % 2)}
 
 
-def job(path, name, number, broken="false"):
-    text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
-    text += f"workload: {{actor: {{module: {__name__}, class: {name}, num: {number}}}}}\njob_dir: {path}\n"
-    return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {{broken: {broken}}}\n", "job")
-
-
-def test_other_numbers_are_refused_where_a_role_cannot_divide_its_state_again(tmp_path):
-    run = Run(tmp_path, 2)
-    run.commit(5)
-    run.checkpoints.persisted(
-        {
-            ProcessId("ACTOR", rank): member.persist(request)
-            for request in [run.checkpoints.persist_request()]
-            for rank, member in enumerate(run.members)
-        }
-    )
-    assert inspect_job(job(tmp_path, "Dividing", 3)).errors == ()
-    assert inspect_job(job(tmp_path, "Keeping", 2)).errors == ()
-    for refused in (job(tmp_path, "Keeping", 3), job(tmp_path, "Dividing", 3, "true")):
-        (error,) = inspect_job(refused).errors
-        assert error.where == "checkpoint.resume"
-        assert "holds the state of ACTOR x2, and this job's workers with state are ACTOR x3" in error.what
+def job_of(path, config, workload="Sized", number=2, trainer="Nothing"):
+    text = f"name: job\ntrainer: {{module: {__name__}, class: {trainer}, device_type: CPU, device_per_node: 8}}\n"
+    text += f"workload: {{actor: {{module: {__name__}, class: {workload}, num: {number}}}}}\njob_dir: {path}\n"
+    return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
 
 
 def refusals(job):
     return inspect_job(job, earlier_description(job)).errors
 
 
-def sized(path, config, trainer="Nothing"):
-    text = f"name: job\ntrainer: {{module: {__name__}, class: {trainer}, device_type: CPU, device_per_node: 8}}\n"
-    text += f"workload: {{actor: {{module: {__name__}, class: Sized, num: 2}}}}\njob_dir: {path}\n"
-    return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
+def test_other_numbers_are_refused_for_an_undivided_state(tmp_path):
+    run = Run(tmp_path, 2)
+    run.commit(5)
+    request = run.checkpoints.persist_request()
+    copies = {ProcessId("ACTOR", rank): member.persist(request) for rank, member in enumerate(run.members)}
+    run.checkpoints.persisted(copies)
+    for workload, number, broken, is_refused in (
+        ("Dividing", 3, "false", False),
+        ("Keeping", 2, "false", False),
+        ("Keeping", 3, "false", True),
+        ("Dividing", 3, "true", True),
+    ):
+        errors = inspect_job(job_of(tmp_path, f"{{broken: {broken}}}", workload, number)).errors
+        assert [error.where for error in errors] == ["checkpoint.resume"] * is_refused
+        message = "holds the state of ACTOR x2, and this job's workers with state are ACTOR x3"
+        assert not is_refused or message in errors[0].what
 
 
-def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tmp_path, caplog):
-    begun, other = sized(tmp_path, "{size: 4, part: {a: 1, b: x}}"), sized(tmp_path, "{size: 8, part: {a: 2, b: x}}")
-    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
+@pytest.fixture
+def begin(tmp_path):
+    """Begin a run with this config: its description is written, and step 5 committed."""
+
+    def begin(config, trainer="Nothing", is_committed=True):
+        job = job_of(tmp_path, config, trainer=trainer)
+        (tmp_path / DESCRIPTION).write_text(job_to_yaml(job))
+        if is_committed:
+            Run(tmp_path, 2).commit(5)
+            assert refusals(job) == ()
+        return job
+
+    return begin
+
+
+def test_settings_of_a_state_stay_once_it_is_committed(begin, tmp_path, caplog):
+    other = job_of(tmp_path, "{size: 8, part: {a: 2, b: x}}")
+    begin("{size: 4, part: {a: 1, b: x}}", is_committed=False)
     assert refusals(other) == (), "nothing was committed yet"
-    Run(tmp_path, 2).commit(5)
-    assert refusals(begun) == ()
+    begin("{size: 4, part: {a: 1, b: x}}")
     whole, part = refusals(other)
     was = "8, but by its job.yaml the run was begun with 4, which its state depends on"
     assert str(whole) == f"config.size: {was}: continue with that, or begin another run"
     assert str(part).startswith("config.part.a: 2, but by its job.yaml the run was begun with 1, ")
-    (none,) = refusals(sized(tmp_path, "{size: 4}"))
+    (none,) = refusals(job_of(tmp_path, "{size: 4}"))
     assert str(none).startswith("config.part: null, but by its job.yaml the run was begun with {a: 1, b: x}, ")
     with caplog.at_level(logging.WARNING):
-        assert refusals(sized(tmp_path, "{size: broken}")) == (), "check_config says what is wrong with a config"
-        assert refusals(sized(tmp_path, "{size: invalid}")) == ()
-    assert [record.getMessage() for record in caplog.records] == [
-        'Sized.settings_of_state: KeyError: "of the user\'s own"'
-    ]
+        assert refusals(job_of(tmp_path, "{size: broken}")) == (), "check_config reports it"
+        assert refusals(job_of(tmp_path, "{size: invalid}")) == ()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ['Sized.settings_of_state: KeyError: "of the user\'s own"']
     fresh = dataclasses.replace(other, checkpoint=dataclasses.replace(other.checkpoint, resume="never"))
     assert refusals(fresh) == ()
     (tmp_path / DESCRIPTION).write_text("broken: [")
@@ -209,50 +210,40 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     assert refusals(other) == ()
 
 
-def test_a_setting_that_is_not_known_here_is_said_where_it_is_another(tmp_path):
-    begun = sized(tmp_path, "{size: 4, of: here}")
-    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
-    Run(tmp_path, 2).commit(5)
-    before = earlier_description(begun)
-    found = inspect_job(sized(tmp_path, "{size: 4, of: elsewhere}"), before)
-    what = "config.of: elsewhere, but by its job.yaml the run was begun with here"
-    line = f"{what}: it continues with the value in its last commit, not with this one"
-    assert (found.errors, found.about) == ((), (line,))
-    (error,) = inspect_job(sized(tmp_path, "{size: 4, of: there}"), before).errors
+def test_different_unknown_setting_is_a_remark(begin, tmp_path):
+    before = earlier_description(begin("{size: 4, of: here}"))
+    elsewhere = job_of(tmp_path, "{size: 4, of: elsewhere}")
+    inspection = inspect_job(elsewhere, before)
+    line = "config.of: elsewhere, but by its job.yaml the run was begun with here"
+    line += ": it continues with the value in its last commit, not with this one"
+    assert (inspection.errors, inspection.about) == ((), (line,))
+    (error,) = inspect_job(job_of(tmp_path, "{size: 4, of: there}"), before).errors
     assert error.where == "config.of"
-    elsewhere = sized(tmp_path, "{size: 4, of: elsewhere}")
     assert inspect_job(elsewhere, job_to_yaml(elsewhere)).about == (), "it is the same"
 
 
-def test_settings_that_a_trainers_state_depends_on_stay_too(tmp_path):
-    begun = sized(tmp_path, "{size: 4, seed: 1}", "Seeded")
-    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
-    Run(tmp_path, 2).commit(5)
-    assert refusals(begun) == ()
-    refused = refusals(sized(tmp_path, "{size: 5, seed: 2}", "Seeded"))
+def test_settings_of_the_state_of_a_trainer_stay_too(begin, tmp_path):
+    begin("{size: 4, seed: 1}", "Seeded")
+    refused = refusals(job_of(tmp_path, "{size: 5, seed: 2}", trainer="Seeded"))
     assert [error.where for error in refused] == ["config.seed", "config.parity", "config.size"]
     assert str(refused[1]).startswith("config.parity: 2, but by its job.yaml the run was begun with 1, ")
-    (of_seed,) = refusals(sized(tmp_path, "{size: 4, seed: 3}", "Seeded"))
+    (of_seed,) = refusals(job_of(tmp_path, "{size: 4, seed: 3}", trainer="Seeded"))
     assert of_seed.where == "config.seed", "both are odd"
 
 
 @pytest.mark.parametrize("size", ["${config.part}", "${.part}", "a\\${b}", "1.0"])
-def test_settings_that_refer_to_others_are_compared_by_their_values(size, tmp_path):
-    begun = sized(tmp_path, f"{{size: '{size}', part: 1.0}}")
-    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
-    Run(tmp_path, 2).commit(5)
-    assert refusals(begun) == ()
-    (error, *_) = refusals(sized(tmp_path, f"{{size: '{size}2', part: 1.0}}"))
+def test_settings_with_references_are_compared_by_value(begin, tmp_path, size):
+    begin(f"{{size: '{size}', part: 1.0}}")
+    (error, *_) = refusals(job_of(tmp_path, f"{{size: '{size}2', part: 1.0}}"))
     assert error.where == "config.size"
 
 
-def test_the_description_of_a_run_in_an_object_store_counts_before_that_of_a_folder_here(tmp_path):
-    begun, other = sized(tmp_path, "{size: 4}"), sized(tmp_path, "{size: 8}")
-    (tmp_path / DESCRIPTION).write_text(job_to_yaml(other))
-    Run(tmp_path, 2).commit(5)
+def test_description_in_an_object_store_counts_before_one_here(begin, tmp_path):
+    job = begin("{size: 4}")
+    begin("{size: 8}")
     store = tmp_path / "store"
     store.mkdir()
-    archived = dataclasses.replace(begun, archive=f"file://{store}")
+    archived = dataclasses.replace(job, archive=f"file://{store}")
     assert refusals(archived) != (), "none is there"
-    (store / DESCRIPTION).write_text(job_to_yaml(begun))
+    (store / DESCRIPTION).write_text(job_to_yaml(job))
     assert refusals(archived) == ()

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logs of a run: their last lines, the older files of a rotated one, and names that are wrong."""
+"""The logs and files of a run: copies of a process's output, their rotation, and reading them."""
 
+import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from dlrover.python.rl.common import log
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.private_files import with_real_parent
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime.member import loading
 from dlrover.python.rl.runtime.run.files import LogCopier, LogReader, RunFolder, copy_all_rests
 
 CHUNK = 256 * 1024
@@ -38,15 +43,15 @@ def numbered(count, length=0):
 # -- the last lines ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", [1, 2, 99, 100, 101, 4_999, 5_000, 5_001, 9_999, 10_000, 10_001, 50_000])
-def test_the_last_lines_are_these_also_where_they_begin_in_an_older_file(logs, tail):
+@pytest.mark.parametrize("tail", [1, 2, 100, 4_999, 5_000, 5_001, 9_999, 10_000, 10_001, 50_000])
+def test_last_lines_may_begin_in_an_older_file(logs, tail):
     lines = numbered(10_000, length=100)
     (logs / "trainer.log.1").write_text("".join(lines[:5_000]))
     (logs / "trainer.log").write_text("".join(lines[5_000:]))
     assert read(reader_of(logs, tail)) == "".join(lines[-tail:])
 
 
-def test_a_line_that_is_not_complete_is_none_of_the_last_ones_and_follows_later(logs):
+def test_incomplete_line_follows_later(logs):
     (logs / "trainer.log").write_text("one\ntwo\nthr")
     reader = reader_of(logs, tail=1)
     assert read(reader) == "two\n"
@@ -55,42 +60,32 @@ def test_a_line_that_is_not_complete_is_none_of_the_last_ones_and_follows_later(
     assert read(reader) == "three\n"
 
 
-def test_many_last_lines_come_in_chunks_and_are_limited_in_bytes(logs):
+def test_last_lines_come_in_chunks_of_at_most_16_mb(logs):
     for name in ("trainer.log.1", "trainer.log"):
         (logs / name).write_text("".join(numbered(14 * MB // 1000, length=1000)))
     chunks = [text for _, text in reader_of(logs, tail=100_000).read()]
     assert max(map(len, chunks)) <= CHUNK
     assert 15 * MB < sum(map(len, chunks)) <= 16 * MB
     assert chunks[0].partition(" ")[0].isdigit()  # a whole line
-
-
-def test_long_lines_do_not_take_more_memory_than_the_limit(logs):
     (logs / "trainer.log").write_text(("y" * (5 * MB) + "\n") * 5)
     chunks = [text for _, text in reader_of(logs, tail=5).read()]
     assert max(map(len, chunks)) <= CHUNK and sum(map(len, chunks)) <= 16 * MB
 
 
-def test_a_file_that_is_renamed_while_a_folder_is_listed_does_not_end_the_list(logs):
+def test_file_renamed_during_a_listing_does_not_end_it(logs):
     for name in ("actor-0.log", "rollout-0.log", "trainer.log"):
         (logs / name).touch()
     listing = RunFolder(logs.parent)._walk(())
-    found = [next(listing).path]
+    paths = [next(listing).path]
     (logs / "rollout-0.log").rename(logs / "rollout-0.log.1")
-    found += [file.path for file in listing]
-    assert found == ["logs/actor-0.log", "logs/trainer.log"]
+    paths += [file.path for file in listing]
+    assert paths == ["logs/actor-0.log", "logs/trainer.log"]
 
 
 # -- rotation ---------------------------------------------------------------------------------------------------------
 
 
-def test_older_files_come_first(logs):
-    for number, name in enumerate(["trainer.log.2", "trainer.log.1", "trainer.log"]):
-        (logs / name).write_text(f"{number}\n")
-    assert read(reader_of(logs)) == "0\n1\n2\n"
-    assert [text for _, text in reader_of(logs, process="").read()] == ["0\n", "1\n", "2\n"]
-
-
-def test_what_was_written_just_before_a_rotation_is_read(logs):
+def test_lines_written_just_before_a_rotation_are_read_in_order(logs):
     log = logs / "trainer.log"
     log.write_text("one\n")
     reader = reader_of(logs)
@@ -107,8 +102,15 @@ def test_what_was_written_just_before_a_rotation_is_read(logs):
     assert read(reader) == ""
 
 
+def test_older_files_come_first(logs):
+    for number, name in enumerate(["trainer.log.2", "trainer.log.1", "trainer.log"]):
+        (logs / name).write_text(f"{number}\n")
+    assert read(reader_of(logs)) == "0\n1\n2\n"
+    assert [text for _, text in reader_of(logs, process="").read()] == ["0\n", "1\n", "2\n"]
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_a_reader_that_comes_often_enough_sees_each_line_once(tmp_path, seed):
+def test_reader_in_time_sees_each_line_once(tmp_path, seed):
     """``max_bytes`` and the number of lines between two readings allow two rotations at most."""
     generator = random.Random(seed)
     copier = LogCopier(tmp_path, "trainer", (), max_bytes=60)
@@ -121,37 +123,103 @@ def test_a_reader_that_comes_often_enough_sees_each_line_once(tmp_path, seed):
     assert seen + read(reader) == "".join(written)
 
 
-# -- what a process writes first and last ------------------------------------------------------------------------------
+# -- copies of the output of a process --------------------------------------------------------------------------------
 
 
-def test_what_is_written_last_is_copied_without_its_end_of_line(tmp_path):
+JOB = """
+trainer: {module: m, class: T, device_type: CPU, device_per_node: 1}
+workload:
+  actor: {module: m, class: A, env: {MEMBER_TOKEN: canary-1}}
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
     source = tmp_path / "worker.out"
-    source.write_text("before\n")
-    copier = LogCopier(tmp_path, "trainer", [source])
-    copier.start("trainer")
+    source.write_text("written before\n")
+    return source
+
+
+@pytest.fixture
+def copier(tmp_path, source):
+    return LogCopier(tmp_path, "trainer", [source], max_bytes=8)
+
+
+def append(source, text):
     with source.open("a") as file:
-        file.write("one\nthe last words")
-    copier.stop()
-    assert copied(tmp_path) == "one\nthe last words\n"
-    copier.stop()
-    assert copied(tmp_path) == "one\nthe last words\n"
+        file.write(text)
 
 
-def test_notes_of_a_process_are_in_its_log_with_their_time(tmp_path):
-    source = tmp_path / "worker.out"
-    source.write_text("")
+def log_of(folder, number=""):
+    return (folder / "logs" / f"trainer.log{number}").read_text()
+
+
+def copied(folder):
+    title, _, text = log_of(folder).partition("\n")
+    assert title.startswith("--- trainer, pid ")
+    return text
+
+
+def test_copy_takes_a_line_once_it_has_ended(tmp_path, copier, source):
+    for text, lines in (("one\ntw", "one\n"), ("o\n", "one\ntwo\n")):
+        append(source, text)
+        copier.copy()
+        assert log_of(tmp_path) == lines
+
+
+def test_copy_of_a_rotated_source_begins_at_its_start(tmp_path, copier, source):
+    source.write_text("after it\n")
+    copier.copy()
+    assert log_of(tmp_path) == "after it\n"
+
+
+def test_copy_beyond_its_limit_keeps_the_two_files_before(tmp_path, copier, source):
+    for number in range(4):
+        append(source, f"line {number}\n")
+        copier.copy()
+    assert [log_of(tmp_path, number) for number in ("", ".1", ".2")] == ["line 3\n", "line 2\n", "line 1\n"]
+
+
+def test_secrets_of_a_process_are_not_in_its_log(tmp_path, copier, source, monkeypatch):
+    monkeypatch.setattr(log, "_secrets", ())
+    monkeypatch.setattr(loading, "_HELD", {})
+    monkeypatch.setenv("MEMBER_TOKEN", "")
+    loading.take_secrets(load_job_text(JOB, "job"), "ACTOR")
+    assert os.environ["MEMBER_TOKEN"] in loading.held_secrets().values()
+    append(source, "with canary-1\n")
+    copier.copy()
+    assert log_of(tmp_path) == f"with {log.HIDDEN}\n"
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "host", "is_copied"),
+    [(False, socket.gethostname(), True), (True, socket.gethostname(), False), (False, "another", False)],
+)
+def test_rest_of_a_process_is_copied_once_it_is_dead_here(tmp_path, logs, source, is_alive, host, is_copied):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    note = {"host": host, "pid": os.getpid() if is_alive else ended.pid, "offsets": {str(source): 0}}
+    (logs / ".trainer.json").write_text(json.dumps(note))
+    copy_all_rests(tmp_path)
+    assert (logs / "trainer.log").exists() == is_copied
+
+
+def test_last_words_and_timed_notes_are_copied(tmp_path, source):
     copier = LogCopier(tmp_path, "trainer", [source])
     copier.start("trainer")
-    copier.note("step 1/2  loss 0.5")
-    copier.note("step 2/2  loss 0.25")
-    copier.stop()
-    lines = copied(tmp_path).splitlines()
-    assert [line.partition(" ")[2] for line in lines] == ["step 1/2  loss 0.5", "step 2/2  loss 0.25"]
-    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", line.partition(" ")[0]) for line in lines)
+    for number in (1, 2):
+        copier.note(f"step {number}/2")
+    append(source, "one\nthe last words")
+    for _ in range(2):
+        copier.stop()
+        *notes, line, words = copied(tmp_path).splitlines(keepends=True)
+        assert (line, words) == ("one\n", "the last words\n")
+    for number, note in enumerate(notes, 1):
+        assert re.fullmatch(rf"\d\d:\d\d:\d\d step {number}/2\n", note)
 
 
 @pytest.mark.parametrize("text", ["cannot open the licence file\n", "cannot open\nthe licence file"])
-def test_a_process_that_dies_at_once_has_its_words_copied(tmp_path, text):
+def test_words_of_a_process_dead_at_once_are_copied(tmp_path, source, text):
     program = f"""
 import os, sys
 from pathlib import Path
@@ -162,17 +230,14 @@ log_copy.copy_output(Path({str(tmp_path)!r}), "trainer", "trainer")
 print({text!r}, end="", flush=True)
 os._exit(3)
 """
-    with (tmp_path / "worker.out").open("w") as out:
+    with source.open("w") as out:
         assert subprocess.run([sys.executable, "-c", program], stdout=out, check=False).returncode == 3
     copy_all_rests(tmp_path)
     assert copied(tmp_path) == text.rstrip() + "\n"
     assert not list((tmp_path / "logs").glob(".*"))
 
 
-def copied(folder):
-    title, _, text = (folder / "logs" / "trainer.log").read_text().partition("\n")
-    assert title.startswith("--- trainer, pid ")
-    return text
+# -- files that are served --------------------------------------------------------------------------------------------
 
 
 def test_files_without_a_valid_name_hide_no_others(tmp_path):
@@ -229,22 +294,18 @@ def test_run_folder_exchanged_for_a_link_is_refused(private, exchanged, use):
         use(RunFolder(run))
 
 
-def test_reader_keeps_the_folder_that_it_has_opened(private):
-    run = private.parent / "runs/job/run"
-    reader = LogReader(RunFolder(run), "trainer")
-    assert read(reader) == "one\n"
-    exchange(run, private)
-    with (run.with_name("run.away") / "logs/trainer.log").open("a") as log:
-        log.write("two\n")
-    assert read(reader) == "two\n"
-
-
-def test_user_link_above_a_run_folder_is_resolved_at_entry(private):
+def test_open_folder_stays_and_links_above_it_are_resolved(private):
     (private.parent / "scratch").symlink_to("runs")
     folder = RunFolder(with_real_parent(private.parent / "scratch/job/run"))
     assert [file.path for file in folder.list_files()] == ["logs/trainer.log"]
     with pytest.raises(InvalidJob, match="job/run: is no folder, or is behind a link"):
         RunFolder(private.parent / "scratch/job/run").list_files()
+    run = private.parent / "runs/job/run"
+    reader = LogReader(RunFolder(run), "trainer")
+    assert read(reader) == "one\n"
+    exchange(run, private)
+    append(run.with_name("run.away") / "logs/trainer.log", "two\n")
+    assert read(reader) == "two\n"
 
 
 def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
@@ -258,7 +319,7 @@ def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_is_wrong_unless_it_has_a_log_or_will_have_one(logs):
+def test_process_without_a_log_is_refused_unless_it_will_start(logs):
     with pytest.raises(InvalidJob, match="rollout-0: has no log yet"):
         reader_of(logs, process="rollout-0").check()
     (logs / "trainer.log").write_text("one\n")

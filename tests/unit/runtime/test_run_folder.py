@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder says of it."""
+"""The folder of a run: its owner, its description, and the commits that stay in it."""
 
+import os
+import subprocess
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.folder import (
@@ -14,38 +20,201 @@ from dlrover.python.rl.runtime.run.folder import (
     FAILED,
     FINISHED,
     IN_PROCESS,
+    LATEST,
     RUNNING,
     begin,
     claim,
+    conflict,
     continued,
+    encode_owner,
     has_commits,
+    held,
     in_use,
+    is_alive,
     newest_owner,
+    newest_record,
+    owner_of,
+    repeated,
+    superseded,
+    write_shared,
 )
 from tests.support.disks import largest_file, system_calls
 
-JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
+STEP = "step-00000010.e1"
 
 
-def test_a_run_has_something_to_go_on_with_once_a_step_is_committed(tmp_path, monkeypatch):
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """A job that has not begun."""
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    job = load_job_text("{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}", "job")
+    return replace(job, job_dir=tmp_path / "out")
+
+
+@pytest.fixture
+def job(plain):
+    return begin(plain)
+
+
+def resuming(job, **terms):
+    return replace(job, checkpoint=replace(job.checkpoint, resume="latest", **terms))
+
+
+def roots_of(job):
+    return {"memory": memory_path(job.name, job.run), "checkpoints": job.job_dir / "checkpoints" / job.run}
+
+
+# -- owners -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "age_s", "alive"),
+    [
+        ({}, 1000, True),
+        ({"state": FINISHED}, 0, False),
+        ({"began": "1"}, 0, False),
+        ({"pid": 2**30}, 0, False),
+        ({"machine": "another"}, 1, True),
+        ({"machine": "another"}, 1000, False),
+        ({"pid": 0}, 1, True),
+        ({"pid": 0}, 1000, False),
+    ],
+)
+def test_owner_lives_as_its_process_or_its_lease_says(job, tmp_path, monkeypatch, changes, age_s, alive):
+    owner, record = replace(owner_of(job, IN_PROCESS, True), lease_s=30.0, **changes), tmp_path / "owner.1.json"
+    write_shared(record, encode_owner(owner), exclusive=True)
+    touched_s = record.stat().st_mtime - age_s
+    os.utime(record, (touched_s, touched_s))
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 86_400.0)  # the disk may be another machine's
+    assert is_alive(owner, record) == alive
+
+
+def test_owner_on_a_silent_disk_lives_and_a_zombie_does_not(job, tmp_path):
+    record = tmp_path / "owner.1.json"
+    assert is_alive(owner_of(job, IN_PROCESS, False), record)
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    began = Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    owner = replace(owner_of(job, IN_PROCESS, True), pid=child.pid, began=began)
+    assert is_alive(owner, record)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(owner, record)
+    child.wait()
+
+
+def test_newest_record_of_more_than_nine_counts(tmp_path):
+    for number in (9, 10, 2):
+        (tmp_path / f"owner.{number}.json").touch()
+    assert newest_record(tmp_path).name == "owner.10.json"
+
+
+@pytest.mark.parametrize(("bound", "is_refused"), [(True, True), (False, False)])
+def test_bound_start_of_a_run_excludes_another(job, bound, is_refused):
+    claim(job, IN_PROCESS, bound=bound)
+    with pytest.raises(JobConflict, match="in use") if is_refused else nullcontext():
+        claim(job, IN_PROCESS, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "is_result"),
+    [("metrics.jsonl", "{}", True), ("summary.json", "{}", True), ("metrics.jsonl", "", False), ("notes", "x", False)],
+)
+def test_file_of_results_is_not_written_over(job, file, content, is_result):
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    (job.job_dir / file).write_text(content)
+    assert ("has the results" in conflict(replace(job, run="other"))) == is_result
+
+
+def test_claim_shows_life_until_another_start_has_the_folder(job):
+    claimed = claim(job, IN_PROCESS, bound=False)
+    os.utime(claimed.record, (0, 0))
+    claimed.beat()
+    assert claimed.record.stat().st_mtime > 0
+    another = claimed.record.with_name(f"owner.{claimed.number + 1}.json")
+    write_shared(another, encode_owner(owner_of(job, IN_PROCESS, False)), exclusive=True)
+    with pytest.raises(JobConflict, match="taken over"):
+        claimed.beat()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_claim_whose_block_fails_has_failed(job, error):
+    with pytest.raises(error), held(claim(job, IN_PROCESS, bound=True)):
+        raise error
+    assert newest_owner(job.job_dir).state == FAILED
+
+
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_overwriting_removes_commits_of_another_run_only(job, is_same_run):
+    job = replace(job, overwrite=True)
+    claim(job, IN_PROCESS, bound=False).end(FAILED)
+    steps = [memory_path(job.name, job.run) / STEP, job.job_dir / "commits" / job.run]
+    for step in steps:
+        step.mkdir(parents=True)
+    claim(job if is_same_run else replace(job, run="other"), IN_PROCESS, bound=False)
+    assert [step.exists() for step in steps] == [is_same_run] * 2
+
+
+@pytest.fixture
+def runs(job, tmp_path, monkeypatch):
+    """Make a run in a separate folder, by the number of its start."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(number):
+        run = f"{number:08x}"
+        job_of_run = replace(job, run=run, job_dir=RUNS / job.name / f"20260101-00000{number}-{run}")
+        return claim(job_of_run, IN_PROCESS, bound=True)
+
+    return make
+
+
+def test_last_run_is_found_from_any_folder(runs, job, tmp_path, monkeypatch):
+    started = runs(1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert (tmp_path / RUNS / job.name / LATEST).resolve() == tmp_path / started.job.job_dir
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [0]), (1, [0, 3]), (2, [0, 2, 3]), (3, [0, 1, 2, 3])])
+def test_newest_runs_and_a_living_one_keep_their_commits(runs, job, keep, left):
+    for number in range(4):
+        claimed = runs(number)
+        (claimed.job.job_dir / "commits").mkdir()
+        if number:
+            claimed.end(FINISHED)
+    later = replace(job, job_dir=RUNS, checkpoint=replace(job.checkpoint, keep_runs=keep))
+    removed = {path.parent.name[14] for path in superseded(later)}
+    assert removed == {str(number) for number in range(4) if number not in left}
+
+
+@pytest.mark.parametrize(
+    ("command", "outcome", "resume"),
+    [("steps=3", FAILED, "latest"), ("steps=4", FAILED, "never"), ("steps=3", FINISHED, "never")],
+)
+def test_repeated_command_resumes_an_unfinished_run(job, command, outcome, resume):
+    job = replace(resuming(job), description_digest="steps=3")
+    claim(job, IN_PROCESS, bound=True).end(outcome)
+    assert repeated(replace(job, description_digest=command)).checkpoint.resume == resume
+
+
+# -- commits and descriptions -----------------------------------------------------------------------------------------
+
+
+def test_run_can_be_resumed_once_a_step_is_committed(job):
     claim(job, IN_PROCESS, bound=True)
-    memory, copies = memory_path(job.name, job.run), job.job_dir / "checkpoints" / job.run
-    for root in (memory, copies):
+    for root in roots_of(job).values():
         root.mkdir(parents=True)
         (root / "LOCK").touch()
         (root / "step-00000000.e1").mkdir()
     assert not has_commits(job.job_dir)
-    for root in (memory, copies):
-        step = root / "step-00000010.e1"
-        step.mkdir()
+    for root in roots_of(job).values():
+        (root / STEP).mkdir()
         assert has_commits(job.job_dir)
-        step.rmdir()
+        (root / STEP).rmdir()
 
 
 @pytest.mark.parametrize(
-    ("outcome", "given", "has_commit", "goes_on"),
+    ("outcome", "command", "has_commit", "is_continued"),
     [
         (FINISHED, "more steps", True, True),
         (FINISHED, "more steps", False, False),
@@ -54,88 +223,77 @@ def test_a_run_has_something_to_go_on_with_once_a_step_is_committed(tmp_path, mo
         (FAILED, "steps", False, True),
     ],
 )
-def test_after_the_end_of_a_run_another_command_goes_on_with_it_and_the_same_one_does_not(
-    tmp_path, monkeypatch, outcome, given, has_commit, goes_on
+def test_another_command_continues_an_ended_run(
+    plain, tmp_path, monkeypatch, outcome, command, has_commit, is_continued
 ):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    job = replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), description_digest="steps")
     monkeypatch.chdir(tmp_path)
+    job = resuming(replace(plain, job_dir=RUNS, description_digest="steps"))
     ended = begin(job)
     claim(ended, IN_PROCESS, bound=True).end(outcome)
     if has_commit:
-        (ended.job_dir / "checkpoints" / ended.run / "step-00000010.e1").mkdir(parents=True)
-    found = continued(replace(job, description_digest=given))
-    assert found.job_dir == (ended.job_dir.resolve() if goes_on else job.job_dir)
+        (roots_of(ended)["checkpoints"] / STEP).mkdir(parents=True)
+    job_dir = continued(replace(job, description_digest=command)).job_dir
+    assert job_dir == (ended.job_dir.resolve() if is_continued else job.job_dir)
 
 
 @pytest.mark.parametrize(
     ("outcome", "commits", "stays"),
-    [
-        (FAILED, False, True),
-        (FAILED, True, False),
-        (FINISHED, False, False),
-        ("stopped", False, False),
-    ],
+    [(FAILED, False, True), (FAILED, True, False), (FINISHED, False, False), ("stopped", False, False)],
 )
-@pytest.mark.parametrize("where", ["memory", "checkpoints"])
-@pytest.mark.parametrize("is_begun", [True, False])
-def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_committed(
-    tmp_path, monkeypatch, outcome, commits, stays, where, is_begun
-):
-    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out")
-    job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
-    begun = begin(job)
-    claim(begun, IN_PROCESS, bound=True).end(FINISHED)
-    if is_begun:
-        root = memory_path(job.name, begun.run) if where == "memory" else job.job_dir / "checkpoints" / begun.run
-        (root / "step-00000010.e1").mkdir(parents=True)
-    first = (job.job_dir / DESCRIPTION).read_bytes()
-    again = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
-    claimed = claim(again, IN_PROCESS, bound=True)
-    second = (job.job_dir / DESCRIPTION).read_bytes()
+@pytest.mark.parametrize("place", ["memory", "checkpoints"])
+@pytest.mark.parametrize("has_commits", [True, False])
+def test_description_stays_if_the_next_start_fails_uncommitted(plain, outcome, commits, stays, place, has_commits):
+    description = plain.job_dir / DESCRIPTION
+    first_run = begin(resuming(plain))
+    claim(first_run, IN_PROCESS, bound=True).end(FINISHED)
+    if has_commits:
+        (roots_of(first_run)[place] / STEP).mkdir(parents=True)
+    first = description.read_bytes()
+    second_run = begin(resuming(plain, every=7))
+    claimed = claim(second_run, IN_PROCESS, bound=True)
+    second = description.read_bytes()
     assert second != first
-    root = memory_path(job.name, again.run) if where == "memory" else job.job_dir / "checkpoints" / again.run
-    (root / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
+    (roots_of(second_run)[place] / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
     claimed.end(outcome)
-    assert (job.job_dir / DESCRIPTION).read_bytes() == (first if stays and is_begun else second)
+    assert description.read_bytes() == (first if stays and has_commits else second)
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
-def test_a_claim_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path, monkeypatch, earlier):
+def test_failed_claim_leaves_the_folder_as_it_was(plain, monkeypatch, earlier):
     class Refusing:
         def put(self, name):
             raise OSError(28, "No space left on device")
 
-    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out", overwrite=True)
+    def contents():
+        files = {path: path.read_bytes() if path.is_file() else None for path in job.job_dir.rglob("*")}
+        return newest_owner(job.job_dir), files
+
+    job = replace(plain, overwrite=True)
     for _ in range(earlier):
-        begun = begin(job)
-        claim(begun, IN_PROCESS, bound=True).end(FINISHED)
-        (job.job_dir / "commits" / begun.run / "step-00000010.e1").mkdir(parents=True)
-    before = newest_owner(job.job_dir), sorted(job.job_dir.rglob("*"))
-    described = (job.job_dir / DESCRIPTION).read_bytes() if earlier else b""
+        run = begin(job)
+        claim(run, IN_PROCESS, bound=True).end(FINISHED)
+        (job.job_dir / "commits" / run.run / STEP).mkdir(parents=True)
+    before = contents()
     other = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
     with monkeypatch.context() as patch, pytest.raises(InvalidJob, match="No space left"):
         patch.setattr(run_folder, "files_of", lambda job: Refusing())
         claim(other, IN_PROCESS, bound=True)
-    assert (newest_owner(job.job_dir), sorted(job.job_dir.rglob("*"))) == before
-    assert not earlier or (job.job_dir / DESCRIPTION).read_bytes() == described
+    assert contents() == before
     claim(other, IN_PROCESS, bound=True)
-    assert not [path for path in job.job_dir.rglob("step-*")]
+    assert not list(job.job_dir.rglob("step-*"))
     with pytest.raises(JobConflict, match="in use"):
         claim(begin(job), IN_PROCESS, bound=True)
     assert len(list(job.job_dir.glob("owner.*"))) == 1
 
 
-def test_a_folder_on_a_full_disk_is_named_and_left_as_it_was(tmp_path):
-    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+def test_claim_on_a_full_disk_names_the_folder_and_leaves_it(job):
     with largest_file(10), pytest.raises(InvalidJob, match=r"job_dir: .*/out cannot be written to: File too large"):
         claim(job, IN_PROCESS, bound=True)
-    assert not list((tmp_path / "out").iterdir())
+    assert not list(job.job_dir.iterdir())
 
 
-def test_claim_syncs_record_and_job_before_older_record_goes(tmp_path):
-    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "new" / "out", overwrite=True)
+def test_claim_syncs_record_and_job_before_older_record_goes(plain):
+    job = replace(plain, job_dir=plain.job_dir / "new", overwrite=True)
     with system_calls("mkdir", "fsync", "link", "replace") as first:
         claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
     record, description = ["fsync", "link", "fsync"], ["fsync", "replace", "fsync"]
@@ -147,10 +305,10 @@ def test_claim_syncs_record_and_job_before_older_record_goes(tmp_path):
 
 @pytest.mark.parametrize("damage", ["empty", "half", "missing"])
 @pytest.mark.parametrize("older", [False, True])
-def test_newest_owner_of_a_damaged_record_has_no_outcome(tmp_path, damage, older):
-    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out", work_dir="/home/me"))
+def test_newest_owner_of_a_damaged_record_has_no_outcome(plain, damage, older):
+    job = begin(replace(plain, work_dir="/home/me"))
     record = claim(job, IN_PROCESS, bound=True).record
-    (job.job_dir / "commits" / job.run / "step-00000010.e1").mkdir(parents=True)
+    (job.job_dir / "commits" / job.run / STEP).mkdir(parents=True)
     content = record.read_bytes()
     if older:
         record = record.with_name("owner.2.json")
@@ -163,8 +321,8 @@ def test_newest_owner_of_a_damaged_record_has_no_outcome(tmp_path, damage, older
         return
     assert (owner.job, owner.state, owner.work_dir) == ("job", RUNNING, "/home/me" if older else "")
     assert not in_use(job.job_dir)
-    again = replace(job, run="", checkpoint=replace(job.checkpoint, resume="latest"))
-    assert claim(begin(again), IN_PROCESS, bound=True).number == (2 if damage != "missing" else 1) + older
+    number = claim(begin(resuming(replace(job, run=""))), IN_PROCESS, bound=True).number
+    assert number == (2 if damage != "missing" else 1) + older
     assert newest_owner(job.job_dir).state == RUNNING
 
 

@@ -25,20 +25,15 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
     write_whole,
 )
 from tests.support import disks
-from tests.support.disks import largest_file, system_calls
+from tests.support.disks import flips_of, largest_file, system_calls
 
 HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
 TREE = {"w": np.arange(5e3), "t": torch.ones(7, dtype=torch.bfloat16), 3: ("x", b"bytes", None), "e": np.ones((0, 2))}
 
 
-def same(found, tree=TREE):
-    return (
-        list(found) == list(tree)
-        and np.array_equal(found["w"], tree["w"])
-        and torch.equal(found["t"], tree["t"])
-        and found[3] == tree[3]
-        and found["e"].shape == (0, 2)
-    )
+def is_tree(state):
+    arrays = np.array_equal(state["w"], TREE["w"]) and torch.equal(state["t"], TREE["t"])
+    return list(state) == list(TREE) and arrays and state[3] == TREE[3] and state["e"].shape == (0, 2)
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "durable"])
@@ -51,39 +46,32 @@ def path(tmp_path):
     return tmp_path / "ACTOR-0.1.state"
 
 
-def test_a_state_comes_back_and_can_be_written_to(path, durable):
+def test_state_comes_back_whole_and_writable(path, durable):
     file = write_state(path, HEADER, TREE, durable)
     assert (file.name, file.nbytes) == (path.name, path.stat().st_size)
-    for found in (read_state(path), read_state(path, file, HEADER), read_state(path, None, {"step": 3})):
-        assert same(found)
-        found["w"][0] = found["t"][0] = 1
+    for state in (read_state(path), read_state(path, file, HEADER), read_state(path, None, {"step": 3})):
+        assert is_tree(state)
+        state["w"][0] = state["t"][0] = 1
     check_file(path.parent, file)
+    assert write_state(path, HEADER, TREE, not durable) == file
+    other = write_state(path, HEADER, {"other": 1}, durable)
+    assert read_state(path, other) == {"other": 1}
+    with pytest.raises(CheckpointCorrupt):
+        read_state(path, file)
     assert os.listdir(path.parent) == [path.name]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(hnp.arrays(np.uint8, st.integers(0, 300)), max_size=8))
-def test_arrays_of_every_size_stand_at_multiples_of_64(tmp_path_factory, arrays):
+def test_arrays_of_every_size_stand_at_multiples_of_64_bytes(tmp_path_factory, arrays):
     path = tmp_path_factory.getbasetemp() / "aligned.state"
     write_state(path, {}, arrays, durable=False)
-    found = read_state(path)
-    assert [array.tolist() for array in found] == [array.tolist() for array in arrays]
-    assert all(array.ctypes.data % 64 == 0 for array in found if len(array))
+    state = read_state(path)
+    assert [array.tolist() for array in state] == [array.tolist() for array in arrays]
+    assert all(array.ctypes.data % 64 == 0 for array in state if len(array))
 
 
-def test_a_second_state_replaces_the_first(path):
-    first = write_state(path, HEADER, TREE, durable=False)
-    second = write_state(path, HEADER, {"other": 1}, durable=False)
-    assert read_state(path, second) == {"other": 1}
-    with pytest.raises(CheckpointCorrupt):
-        read_state(path, first)
-
-
-def test_the_same_state_is_the_same_file(path):
-    assert write_state(path, HEADER, TREE, durable=False) == write_state(path, HEADER, TREE, durable=True)
-
-
-def test_a_durable_file_is_on_disk_before_it_has_its_name_and_its_name_before_the_call_returns(path, tmp_path):
+def test_durable_file_is_synced_before_and_after_its_name(path, tmp_path):
     with system_calls("fsync", "replace") as called:
         file = write_state(path, HEADER, TREE, durable=True)
     assert called == ["fsync", "replace", "fsync"]
@@ -96,25 +84,22 @@ def test_a_durable_file_is_on_disk_before_it_has_its_name_and_its_name_before_th
     assert called == ["replace"]
 
 
-# -- what cannot be written -------------------------------------------------------------------------------------------
-
-
-def test_a_state_that_cannot_be_saved_leaves_nothing(path):
+def test_state_of_an_unknown_type_leaves_nothing(path):
     with pytest.raises(DataError, match="'bad'"):
         write_state(path, HEADER, {"bad": {1}}, durable=False)
     assert os.listdir(path.parent) == []
 
 
-def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(path, durable):
+def test_full_disk_leaves_the_old_file_and_nothing_else(path, durable):
     old = write_state(path, HEADER, TREE, durable)
     for room in (0, 100, 5000, old.nbytes, 70_000):
         with largest_file(room), pytest.raises(OSError, match="too large"):
             write_state(path, HEADER, {**TREE, "more": np.ones(9000)}, durable)
         assert os.listdir(path.parent) == [path.name]
-        assert same(read_state(path, old))
+        assert is_tree(read_state(path, old))
 
 
-def test_a_state_larger_than_the_free_space_is_refused_before_a_byte_is_written(path):
+def test_state_larger_than_the_free_space_is_refused(path):
     file = write_state(path, {}, 1, durable=True)
     with pytest.raises(OSError, match="do not fit"):
         copy_file(path.parent, path.parent, replace(file, nbytes=1 << 60), durable=True)
@@ -142,54 +127,37 @@ def test_a_write_without_a_free_inode_says_so(tmp_path):
             write_state(disk / "third.state", {}, 1, durable=False)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_file_is_told_from_a_damaged_one(path):
-    file = write_state(path, HEADER, TREE, durable=False)
+def test_missing_file_has_another_error_than_a_damaged_one(path):
+    file, folder = write_state(path, HEADER, TREE, durable=False), path.parent
     path.unlink()
     for look in (
         lambda: read_state(path),
-        lambda: check_file(path.parent, file),
-        lambda: check_size(path.parent, file),
+        lambda: check_file(folder, file),
+        lambda: check_size(folder, file),
+        lambda: copy_file(folder, folder, file, durable=False),
     ):
         with pytest.raises(CheckpointMissing, match="ACTOR-0"):
             look()
-    with pytest.raises(CheckpointMissing):
-        copy_file(path.parent, path.parent, file, durable=False)
 
 
-def test_a_flipped_bit_is_seen_in_every_byte_with_and_without_the_manifest(path):
+def test_flipped_bit_or_cut_is_seen_at_every_byte(path):
     file = write_state(path, HEADER, {"w": np.arange(20), "b": b"x"}, durable=False)
     whole = path.read_bytes()
-    for position in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
+    for damaged in (*flips_of(whole), *(whole[:nbytes] for nbytes in range(len(whole)))):
         path.write_bytes(damaged)
-        for expected in (file, None):
-            with pytest.raises(CheckpointCorrupt, match="ACTOR-0.1.state: "):
-                read_state(path, expected)
-
-
-def test_every_shorter_file_is_seen(path):
-    file = write_state(path, HEADER, {"w": np.arange(20)}, durable=False)
-    whole = path.read_bytes()
-    for nbytes in range(len(whole)):
-        path.write_bytes(whole[:nbytes])
         for look in (lambda: read_state(path), lambda: read_state(path, file), lambda: check_file(path.parent, file)):
-            with pytest.raises(CheckpointCorrupt):
+            with pytest.raises(CheckpointCorrupt, match="ACTOR-0.1.state: "):
                 look()
 
 
-def test_a_file_that_belongs_to_somebody_else_is_seen(path):
+def test_file_of_another_worker_is_refused(path):
     mine = write_state(path, HEADER, {"w": 1}, durable=False)
     other = write_state(path.with_name("other"), {**HEADER, "rank": 1}, {"w": 2}, durable=False)
     assert mine.nbytes == other.nbytes
     path.with_name("other").rename(path)
-    with pytest.raises(CheckpointCorrupt, match="another file than the manifest's"):
-        read_state(path, mine)
-    with pytest.raises(CheckpointCorrupt, match="another file than the manifest's"):
-        check_file(path.parent, mine)
+    for look in (lambda: read_state(path, mine), lambda: check_file(path.parent, mine)):
+        with pytest.raises(CheckpointCorrupt, match="another file than the manifest's"):
+            look()
     with pytest.raises(CheckpointCorrupt, match=r"belongs to \{'rank': 1\}"):
         read_state(path, None, HEADER)
 
@@ -197,22 +165,14 @@ def test_a_file_that_belongs_to_somebody_else_is_seen(path):
 @pytest.mark.parametrize(
     ("at", "value"), [(0, b"SOMEBODY"), (8, struct.pack("<I", 9)), (16, b"\1"), (24, b"\xff"), (32, b"\0"), (40, b"[")]
 )
-def test_a_file_that_matches_its_checksum_and_is_no_state_is_refused(path, at, value):
+def test_other_file_with_a_matching_checksum_is_refused(path, at, value):
     write_state(path, HEADER, TREE, durable=False)
     body = bytearray(path.read_bytes()[:-4])
     body[at : at + len(value)] = value
-    path.write_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
-    with pytest.raises(CheckpointCorrupt):
-        read_state(path)
-
-
-def test_four_zeros_match_their_checksum_and_are_no_state(path):
-    path.write_bytes(bytes(4))
-    with pytest.raises(CheckpointCorrupt):
-        read_state(path)
-
-
-# -- copies -----------------------------------------------------------------------------------------------------------
+    for content in (bytes(body) + struct.pack("<I", zlib.crc32(body)), bytes(4)):  # four zeros match theirs, too
+        path.write_bytes(content)
+        with pytest.raises(CheckpointCorrupt):
+            read_state(path)
 
 
 def test_a_copy_is_the_same_file(path, tmp_path, durable):
@@ -229,7 +189,7 @@ def in_two_parts(folder, file, content):
 
 
 @pytest.mark.parametrize("write", [in_two_parts, write_whole])
-def test_copy_from_another_node_gets_its_name_only_if_intact(path, tmp_path, write):
+def test_copy_from_another_node_has_its_name_only_if_intact(path, tmp_path, write):
     file = write_state(path, HEADER, {"w": np.zeros(400)}, durable=False)
     whole, target = path.read_bytes(), tmp_path / "far"
     target.mkdir()
@@ -240,7 +200,7 @@ def test_copy_from_another_node_gets_its_name_only_if_intact(path, tmp_path, wri
     assert (target / file.name).read_bytes() == whole
 
 
-def test_a_damaged_source_is_noticed_while_it_is_copied(path, tmp_path):
+def test_damaged_source_is_noticed_while_it_is_copied(path, tmp_path):
     file = write_state(path, HEADER, {"w": np.zeros(400_000)}, durable=False)
     target = tmp_path / "far"
     target.mkdir()

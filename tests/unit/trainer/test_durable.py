@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port of durable steps over a port that the test plays."""
+"""The port of durable steps over a port that the test plays, and the states of a logged call."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.trainer.call_log import CallLog, CallState, LoggedCall
 from dlrover.python.rl.trainer.durable import DurablePort
 from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, Renewed, RestartInfo, RoleTraits, gather
 from dlrover.python.rl.trainer.shard import Rows
@@ -49,10 +51,10 @@ class Played:
 
 @dataclass
 class Replacing:
-    """Gives every worker that is asked for its next incarnation."""
+    """Replaces each worker by its next incarnation."""
 
     numbers: dict = field(default_factory=lambda: {ProcessId("A", 0): 1, ProcessId("A", 1): 1})
-    asked: list = field(default_factory=list)
+    requests: list = field(default_factory=list)
     epoch = 1
     fresh = True
     restart_info = RestartInfo()
@@ -61,7 +63,7 @@ class Replacing:
         return self.numbers
 
     def renew(self, role, rank, incarnation, why):
-        self.asked.append((role, rank, incarnation))
+        self.requests.append((role, rank, incarnation))
         self.numbers = {**self.numbers, ProcessId(role, rank): incarnation + 1}
         incarnations = {member.rank: number for member, number in self.numbers.items() if member.role == role}
         return Renewed(role, incarnations, {rank: "new"})
@@ -73,11 +75,22 @@ def died(rank=0, incarnation=1):
     return error
 
 
+def failure(message, rank=0, method="go"):
+    return InvocationError(message, role="A", rank=rank, method=method)
+
+
+LATE = InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={})
+
+
+def port_of(**traits):
+    port = DurablePort(Played(), Replacing(), {"A": RoleTraits(2, **traits)}, opened=True)
+    port.begin_step(1)
+    return port
+
+
 @pytest.fixture
 def port():
-    made = DurablePort(Played(), Replacing(), {"A": RoleTraits(2)}, opened=True)
-    made.begin_step(1)
-    return made
+    return port_of()
 
 
 def submit(port, n, *args, method="go", rank=0):
@@ -88,7 +101,7 @@ def sent(port):
     return [(rank, call.call_id, call.method) for _, rank, call in port.inner.calls]
 
 
-def test_a_call_to_a_member_that_died_is_made_to_its_replacement(port):
+def test_call_to_a_dead_member_is_made_to_its_replacement(port):
     handles = []
     port.renewed = handles.append
     port.inner.answers = ["first", died()]
@@ -96,13 +109,13 @@ def test_a_call_to_a_member_that_died_is_made_to_its_replacement(port):
     assert (before.result(), ref.result()) == ("first", "done")
     assert sent(port) == [(0, (1, 0), "go"), (0, (1, 1), "go")] * 2  # the replacement gets the whole step again
     assert [call.after for _, _, call in port.inner.calls] == [None, (1, 0)] * 2
-    assert port.recovery.asked == [("A", 0, 1)]
+    assert port.recovery.requests == [("A", 0, 1)]
     assert handles[0].handles == {0: "new"}
 
 
-def test_a_call_can_be_waited_for_without_its_value_and_is_recovered_then_too(port):
+def test_wait_without_the_value_recovers_a_dead_member(port):
     class Sized(Played):
-        """As RayPort: of a sized call the row count can be had alone."""
+        """Gives the row count of a sized call alone, as RayPort does."""
 
         def submit(self, role, rank, call):
             ref = super().submit(role, rank, call)
@@ -118,7 +131,7 @@ def test_a_call_can_be_waited_for_without_its_value_and_is_recovered_then_too(po
     pending = Pending([port.submit("A", 0, Call((1, n), "go", (), {}, sized=True)) for n in range(2)])
     pending.wait()
     assert set(fetched) == {"its size"}
-    assert port.recovery.asked == [("A", 0, 1)]
+    assert port.recovery.requests == [("A", 0, 1)]
     assert pending.result() == ["value", "value"]
 
 
@@ -131,7 +144,7 @@ def test_init_is_repeated_first(port):
     assert [method for _, _, method in sent(port)] == ["prepare", "go", "prepare", "go"]
 
 
-def test_a_ref_stands_for_the_answer_that_was_made_again(port):
+def test_ref_stands_for_the_repeated_answer(port):
     port.inner.answers = [died(), died(0), died(0)]
     source = submit(port, 0)
     taker = submit(port, 1, source, [source, 5], Rows((source,), 0, 1), rank=1)
@@ -141,15 +154,15 @@ def test_a_ref_stands_for_the_answer_that_was_made_again(port):
     assert source.result() == "done"
 
 
-def test_a_lost_result_is_asked_for_again(port):
+def test_lost_result_is_asked_for_again(port):
     source = submit(port, 0)
     port.inner.answers = [ResultLost("gone", **AT)]
     assert submit(port, 1, source, rank=1).result() == "done"
     assert sent(port) == [(0, (1, 0), "go"), (1, (1, 1), "go")] * 2
-    assert port.recovery.asked == []
+    assert port.recovery.requests == []
 
 
-def test_what_comes_of_no_step_and_cannot_be_made_again_gives_the_step_up(port):
+def test_lost_result_of_an_ended_step_abandons_the_step(port):
     ref = submit(port, 0)
     port.end_step(1)
     ref.token.issue(Ref(port.inner, Outcome(error=ResultLost("gone", **AT))))
@@ -157,15 +170,15 @@ def test_what_comes_of_no_step_and_cannot_be_made_again_gives_the_step_up(port):
         ref.result()
 
 
-def test_a_loss_that_comes_again_and_again_comes_to_an_end(port):
+def test_repeated_loss_abandons_the_step(port):
     port.inner.answers = [ResultLost("gone", **AT)] * 100
     with pytest.raises(StepAbandoned) as caught:
         submit(port, 0).result()
     assert isinstance(caught.value.cause, ResultLost)
 
 
-def test_when_nobody_takes_its_place_that_is_raised(port):
-    def refuse(*asked):
+def test_refused_replacement_is_raised(port):
+    def refuse(*request):
         raise JobFailed("the limit is reached")
 
     port.recovery.renew = refuse
@@ -174,7 +187,7 @@ def test_when_nobody_takes_its_place_that_is_raised(port):
         submit(port, 0).result()
 
 
-def test_calls_before_the_first_step_are_kept_until_they_are_too_many(port):
+def test_calls_before_the_first_step_are_kept_up_to_a_limit(port):
     port.log.open(port.log.setup)
     submit(port, 0)
     port.log.end_init()
@@ -187,17 +200,10 @@ def test_calls_before_the_first_step_are_kept_until_they_are_too_many(port):
     assert [call.keep for _, _, call in port.inner.calls[-2:]] == [True, False]
 
 
-def test_before_steps_a_loss_is_raised(port):
-    port.opened = False
-    port.inner.answers = [died()]
-    with pytest.raises(WorkloadDied):
-        submit(port, 0).result()
-
-
-def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again(port):
+def test_call_after_one_with_a_failed_argument_is_made_again(port):
     port.opened = False
     port.log.open(port.log.setup)
-    broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
+    broken = failure("no answer today", 1, "fetch")
     skipped = [CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
     port.inner.answers = ["rows", broken, broken, *skipped, "pong", "ping"]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
@@ -211,9 +217,9 @@ def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again
 
 
 @pytest.mark.parametrize("waited", ["source", "taker"])
-def test_a_failure_that_the_trainer_receives_through_another_call_lets_the_step_be_committed(port, waited):
-    broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
-    other = InvocationError("nor here", role="A", rank=0, method="fetch")
+def test_failure_received_through_another_call_is_settled(port, waited):
+    broken = failure("no answer today", 1, "fetch")
+    other = failure("nor here", 0, "fetch")
     port.inner.answers = [other, broken, broken, broken]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
     taken = [submit(port, 1, fetched, method="score", rank=rank) for rank in range(2)]
@@ -226,9 +232,9 @@ def test_a_failure_that_the_trainer_receives_through_another_call_lets_the_step_
         port.settle()  # the calls that took the results were not waited for
 
 
-def test_a_call_that_fails_by_itself_does_not_stand_for_those_whose_results_it_takes(port):
-    own = InvocationError("its own bug", role="A", rank=0, method="score")
-    unheard = InvocationError("its state is broken", role="A", rank=1, method="fetch")
+def test_failure_of_a_taker_does_not_settle_its_sources(port):
+    own = failure("its own bug", 0, "score")
+    unheard = failure("its state is broken", 1, "fetch")
     port.inner.answers = ["rows", unheard, own]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
     with pytest.raises(InvocationError, match="its own bug"):
@@ -237,7 +243,7 @@ def test_a_call_that_fails_by_itself_does_not_stand_for_those_whose_results_it_t
         port.settle()
 
 
-def test_a_failure_of_one_rank_stands_for_those_of_the_others_that_come_later(port):
+def test_failure_of_one_rank_settles_later_ones(port):
     class Slow(Played):
         """Rank 1 answers when it is asked again."""
 
@@ -245,14 +251,14 @@ def test_a_failure_of_one_rank_stands_for_those_of_the_others_that_come_later(po
             late, self.late = self.late, False
             return [Outcome(late=True) if late and ref.rank else ref.token for ref in refs]
 
-    slow = Slow([InvocationError(f"from rank {rank}", role="A", rank=rank, method="go") for rank in range(2)])
+    slow = Slow([failure(f"from rank {rank}", rank) for rank in range(2)])
     slow.late, port.inner, port._sender.inner = True, slow, slow
     with pytest.raises(InvocationError, match="from rank 0"):
         gather([submit(port, 0, rank=rank) for rank in range(2)], None)
     port.settle()
 
 
-def test_arguments_stay_what_they_were_when_the_call_was_made(port):
+def test_arguments_stay_as_they_were_at_the_call(port):
     small, large = np.zeros(2), np.zeros(10_000)
     port.inner.answers = [died()]
     ref = submit(port, 0, small, large)
@@ -263,52 +269,47 @@ def test_arguments_stay_what_they_were_when_the_call_was_made(port):
     assert call.args[1].token.value.sum() == 0.0
 
 
-def test_threads_that_wait_for_one_dead_member_recover_it_once(port):
+def test_two_threads_recover_a_dead_member_once(port):
     port.inner.answers = [died(), died()]
     refs = [submit(port, 0), submit(port, 1)]
-    barrier, results = threading.Barrier(2), []
+    barrier = threading.Barrier(2)
 
     def wait(ref):
         barrier.wait(10)
-        results.append(ref.result())
+        return ref.result()
 
-    threads = [threading.Thread(target=wait, args=(ref,)) for ref in refs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(wait, refs))
     assert results == ["done", "done"]
-    assert port.recovery.asked == [("A", 0, 1)]
+    assert port.recovery.requests == [("A", 0, 1)]
 
 
-def test_an_error_of_a_rank_is_the_echo_of_anothers_death_where_ranks_meet():
-    port = DurablePort(Played(), Replacing(), {"A": RoleTraits(2, together=True)}, opened=True)
-    port.begin_step(1)
-    reset = InvocationError("reset by peer", **AT)
+def test_error_of_a_rank_may_echo_the_death_of_another():
+    port = port_of(together=True)
+    reset = failure("reset by peer")
     port.inner.answers = [reset, "done by the one that died since", died(rank=1)]
     refs = [submit(port, 0, rank=rank) for rank in (0, 1)]
     port.recovery.renew = lambda role, rank, incarnation, why: Renewed(role, {0: 2, 1: 2}, {})
     assert gather(refs, None) == ["done", "done by the one that died since"]
 
 
-def test_the_user_hears_of_an_error_where_nobody_died():
-    port = DurablePort(Played(), Replacing(), {"A": RoleTraits(2, together=True)}, opened=True)
-    port.begin_step(1)
-    port.inner.answers = [InvocationError("the user's own words", **AT)]
+def test_error_without_a_death_is_raised_once():
+    port = port_of(together=True)
+    port.inner.answers = [failure("the user's own words")]
     with pytest.raises(InvocationError, match="the user's own words"):
         submit(port, 0).result()
     port.settle()  # it has been seen: the commit does not raise it again
 
 
-def test_a_death_that_is_heard_of_again_replaces_nobody(port):
+def test_known_death_replaces_no_member_again(port):
     port.inner.answers = [died()]
     submit(port, 0).result()
     port.inner.answers = [died()]
     assert submit(port, 1).result() == "done"
-    assert port.recovery.asked == [("A", 0, 1)]
+    assert port.recovery.requests == [("A", 0, 1)]
 
 
-def test_a_further_death_does_not_repeat_the_calls_of_members_that_were_rebuilt(port):
+def test_further_death_repeats_no_calls_of_rebuilt_members(port):
     port.inner.answers = [died()]
     submit(port, 0).result()
     port.inner.answers = [died(rank=1)]
@@ -316,34 +317,36 @@ def test_a_further_death_does_not_repeat_the_calls_of_members_that_were_rebuilt(
     assert sent(port) == [(0, (1, 0), "go")] * 2 + [(1, (1, 1), "go")] * 2
 
 
-def test_a_call_that_has_succeeded_and_fails_when_it_is_repeated_gives_the_step_up(port):
-    port.inner.answers = ["first", died(), InvocationError("not as before", **AT)]
+def test_failure_of_a_repeated_call_abandons_the_step(port):
+    port.inner.answers = ["first", died(), failure("not as before")]
     submit(port, 0).result()
     with pytest.raises(StepAbandoned) as caught:
         submit(port, 1).result()
     assert "not as before" in str(caught.value.cause)
 
 
-def test_a_member_that_is_late_is_replaced_and_the_late_call_is_not_made_again(port):
+def test_late_member_is_replaced_without_its_late_call(port):
     submit(port, 0).result()
     submit(port, 1, method="slow").token.issue(Ref(port.inner, Outcome(late=True)))
     port.inner.calls.clear()
-    late = InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={})
-    port.replace_late(late)
-    assert port.recovery.asked == [("A", 0, 1)]
+    port.replace_late(LATE)
+    assert port.recovery.requests == [("A", 0, 1)]
     assert sent(port) == [(0, (1, 0), "go")]
 
 
-def test_late_member_before_steps_is_not_replaced(port):
+def test_loss_or_late_member_before_steps_is_raised(port):
     port.opened = False
+    port.inner.answers = [died()]
+    with pytest.raises(WorkloadDied):
+        submit(port, 0).result()
     with pytest.raises(CallError, match="from steps"):
-        port.replace_late(InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={}))
-    assert port.recovery.asked == []
+        port.replace_late(LATE)
+    assert port.recovery.requests == []
 
 
 @dataclass
 class Damaged:
-    """Commits of which the last one cannot be read."""
+    """Commits without a readable last one."""
 
     discarded: list = field(default_factory=list)
     spread = False
@@ -355,10 +358,10 @@ class Damaged:
         self.discarded.append(step)
 
 
-def test_a_commit_that_a_new_member_finds_damaged_is_given_up(port):
+def test_commit_found_damaged_by_a_new_member_is_discarded(port):
     port.checkpoints, port.roles = Damaged(), {"A": RoleTraits(2, stateful=True)}
     port.resume_from(4)
-    damage = InvocationError("damaged", role="A", rank=0, method="load")
+    damage = failure("damaged", 0, "load")
     damage.original = CheckpointCorrupt("step-4", "its checksum differs")
     port.inner.answers = [died(), damage]
     with pytest.raises(StepAbandoned):
@@ -366,31 +369,31 @@ def test_a_commit_that_a_new_member_finds_damaged_is_given_up(port):
     assert port.checkpoints.discarded == [4]
 
 
-def test_every_request_says_whose_it_is_and_what_is_committed(port):
+def test_every_request_has_its_epoch_and_the_settled_step(port):
     port.resume_from(4)
     submit(port, 0)
     port.ask([ProcessId("A", 1)], "where")
     assert [(call.epoch, call.settled) for _, _, call in port.inner.calls] == [(1, 4)] * 2
 
 
-def test_another_trainer_object_goes_on_so_this_one_calls_nobody(port):
+def test_closed_port_sends_no_calls(port):
     port.close(StepAbandoned(1, ValueError("why")))
     with pytest.raises(StepAbandoned):
         submit(port, 0)
 
 
+@dataclass
 class Cursor:
-    def __init__(self, at):
-        self.at = at
+    at: int
 
     def state_dict(self):
-        return {"at": self.at}
+        return vars(self)
 
     def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def test_the_trainers_state_is_plain_values_and_objects_loaded_in_place():
+def test_state_of_a_trainer_is_values_and_loaded_objects():
     saved = dump_state({"cursor": Cursor(5), "mean": 0.5})
     assert saved == {"cursor": {"object": {"at": 5}}, "mean": {"value": 0.5}}
     cursor = Cursor(0)
@@ -399,3 +402,81 @@ def test_the_trainers_state_is_plain_values_and_objects_loaded_in_place():
     assert (cursor.at, state) == (5, {"cursor": cursor, "mean": 0.5, "new": 1})
     with pytest.raises(CallError, match=r"self.state\['cursor'\] was saved from an object"):
         load_state({}, saved)
+
+
+ERROR = failure("wrong")
+
+
+def run(name):
+    return Ref(None, name)
+
+
+@pytest.fixture
+def call():
+    logged = LoggedCall("A", 0, Call((1, 0), "go", (), {}))
+    logged.issue(run("first"))
+    return logged
+
+
+def test_logged_call_is_raised_once_the_trainer_has_its_error(call):
+    assert call.is_running
+    assert call.end(call.ref, ERROR)
+    assert (call.state, call.error, call.is_running) == (CallState.FAILED, ERROR, False)
+    call.mark_raised()
+    assert call.state is CallState.RAISED
+    call.retry(call.ref, run("second"))
+    assert (call.state, call.error, call.ref.token) == (CallState.ISSUED, None, "second")
+    call.end(call.ref, ERROR)
+    assert call.state is CallState.RAISED, "the trainer has it already"
+    call.retry(call.ref, run("third"))
+    call.end(call.ref, None)
+    assert (call.state, call.error) == (CallState.ANSWERED, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "replay_error", "agrees"), [(None, None, True), (None, ERROR, False), (ERROR, ERROR, True)]
+)
+def test_replay_leaves_the_answer_and_must_agree_with_it(call, error, replay_error, agrees):
+    answer = call.ref
+    call.end(answer, error)
+    call.mark_raised() if error else None
+    call.repeat(replay := run("replay"))
+    assert call.is_running
+    assert call.ref is answer
+    assert call.latest_run is replay
+    assert call.end(replay, replay_error) is agrees
+    assert not call.is_running
+
+
+@pytest.mark.parametrize("error", [ERROR, None])
+def test_call_without_an_answer_is_issued_to_a_new_member(call, error):
+    if error:
+        call.end(call.ref, error)
+    first = call.ref
+    call.repeat(run("again"))
+    assert (call.state, call.ref.token, call.replay) == (CallState.ISSUED, "again", None)
+    assert not call.is_current(first)
+
+
+def test_retries_are_limited_and_start_again_with_a_new_member(call):
+    for _ in range(20):
+        assert call.can_retry
+        call.retry(call.ref, run("again"))
+    assert not call.can_retry
+    call.repeat(run("new worker"))
+    assert call.can_retry
+    call.forget()
+    assert not call.can_retry
+
+
+def test_call_follows_the_last_unfailed_one_to_its_member():
+    log, calls = CallLog(), []
+    log.open(log.step)
+    for number, rank in enumerate([0, 0, 1, 0]):
+        logged = log.link("A", rank, Call((1, number), "go", (), {}))
+        logged.issue(run(number))
+        log.add(logged)
+        calls.append(logged)
+    calls[1].end(calls[1].ref, ERROR)
+    assert [logged.predecessor_id() for logged in calls] == [None, (1, 0), None, (1, 0)]
+    assert log.sort([calls[3], calls[0]]) == [calls[0], calls[3]]

@@ -96,7 +96,7 @@ def test_fewer_rows_than_shards_are_refused(kind, shards):
     ],
     ids=lambda value: f"{type(value).__name__}",
 )
-def test_anything_else_goes_to_every_member_whole(value):
+def test_other_values_go_to_every_member_whole(value):
     assert divide(value, 3, True, "x") is None
     assert unwrap(value) is value
 
@@ -107,33 +107,6 @@ def test_replicate_and_auto_shard_off_give_all_of_it(kind):
     assert divide(Replicate(value), 3, True, "x") is None
     assert unwrap(Replicate(value)) is value
     assert divide(value, 3, False, "x") is None
-
-
-def test_shard_divides_even_where_auto_shard_is_off():
-    assert divide(Shard([1, 2, 3]), 3, False, "x") == [[1], [2], [3]]
-
-
-@pytest.mark.parametrize("value", [[], (), np.zeros(0), torch.zeros(0, 2), Batch({"x": np.zeros(0)})])
-def test_what_is_empty_is_too_short(value):
-    with pytest.raises(ShardError, match="has 0 rows, too few to split over 2 shards; wrap it in Replicate"):
-        divide(value, 2, True, "x")
-
-
-def test_a_range_is_divided_when_asked():
-    assert divide(Shard(range(5)), 2, True, "x") == [range(3), range(3, 5)]
-
-
-@pytest.mark.parametrize("value", [None, 7, "abc", Point(1, 2, 3), np.array(3.0), torch.tensor(3.0), {1, 2}])
-def test_shard_of_what_has_no_rows_is_refused_with_the_way_out(value):
-    with pytest.raises(ShardError, match=r"ACTOR.update: argument 'x' .*has no rows to split; wrap it in Replicate"):
-        divide(Shard(value), 2, True, "ACTOR.update: argument 'x'")
-
-
-def test_a_dict_is_divided_by_columns_inside_shard():
-    columns = {"x": np.arange(5), "t": list("abcde")}
-    first, second = divide(Shard(columns), 2, True, "x")
-    assert first["x"].tolist() == [0, 1, 2]
-    assert (first["t"], second["t"]) == (["a", "b", "c"], ["d", "e"])
 
 
 class Proto:
@@ -147,76 +120,79 @@ class Proto:
         return [Proto(list(part)) for part in np.array_split(self.rows, count)]
 
 
-def test_what_divides_itself_is_asked_to_inside_shard():
-    proto = Proto([1, 2, 3, 4])
-    assert [part.rows for part in divide(Shard(proto), 2, False, "x")] == [[1, 2], [3, 4]]
-    assert divide(proto, 2, True, "x") is None
+def test_shard_divides_values_sent_whole_without_it():
+    assert divide(Shard([1, 2, 3]), 3, False, "x") == [[1], [2], [3]]
+    assert divide(Shard(range(5)), 2, True, "x") == [range(3), range(3, 5)]
+    assert [part.rows for part in divide(Shard(Proto([1, 2, 3, 4])), 2, False, "x")] == [[1, 2], [3, 4]]
+    assert divide(Proto([1, 2]), 2, True, "x") is None
+    first, second = divide(Shard({"x": np.arange(5), "t": list("abcde")}), 2, True, "x")
+    assert first["x"].tolist() == [0, 1, 2]
+    assert (first["t"], second["t"]) == (["a", "b", "c"], ["d", "e"])
+    tokens = Shard(batch_of([0, 0, 0, 11]), by="tokens")
+    assert [len(part) for part in divide(tokens, 2, True, "x")] == [3, 1]
 
 
-def test_what_does_not_divide_itself_that_often_is_refused():
-    with pytest.raises(ShardError, match="x is Proto, which cannot be divided by 3: 4 rows by 3"):
-        divide(Shard(Proto([1, 2, 3, 4])), 3, True, "x")
-    with pytest.raises(ShardError, match=r"x is SimpleNamespace, whose chunk\(2\) gave 1 parts"):
-        divide(Shard(SimpleNamespace(chunk=lambda count: ["all"])), 2, True, "x")
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({"x": [1, 2], "y": [1, 2, 3]}, "columns of different lengths"),
-        ({"x": [1, 2], "lr": 0.1}, "without rows to split: .'lr'."),
-        ({}, "without rows to split: it is empty"),
-    ],
-)
-def test_a_dict_that_is_no_table_is_refused(columns, said):
-    with pytest.raises(ShardError, match=said):
-        divide(Shard(columns), 2, True, "x")
-
-
-def test_a_batch_can_be_divided_by_tokens():
-    batch = batch_of([0, 0, 0, 11])
-    assert [len(part) for part in divide(Shard(batch, by="tokens"), 2, True, "x")] == [3, 1]
+LIST = [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
+        *[
+            (value, "has 0 rows, too few to split over 2 shards; wrap it in Replicate")
+            for value in ([], (), np.zeros(0), torch.zeros(0, 2), Batch({"x": np.zeros(0)}))
+        ],
+        *[
+            (Shard(value), "x .*has no rows to split; wrap it in Replicate")
+            for value in (None, 7, "abc", Point(1, 2, 3), np.array(3.0), torch.tensor(3.0), {1, 2})
+        ],
+        (Shard(Proto(LIST)), "x is Proto, which cannot be divided by 2: 3 rows by 2"),
+        (Shard(SimpleNamespace(chunk=lambda count: ["all"])), r"x is SimpleNamespace, whose chunk\(2\) gave 1 parts"),
+        (Shard({"x": [1, 2], "y": LIST}), "columns of different lengths"),
+        (Shard({"x": [1, 2], "lr": 0.1}), "without rows to split: .'lr'."),
+        (Shard({}), "without rows to split: it is empty"),
         (Shard([1, 2], by="tokens"), "only a Batch can be split by 'tokens'"),
         (Shard({"x": [1, 2]}, by="tokens"), "only a Batch can be split by 'tokens'"),
         (Shard(batch_of([1, 2]), by="token"), "did you mean 'tokens'"),
         (Shard(Batch({"x": np.arange(3)}), by="tokens"), "no column 'tokens'"),
+        (Shard(LIST, rows=[0, 3]), "x has 3 rows, and row 3 was chosen"),
+        (Shard(LIST, rows=[0, -1]), "x has 3 rows, and row -1 was chosen"),
+        (Shard(LIST, rows=[[0], [1], [2]]), "x has rows chosen for 3 shards, not for 2"),
+        (Shard(LIST, rows=[2]), "x has 1 row, too few"),
+        (Shard({"a": [1, 2]}, rows=[0, 1]), "x is dict, which has no rows to choose from"),
+        (Shard(MAKE["batch"]([1, 2]), by="tokens", rows=[0, 1]), "has its rows chosen; only a whole Batch"),
     ],
 )
-def test_a_division_that_is_not_possible_is_refused(argument, said):
-    with pytest.raises(ShardError, match=said):
+def test_impossible_division_is_refused(argument, message):
+    with pytest.raises(ShardError, match=message):
         divide(argument, 2, True, "x")
 
 
-def test_a_slice_of_a_tensor_does_not_carry_its_whole_storage():
+def test_slice_of_a_tensor_does_not_carry_its_whole_storage():
     tensor = torch.zeros(1000, 100)
     parts = divide(tensor, 4, True, "x")
     assert all(part.untyped_storage().nbytes() == tensor.untyped_storage().nbytes() // 4 for part in parts)
     assert len(pickle.dumps(parts[0])) < 110_000
 
 
-def test_a_slice_of_a_batch_does_not_carry_its_whole_buffer():
+def test_slice_of_a_batch_does_not_carry_its_whole_buffer():
     batch = Batch({"tokens": Ragged.from_rows([[row] * 1000 for row in range(100)])})
     parts = divide(batch, 4, True, "x")
     assert len(pickle.dumps(parts[0], protocol=5)) < len(pickle.dumps(batch, protocol=5)) / 3.5
 
 
-# -- pending results --------------------------------------------------------------------------------------------------
+SIZES = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+KINDS = st.sampled_from(["list", "tuple", "numpy", "torch", "batch"])
 
 
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    st.integers(1, 5),
-    st.sampled_from(["list", "tuple", "numpy", "torch", "batch"]),
-)
-def test_pending_rows_are_divided_anew_and_only_needed_parts_are_fetched(sizes, shards, kind):
-    total = sum(sizes)
-    numbers = iter(range(total))
-    parts = [MAKE[kind]([next(numbers) for _ in range(size)]) for size in sizes]
+def parts_of(sizes, kind):
+    ends = np.cumsum(sizes).tolist()
+    return [MAKE[kind](list(range(end - size, end))) for end, size in zip(ends, sizes, strict=True)]
+
+
+@given(SIZES, st.integers(1, 5), KINDS)
+def test_pending_rows_are_divided_again_from_the_needed_parts(sizes, shards, kind):
+    total, parts = sum(sizes), parts_of(sizes, kind)
     if total < shards:
         with pytest.raises(ShardError, match=f"{total} rows, too few"):
             take_rows(Rows(range(len(parts)), 0, shards), sizes, parts.__getitem__)
@@ -238,16 +214,9 @@ def test_pending_rows_are_divided_anew_and_only_needed_parts_are_fetched(sizes, 
     assert [len(rows) for rows in got] == even_sizes(total, shards)
 
 
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    st.integers(1, 5),
-    st.sampled_from(["list", "tuple", "numpy", "torch", "batch"]),
-    st.data(),
-)
-def test_chosen_rows_of_pending_results_come_in_their_order_from_the_parts_that_hold_them(sizes, shards, kind, data):
-    total = sum(sizes)
-    numbers = iter(range(total))
-    parts = [MAKE[kind]([next(numbers) for _ in range(size)]) for size in sizes]
+@given(SIZES, st.integers(1, 5), KINDS, st.data())
+def test_chosen_rows_come_in_their_order_from_the_needed_parts(sizes, shards, kind, data):
+    total, parts = sum(sizes), parts_of(sizes, kind)
     order = data.draw(st.permutations(range(total)))[: data.draw(st.integers(0, total))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), min_size=shards - 1, max_size=shards - 1)))
     chosen = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(order)], strict=True)]
@@ -272,42 +241,17 @@ def test_chosen_rows_of_pending_results_come_in_their_order_from_the_parts_that_
         assert [len(part) for part in even] == even_sizes(len(order), shards)
 
 
-@pytest.mark.parametrize(
-    ("shard", "what"),
-    [
-        (Shard([1, 2, 3], rows=[0, 3]), "x has 3 rows, and row 3 was chosen"),
-        (Shard([1, 2, 3], rows=[0, -1]), "x has 3 rows, and row -1 was chosen"),
-        (Shard([1, 2, 3], rows=[[0], [1], [2]]), "x has rows chosen for 3 shards, not for 2"),
-        (Shard([1, 2, 3], rows=[2]), "x has 1 row, too few"),
-        (Shard({"a": [1, 2]}, rows=[0, 1]), "x is dict, which has no rows to choose from"),
-        (Shard(MAKE["batch"]([1, 2]), by="tokens", rows=[0, 1]), "has its rows chosen; only a whole Batch"),
-    ],
-)
-def test_rows_that_cannot_be_chosen_are_refused(shard, what):
-    with pytest.raises(ShardError, match=what):
-        divide(shard, 2, True, "x")
-
-
 def test_pending_results_without_rows_are_refused():
     with pytest.raises(ShardError, match="needs results with rows"):
         take_rows(Rows((0, 1), 0, 2), [3, None], lambda part: None)
-
-
-def test_parts_that_cannot_be_joined_are_refused():
-    class Odd:
-        shape = (2,)
-
-        def __getitem__(self, rows):
-            return self
-
-    with pytest.raises(ShardError, match="parts of type Odd cannot be joined"):
-        join([Odd(), Odd()])
 
 
 def test_tensors_are_joined_along_the_first_axis():
     parts = [torch.arange(6).reshape(3, 2), torch.arange(6, 8).reshape(1, 2)]
     assert torch.equal(join(parts), torch.cat(parts))
     assert join([torch.tensor([1, 0]), torch.tensor([0.5, 0.25])]).tolist() == [1.0, 0.0, 0.5, 0.25]
+    with pytest.raises(ShardError, match="parts of type object cannot be joined"):
+        join([object(), object()])
     with pytest.raises(ShardError, match="parts that are tensors cannot be joined: Sizes of tensors must match"):
         join([torch.ones(2, 3), torch.ones(2, 1)])
 
@@ -324,5 +268,5 @@ def test_tensors_are_joined_along_the_first_axis():
         ({}, None),
     ],
 )
-def test_the_rows_of_a_result_are_counted_where_it_has_some(value, rows):
+def test_row_count_of_a_value_without_rows_is_none(value, rows):
     assert row_count(value) == rows

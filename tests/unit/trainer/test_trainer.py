@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BaseTrainer``: the guide's properties, steps, and what is said before it is bound."""
+"""``BaseTrainer``: the guide's properties, its steps, and its way back to a commit."""
 
 import re
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +11,19 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
-from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.trainer.port import Renewed
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.trainer.port import (
+    FORGET,
+    RESTORE,
+    WHERE,
+    Outcome,
+    Ref,
+    Renewed,
+    RestartInfo,
+    RoleTraits,
+    Standing,
+)
+from dlrover.python.rl.trainer.steps import Attempt, Steps, dump_state
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
 
@@ -35,52 +48,48 @@ class Loop(BaseTrainer):
 HANDLES = {"actor": ["a0", "a1"], "ROLLOUT": ["r0"], "judge": ["j0"]}
 
 
-def made(**link):
+def new_trainer(**link):
     trainer = Loop(HANDLES, dict.fromkeys(HANDLES, Work), {"lr": 1})
     if link:
         trainer.bind(TrainerLink(port=None, job="job", **{"report": print, "job_dir": "runs/job", **link}))
     return trainer
 
 
-def test_a_trainer_needs_init_and_fit():
-    with pytest.raises(TypeError, match="abstract.*fit.*init"):
-        BaseTrainer({}, {}, {})
-
-
-def test_the_guides_properties():
-    trainer = made()
+def test_trainer_has_the_properties_of_the_guide():
+    trainer = new_trainer()
     assert (trainer.actors, trainer.rollouts) == (["a0", "a1"], ["r0"])
     assert trainer.references == trainer.rewards == trainer.critics == []
     assert trainer.config == {"lr": 1}
     assert trainer.actor_handles == {"ACTOR": ["a0", "a1"], "ROLLOUT": ["r0"], "JUDGE": ["j0"]}
     assert all(isinstance(role, RLRoleType) for role in trainer.actor_handles)
     assert trainer.get_role_groups() == ["RG_ACTOR", "RG_ROLLOUT", "RG_JUDGE"]
-
-
-def test_the_state_is_set_key_by_key():
-    with pytest.raises(AttributeError, match="set its keys"):
-        made().state = {"seen": []}
-
-
-def test_role_groups_are_bound_for_the_roles_present_the_users_own_included():
-    trainer = made(resources={})
+    trainer = new_trainer(resources={}, job_dir="runs/j")
     assert [len(getattr(trainer, name)) for name in trainer.get_role_groups()] == [2, 1, 1]
+    assert trainer.job_dir == "runs/j"
+    with pytest.raises(AttributeError, match="set its keys"):
+        trainer.state = {"seen": []}
+    with pytest.raises(TypeError, match="abstract.*fit.*init"):
+        BaseTrainer({}, {}, {})
 
 
-@pytest.mark.parametrize("name", ["RG_CRITIC", "RG_JUDGES", "RG_actor"])
-def test_a_role_group_that_is_not_there_is_said(name):
-    with pytest.raises(UnknownMethod, match=f"the job has no role group '{name}'; (did you mean|known)"):
-        getattr(made(resources={}), name)
-    assert not hasattr(made(resources={}), name)
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RG_CRITIC", "known"),
+        ("RG_JUDGES", "did you mean"),
+        ("RG_actor", ""),
+        ("RG_ROLOUT", "did you mean 'RG_ROLLOUT'"),
+    ],
+)
+def test_missing_role_group_is_refused(name, hint):
+    with pytest.raises(UnknownMethod, match=f"the job has no role group '{name}'; (did you mean|known)") as caught:
+        getattr(new_trainer(resources={}), name)
+    assert hint in str(caught.value)
+    assert not hasattr(new_trainer(resources={}), name)
 
 
-def test_the_nearest_role_group_is_named():
-    with pytest.raises(UnknownMethod, match="did you mean 'RG_ROLLOUT'"):
-        _ = made(resources={}).RG_ROLOUT
-
-
-def test_before_it_is_bound_the_reason_is_said():
-    trainer = made()
+def test_trainer_before_it_is_bound_says_so():
+    trainer = new_trainer()
     with pytest.raises(
         UnknownMethod, match=r"RG_ACTOR is bound after the trainer is constructed: use it from init\(\)"
     ):
@@ -94,33 +103,27 @@ def test_before_it_is_bound_the_reason_is_said():
             use()
 
 
-def test_a_failing_property_of_the_user_says_what_is_missing_inside():
-    with pytest.raises(AttributeError, match="'Loop' object has no attribute 'missing_config'"):
-        _ = made().total_steps
-    with pytest.raises(AttributeError, match="'Loop' object has no attribute 'nothing'"):
-        _ = made().nothing
+@pytest.mark.parametrize(("name", "missing"), [("total_steps", "missing_config"), ("nothing", "nothing")])
+def test_attribute_error_names_the_missing_attribute(name, missing):
+    with pytest.raises(AttributeError, match=f"'Loop' object has no attribute '{missing}'"):
+        getattr(new_trainer(), name)
 
 
-def test_the_resources_of_a_role():
-    trainer = made(resources={"ACTOR": {"cpu": 1.0, "gpu": 0.5}})
-    assert trainer.get_workload_resource(RLRoleType.ACTOR) == {"cpu": 1.0, "gpu": 0.5}
-    assert trainer.get_workload_resource("actor") == {"cpu": 1.0, "gpu": 0.5}
-    assert trainer.get_workload_resource("ROLLOUT") == {}
-    with pytest.raises(UnknownMethod, match="no role 'CRITIC'"):
-        trainer.get_workload_resource("CRITIC")
-    with pytest.raises(UnknownMethod, match="no role 'ROLOUT'; did you mean 'ROLLOUT'"):
-        trainer.get_workload_resource("rolout")
+def test_get_workload_resource_takes_any_spelling_of_a_role():
+    trainer, resource = new_trainer(resources={"ACTOR": {"cpu": 1.0, "gpu": 0.5}}), {"cpu": 1.0, "gpu": 0.5}
+    roles = (RLRoleType.ACTOR, "actor", "ROLLOUT")
+    assert [trainer.get_workload_resource(role) for role in roles] == [resource, resource, {}]
+    for role, message in (("CRITIC", "no role 'CRITIC'"), ("rolout", "no role 'ROLOUT'; did you mean 'ROLLOUT'")):
+        with pytest.raises(UnknownMethod, match=message):
+            trainer.get_workload_resource(role)
 
 
 def test_steps_count_from_1_and_reports_carry_the_total():
     reports = []
-    trainer = made(report=reports.append)
+    trainer = new_trainer(report=reports.append)
     for step in trainer.steps(2):
         trainer.log(step, {"loss": 1}, kl=step)
-    assert reports == [
-        StepReport(1, 2, {"loss": 1.0, "kl": 1.0}),
-        StepReport(2, 2, {"loss": 1.0, "kl": 2.0}),
-    ]
+    assert reports == [StepReport(1, 2, {"loss": 1.0, "kl": 1.0}), StepReport(2, 2, {"loss": 1.0, "kl": 2.0})]
     assert list(trainer.steps(0)) == []
     for number in ("one", -1, None):
         with pytest.raises(CallError, match="the number of the step first, not"):
@@ -132,18 +135,14 @@ def test_steps_count_from_1_and_reports_carry_the_total():
     assert len(reports) == 3
 
 
-def test_the_job_directory_is_the_links():
-    assert made(job_dir="runs/j").job_dir == "runs/j"
-
-
-def test_raw_handles_are_those_of_new_members():
-    trainer = made(resources={})
+def test_raw_handles_are_renewed_with_their_members():
+    trainer = new_trainer(resources={})
     trainer._bound_steps().port.renewed(Renewed("ACTOR", {0: 1, 1: 2}, {1: "b1"}))
     assert trainer.actors == trainer.actor_handles["ACTOR"] == ["a0", "b1"]
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3)], ids=["error", "exit"])
-def test_run_trainer_tells_the_end_and_raises_its_own_error(error):
+def test_run_trainer_reports_the_end_and_raises_its_error(error):
     ends = []
 
     class Ending(Loop):
@@ -159,9 +158,100 @@ def test_run_trainer_tells_the_end_and_raises_its_own_error(error):
     assert caught.value is error and ends == ["failed"]
 
 
-def test_a_rays_decoration_is_taken_off_and_a_plain_class_is_left():
-    # What ``@ray.remote`` leaves behind: a wrapper around a class derived from the user's.
+def test_undecorated_takes_the_decoration_of_ray_off():
+    # ``@ray.remote`` leaves a wrapper around a class derived from the user's.
     derived = type("Derived", (Work,), {"__ray_actor_class__": Work})
     decorated = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=derived))
-    assert undecorated(decorated) is Work
-    assert undecorated(Work) is Work
+    assert undecorated(decorated) is undecorated(Work) is Work
+
+
+@dataclass
+class Members:
+    """Say where they stand, and note their requests; a restored one stands at the commit."""
+
+    standings: dict
+    requests: list = field(default_factory=list)
+
+    def submit(self, role, rank, call):
+        self.requests.append((call.method, rank))
+        if call.method == RESTORE:
+            self.standings[rank] = Standing(call.args[0], call.args[0], call.args[0])
+        answer = self.standings[rank] if call.method == WHERE else None
+        return Ref(self, Outcome(answer), None, role, rank, call.method, 1)
+
+    def wait(self, refs, timeout_s):
+        return [ref.token for ref in refs]
+
+
+@dataclass
+class Commits:
+    """The commits of one step."""
+
+    step: int
+    left: tuple = ()
+    run: str = "run1"
+    spread = adapts = False
+
+    def newest(self):
+        return self.step
+
+    def load(self, step):
+        return dump_state({"mean": 0.5}, "run1", self.left)
+
+    def transfers_to(self, step, members, nodes):
+        return []
+
+    def trainers_copy(self, nodes):
+        return []
+
+    def restore_request(self, step):
+        return step
+
+
+class Restarted:
+    """A trainer that begins again with workers that are up."""
+
+    epoch = 2
+    fresh = False
+    restart_info = RestartInfo()
+
+    def incarnations(self):
+        return {ProcessId("A", 0): 1, ProcessId("A", 1): 1}
+
+    def opened(self):
+        pass
+
+    def began(self, step):
+        pass
+
+
+def goes_back(standings, together):
+    members = Members(standings)
+    traits = {"A": RoleTraits(2, stateful=True, together=together)}
+    assert Steps(members, Restarted(), Commits(4), traits, Attempt()).open() == 4
+    return [(verb, rank) for verb, rank in members.requests if verb in (RESTORE, FORGET)]
+
+
+def test_ranks_with_collectives_are_restored_together():
+    ready, behind = Standing(4, 4, 4), Standing(3, 3, 3)
+    assert goes_back({0: ready, 1: behind}, together=True) == [(RESTORE, 0), (RESTORE, 1)]
+    assert goes_back({0: ready, 1: behind}, together=False) == [(RESTORE, 1)]
+    assert goes_back({0: ready, 1: ready}, together=True) == []
+
+
+def test_members_forget_answers_together_if_one_is_ahead():
+    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0), (FORGET, 1)]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("run", "begins"), [("run1", []), ("run2", [5])])
+def test_loop_left_in_one_run_continues_in_another(fresh, run, begins):
+    recovery = Restarted()
+    recovery.fresh = fresh
+    members = Members(dict.fromkeys((0, 1), Standing(4, 4, 4)))
+    traits = {"A": RoleTraits(2, stateful=True)}
+    steps = Steps(members, recovery, Commits(4, (0, 4), run), traits, Attempt())
+    assert list(steps.run(3)) == []
+    assert steps.port.step == steps.counter.step == 5, "what comes now is of no step that is committed"
+    assert list(islice(steps.run(9), 1)) == begins
+    assert steps.state == {"mean": 0.5}

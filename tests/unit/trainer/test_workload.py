@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BaseWorkload``: who it is, from the runtime or from the environment."""
+"""``BaseWorkload``: who it is, and the options of ``trainer_invocation``."""
+
+import asyncio
 
 import pytest
 
 from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType
-from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, is_stateful, member_context
+from dlrover.python.rl.trainer.workload import (
+    DEFAULT_OPTIONS,
+    BaseWorkload,
+    InvocationOptions,
+    MemberContext,
+    get_invocation_options,
+    is_stateful,
+    member_context,
+    trainer_invocation,
+)
 
-WHO = MemberContext("job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT")
+CONTEXT = MemberContext(
+    "job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT", devices=(2, 3)
+)
 
 
 def facts(workload):
@@ -20,6 +33,7 @@ def facts(workload):
         workload.torch_master_addr,
         workload.torch_master_port,
         workload.get_device_collocation() or "",
+        devices=workload.devices,
     )
 
 
@@ -29,40 +43,29 @@ def no_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_workload_knows_who_it_is_from_its_context():
-    with member_context(WHO):
+def test_workload_has_the_facts_of_its_context_or_environment(no_environment, monkeypatch):
+    with member_context(CONTEXT):
         workload = BaseWorkload("master", {"lr": 1})
-    assert facts(workload) == WHO
-    assert (workload.master_handle, workload.config) == ("master", {"lr": 1})
-
-
-def test_a_workload_knows_who_it_is_from_its_environment(no_environment, monkeypatch):
-    for name, value in WHO.to_env().items():
+        with member_context(MemberContext(rank=7)):
+            assert BaseWorkload(None, {}).rank == 7
+    assert facts(workload) == CONTEXT
+    assert (workload.master_handle, workload.config, workload.word_size) == ("master", {"lr": 1}, 4)
+    for name, value in CONTEXT.to_env().items():
         monkeypatch.setenv(name, value)
-    assert facts(BaseWorkload(None, {})) == WHO
+    assert facts(BaseWorkload(None, {})) == CONTEXT
 
 
-def test_outside_a_job_it_is_the_only_actor(no_environment):
+def test_workload_outside_a_job_is_the_only_actor(no_environment):
     workload = BaseWorkload(None, {})
     assert facts(workload) == MemberContext()
     assert (workload.torch_master_addr, workload.torch_master_port) == ("", -1)
     assert workload.get_device_collocation() is None
+    assert (workload.data_parallel_size({}, 6), workload.needs_own_process) == (6, False)
+    workload.close()
 
 
-def test_the_context_ends_with_its_block(no_environment):
-    with member_context(WHO), member_context(MemberContext(rank=7)):
-        assert BaseWorkload(None, {}).rank == 7
-    assert BaseWorkload(None, {}).rank == 0
-
-
-def test_the_guides_spelling_of_the_world_size():
-    with member_context(WHO):
-        workload = BaseWorkload(None, {})
-    assert workload.word_size == workload.world_size == 4
-
-
-def test_the_environment_has_the_names_torch_reads():
-    env = WHO.to_env()
+def test_environment_has_the_names_of_torch():
+    env = CONTEXT.to_env()
     assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")} == {
         "RANK": "2",
         "WORLD_SIZE": "4",
@@ -70,22 +73,18 @@ def test_the_environment_has_the_names_torch_reads():
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert env["DEVICE_COLLOCATION_GROUP"] == "ACTOR,ROLLOUT"
-    assert MemberContext.from_env(env) == WHO
+    assert (env["DEVICE_COLLOCATION_GROUP"], env["DEVICES"]) == ("ACTOR,ROLLOUT", "2,3")
+    assert MemberContext.from_env(env) == CONTEXT
+    assert MemberContext.from_env({**env, "DEVICES": ""}).devices == ()
 
 
 @pytest.mark.parametrize("role", [*WELL_KNOWN_ROLES, RLRoleType("JUDGE")])
-def test_each_predicate_is_true_for_its_role_alone(role):
+def test_predicate_of_a_role_is_true_for_it_alone(role):
     with member_context(MemberContext(role=role)):
         workload = BaseWorkload(None, {})
-    answers = {known: getattr(workload, f"is_{known.lower()}_role")() for known in WELL_KNOWN_ROLES}
-    assert answers == {known: known == role for known in WELL_KNOWN_ROLES}
-
-
-def test_the_defaults_a_subclass_may_change():
-    assert BaseWorkload.data_parallel_size({}, 6) == 6
-    assert BaseWorkload.needs_own_process is False
-    BaseWorkload(None, {}).close()
+    assert [name for name in WELL_KNOWN_ROLES if getattr(workload, f"is_{name.lower()}_role")()] == [
+        name for name in WELL_KNOWN_ROLES if name == role
+    ]
 
 
 class Counter(BaseWorkload):
@@ -93,14 +92,71 @@ class Counter(BaseWorkload):
         return {"count": 1}
 
 
-class Plain:
-    """A class that is no workload by its bases."""
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(BaseWorkload, False), (type("Idle", (BaseWorkload,), {}), False), (Plain, False)]
+    [(BaseWorkload, False), (type("Idle", (BaseWorkload,), {}), False), (object, False)]
     + [(Counter, True), (type("Later", (Counter,), {}), True)],
 )
 def test_workload_has_state_only_with_state_dict_of_its_class(kind, expected):
     assert is_stateful(kind) is expected
+
+
+def test_decorated_method_stays_as_it_was():
+    def method(self, x):
+        """Words."""
+
+    async def slow(self):
+        return 1
+
+    assert trainer_invocation(blocking=False)(method) is method
+    assert asyncio.iscoroutinefunction(trainer_invocation(timeout=3)(slow))
+    assert get_invocation_options(method).blocking is False
+    assert get_invocation_options(slow).timeout == 3
+    assert get_invocation_options(lambda self: 1) is get_invocation_options(len) is DEFAULT_OPTIONS
+    assert InvocationOptions(True, False, 10, "ALL", True, None, None) == DEFAULT_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"blocking": 1}, TypeError, "blocking"),
+        ({"is_async": None}, TypeError, "is_async"),
+        ({"auto_shard": "yes"}, TypeError, "auto_shard"),
+        ({"timeout": "3"}, TypeError, "timeout"),
+        ({"timeout": True}, TypeError, "timeout"),
+        ({"pre_func": 3}, TypeError, "pre_func"),
+        ({"post_func": "sum"}, TypeError, "post_func"),
+        ({"timeout": 0}, ValueError, "greater than 0 seconds"),
+        ({"timeout": float("nan")}, ValueError, "greater than 0 seconds"),
+        ({"target": "rank0"}, ValueError, "'ALL' or 'RANK0', not 'rank0'; did you mean 'RANK0'"),
+        ({"target": "all"}, ValueError, "'ALL' or 'RANK0', not 'all'; did you mean 'ALL'"),
+    ],
+)
+def test_wrong_option_is_refused_at_the_decorator(options, error, message):
+    with pytest.raises(error, match=message):
+        trainer_invocation(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "right"),
+    [
+        ("pre_function", "pre_func"),
+        ("post_function", "post_func"),
+        ("time_out", "timeout"),
+        ("autoshard", "auto_shard"),
+        ("async", "is_async"),
+        ("Blocking", "blocking"),
+        ("targets", "target"),
+    ],
+)
+def test_unknown_option_is_refused_with_the_nearest_name(option, right):
+    for refuse in (lambda: trainer_invocation(**{option: 1}), lambda: DEFAULT_OPTIONS.replace(**{option: 1})):
+        with pytest.raises(TypeError, match=f"no option '{option}'; did you mean '{right}'"):
+            refuse()
+
+
+def test_changes_state_warns_once_and_has_no_effect(caplog):
+    options = InvocationOptions(changes_state=False)
+    assert options.replace(timeout=5) == InvocationOptions(timeout=5)
+    warnings = [record.getMessage().partition(" has")[0] for record in caplog.records]
+    assert warnings == ["trainer_invocation(changes_state=...)"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a run's processes, and how its actors are named, started and ended."""
+"""The table of a run's processes, and how its actors are named, started, called and ended."""
 
 import asyncio
 import threading
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
+from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import LivenessSpec
@@ -16,7 +17,14 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
 from dlrover.python.rl.runtime.ray.processes import actors
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Threads, classify, member_env
+from dlrover.python.rl.runtime.ray.processes.actors import (
+    Detached,
+    MasterCalls,
+    MemberGone,
+    Threads,
+    classify,
+    member_env,
+)
 from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
 from tests.support.memory_cluster import MemoryActor, MemoryCluster, Method
 
@@ -47,7 +55,7 @@ def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, culprit):
     assert event.cause.who == culprit
 
 
-def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
+def test_kept_process_has_its_name_until_it_is_forgotten(pool):
     entry = ProcessEntry(FIRST, 1, slot=0, process=Process("a", 7)).follow(2).follow(3)
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
     table = ProcessTable()
@@ -58,19 +66,19 @@ def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
     assert (pool.name_of(entry), entry.located) == ("job/run/ACTOR-0/3", None)
 
 
-def test_adopted_process_that_stayed_keeps_its_name(pool):
+def test_adopted_process_keeps_its_first_name(pool):
     stayed = Member(3, MemberPhase.UP, born=1, process=Process("a", 7, slot=0))
     (entry,) = entries_of(replace(JobState(), members={FIRST: stayed}))
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
 
 
-def test_take_slot_prefers_one_that_has_a_place():
+def test_take_slot_prefers_one_with_a_place():
     entry = ProcessEntry(FIRST, 1)
     ProcessTable().take_slot(entry, preferred=0, slots=2, lacking=[0])
     assert entry.slot == 1
 
 
-def test_neighbours_are_those_of_the_same_role():
+def test_neighbours_are_members_of_one_role():
     table = ProcessTable()
     for process_id in (FIRST, SECOND, ProcessId("ROLLOUT", 0)):
         table.put(ProcessEntry(process_id, 1, process=Process("a", 7, address=str(process_id))))
@@ -78,15 +86,11 @@ def test_neighbours_are_those_of_the_same_role():
     assert (context.master_addr, context.local_rank, context.local_world_size) == ("ACTOR[0]", 1, 2)
 
 
-def test_second_start_of_a_member_ends_the_first(pool):
+async def test_second_start_of_a_member_ends_the_first(pool):
     group = pool.cluster.create_group([{}], "job/run/1/node-0")
     entry = ProcessEntry(FIRST, 1, slot=0)
-
-    async def start_twice():
-        for _ in range(2):
-            await pool.start(entry, ActorPlacement(group=group, bundle=0))
-
-    asyncio.run(start_twice())
+    for _ in range(2):
+        await pool.start(entry, ActorPlacement(group=group, bundle=0))
     assert pool.cluster.killed == ["ACTOR[0]"]
 
 
@@ -121,7 +125,7 @@ def test_classify_tells_the_memory_monitor_from_other_deaths(error, kind):
     assert classify(MemberGone("ACTOR[0]", error)).kind is kind
 
 
-def test_retry_repeats_what_could_not_be_ended(monkeypatch):
+def test_retry_repeats_a_failed_end(monkeypatch):
     monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
     errors = [ConnectionError("the head is away")]
 
@@ -135,21 +139,40 @@ def test_retry_repeats_what_could_not_be_ended(monkeypatch):
     assert ended == [True]
 
 
-def test_settle_waits_for_a_call_that_was_cancelled():
+async def test_settle_waits_for_a_cancelled_call():
     entered, release, ended = threading.Event(), threading.Event(), []
 
     def start():
         entered.set()
         ended.append(release.wait(30))
 
-    async def scenario():
-        threads = Threads()
-        call = asyncio.create_task(threads.run(start))
-        await asyncio.to_thread(entered.wait, 30)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        asyncio.get_running_loop().call_soon(release.set)
-        await threads.settle(30.0)
-        assert ended == [True]
+    threads = Threads()
+    call = asyncio.create_task(threads.run(start))
+    await asyncio.to_thread(entered.wait, 30)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    asyncio.get_running_loop().call_soon(release.set)
+    await threads.settle(30.0)
+    assert ended == [True]
 
-    asyncio.run(scenario())
+
+def calls_that_answer(answer):
+    return MasterCalls(SimpleNamespace(follow=SimpleNamespace(remote=lambda: answer)))
+
+
+async def test_master_call_cancelled_as_its_answer_comes_is_cancelled():
+    """A follower asks again and again: with a lost cancellation it would never end."""
+    answer = asyncio.get_running_loop().create_future()
+    following = asyncio.create_task(calls_that_answer(answer).call("follow", timeout_s=60.0))
+    await asyncio.sleep(0.01)
+    answer.set_result("update")
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+
+async def test_master_without_an_answer_in_time_is_lost():
+    answer = asyncio.get_running_loop().create_future()
+    with pytest.raises(MasterLost, match="did not answer within 0.01 s"):
+        await calls_that_answer(answer).call("follow", timeout_s=0.01)
+    assert answer.cancelled()

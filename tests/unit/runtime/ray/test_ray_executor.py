@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: each command of the brain and each loss, on one stage.
-"""The executor on a cluster in memory: where workers and standbys are, which deaths it tells, what a release ends."""
+"""The executor on a cluster in memory: places of workers and standbys, deaths that it reports, and releases."""
 
 import asyncio
 import gc
@@ -37,7 +36,7 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
-from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
+from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method, until
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
@@ -49,6 +48,11 @@ trainer: {{module: toys, class: Loop, node_number: 2, device_per_node: 4, device
 workload:
   actor: {{module: toys, class: Policy, num: 4, per_node: 2, standby: {standby}}}
 """
+FIRST, LOST = ProcessId("ACTOR", 0), ProcessId("ACTOR", 2)
+
+
+async def hang(*arguments):
+    await asyncio.Event().wait()
 
 
 class Stage:
@@ -60,16 +64,13 @@ class Stage:
         self._plan = RunPlan(self.job, "run", plan(self.job)[0])
         self.events = []
 
-    def run(self, *commands):
-        asyncio.run(self.execute(Place(1), *commands))
-        return self.cluster.started
-
     def new_executor(self):
         return RayExecutor(self._plan, None, self.cluster)
 
     async def execute(self, *commands):
+        """A new executor after a placement and these commands."""
         executor = self.new_executor()
-        await self.continue_with(executor, *commands)
+        await self.continue_with(executor, Place(1), *commands)
         return executor
 
     async def continue_with(self, executor, *commands):
@@ -77,28 +78,29 @@ class Stage:
             kills = len(self.cluster.killed)
             answers = len(self.events) + (len(command.members) if isinstance(command, StartMembers) else 1)
             executor.execute(command, self.events.append)
-            async with asyncio.timeout(20):
-                while len(self.events) < answers and not (
-                    isinstance(command, Kill) and len(self.cluster.killed) > kills
-                ):
-                    await asyncio.sleep(0.001)
+            await until(
+                lambda command=command, kills=kills, answers=answers: (
+                    len(self.events) >= answers or (isinstance(command, Kill) and len(self.cluster.killed) > kills)
+                )
+            )
 
     async def lose(self, events):
         """The only process dies by itself; returns the event that is then emitted to ``events``."""
         (actor,) = self.cluster.actors.values()
         before = len(events)
         self.cluster.end(actor)
-        async with asyncio.timeout(5):
-            while len(events) == before:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(events) > before)
         return events[-1]
 
     def state(self):
-        """What a master that comes back reads in the journal."""
+        """The state in the journal, for a master that comes back."""
         brain = Brain(StateStore())
         for event in (submission(self.job, "run", Inspection(), brain), *self.events):
             brain.handle(event)
         return brain.state
+
+    def kinds(self):
+        return [type(event) for event in self.events]
 
 
 @pytest.fixture
@@ -106,13 +108,30 @@ def without_logs(monkeypatch):
     monkeypatch.setattr(actors, "session_folder", lambda: "/nonexistent")
 
 
+@pytest.fixture
+def full_cluster(monkeypatch):
+    """Leaves no member a place, once it is called."""
+
+    async def find_no_place(self, role, slot, excluded):
+        raise PlacementTimeout("the cluster is full")
+
+    return lambda: monkeypatch.setattr(Reservations, "place", find_no_place)
+
+
 def member(number, **standbys):
     return StartMembers("ACTOR", ((0, number),), standbys={0: standbys["standby"]} if standbys else {})
 
 
-def test_the_slot_of_a_lost_standby_is_free_for_the_next():
+def four_members(number=1, **terms):
+    return StartMembers("ACTOR", tuple((rank, number) for rank in range(4)), **terms)
+
+
+# -- standbys and releases --------------------------------------------------------------------------------------------
+
+
+async def test_slot_of_a_lost_standby_is_free_for_the_next():
     stage = Stage(standby=1)
-    started = stage.run(
+    await stage.execute(
         member(1),
         StartStandby("ACTOR", 0),
         Kill(ProcessId.standby("ACTOR", 0)),
@@ -121,7 +140,7 @@ def test_the_slot_of_a_lost_standby_is_free_for_the_next():
         StartStandby("ACTOR", 2),
         member(3),
     )
-    assert started == [
+    assert stage.cluster.started == [
         ("ACTOR[0]", 0),
         ("ACTOR-standby[0]", 1),
         ("ACTOR-standby[1]", 1),
@@ -129,40 +148,34 @@ def test_the_slot_of_a_lost_standby_is_free_for_the_next():
         ("ACTOR[0]", 1),
     ]
     assert stage.cluster.killed == ["ACTOR-standby[0]", "ACTOR[0]", "ACTOR-standby[1]"]
-    kinds = [type(event) for event in stage.events]
-    assert kinds == [Placed, MemberStarted, StandbyReady, StandbyReady, MemberStarted, StandbyReady, MemberStarted]
+    ready = [StandbyReady, StandbyReady, MemberStarted]
+    assert stage.kinds() == [Placed, MemberStarted, *ready, StandbyReady, MemberStarted]
 
 
-def test_a_standby_without_a_place_is_lost_and_the_job_goes_on(monkeypatch):
-    async def full(self, role, slot, excluded):
-        raise PlacementTimeout("the cluster is full")
-
+async def test_standby_without_a_place_is_lost(full_cluster):
     stage = Stage(standby=1)
-    stage.run(member(1))
-    monkeypatch.setattr(Reservations, "place", full)
-    stage.events.clear()
-    stage.run(StartStandby("ACTOR", 0))
-    assert [type(event) for event in stage.events] == [Placed, StandbyLost]
-    assert stage.events[1].cause.kind is CauseKind.NO_RESOURCES
+    executor = await stage.execute(member(1))
+    full_cluster()
+    await stage.continue_with(executor, StartStandby("ACTOR", 0))
+    assert stage.kinds() == [Placed, MemberStarted, StandbyLost]
+    assert stage.events[-1].cause.kind is CauseKind.NO_RESOURCES
 
 
-def test_two_standbys_have_slots_of_their_own():
+async def test_two_standbys_have_their_own_slots():
     stage = Stage(standby=2)
-    started = stage.run(member(1), StartStandby("ACTOR", 0), StartStandby("ACTOR", 1))
-    assert [slot for _, slot in started] == [0, 1, 2]
+    await stage.execute(member(1), StartStandby("ACTOR", 0), StartStandby("ACTOR", 1))
+    assert [slot for _, slot in stage.cluster.started] == [0, 1, 2]
     assert stage.cluster.killed == []
 
 
-def test_work_that_a_release_cancels_before_its_turn_leaves_no_warning():
+def test_work_cancelled_by_a_release_leaves_no_warning():
     stage = Stage()
 
     async def release_at_once():
         executor = stage.new_executor()
-        executor.execute(member(1), stage.events.append)
-        executor.execute(Release(1, final=False), stage.events.append)
-        async with asyncio.timeout(5):
-            while not stage.events:
-                await asyncio.sleep(0.001)
+        for command in (member(1), Release(1, final=False)):
+            executor.execute(command, stage.events.append)
+        await until(lambda: stage.events)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -171,104 +184,94 @@ def test_work_that_a_release_cancels_before_its_turn_leaves_no_warning():
     assert stage.events == [Released(1)]
 
 
-def test_a_release_ends_the_processes_before_it_removes_their_memory():
+async def test_release_ends_the_processes_before_their_memory():
     """A killed actor's name is free before its process has ended, which may still write."""
     stage = Stage(standby=1)
-    stage.run(member(1), StartStandby("ACTOR", 0), Release(1, final=True))
+    await stage.execute(member(1), StartStandby("ACTOR", 0), Release(1, final=True))
     assert isinstance(stage.events[-1], Released)
     assert stage.cluster.actors == stage.cluster.reserved() == {}
-    assert stage.cluster.calls == [
-        ("a", "_end_and_list", [100, 101], "job", "run"),
-        ("a", "_forget", "job", "run"),
-    ]
+    assert stage.cluster.calls == [("a", "_end_and_list", [100, 101], "job", "run"), ("a", "_forget", "job", "run")]
 
 
-def assert_the_member_has_died(event):
-    assert (type(event), event.role, event.rank, event.incarnation, event.node) == (MemberLost, "ACTOR", 0, 1, "a")
-    assert (event.cause.kind, event.cause.who) == (CauseKind.PROCESS_DIED, "ACTOR[0]")
-
-
-@pytest.mark.usefixtures("without_logs")
-def test_the_death_of_an_idle_member_is_told_at_once():
+async def test_release_before_a_restart_leaves_the_commits():
     stage = Stage()
+    await stage.execute(member(1), Release(1, final=False))
+    assert stage.events[-1] == Released(1) and stage.cluster.calls == []
 
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        assert_the_member_has_died(await stage.lose(stage.events))
 
-    asyncio.run(scenario())
+# -- deaths -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_finds():
+@pytest.mark.parametrize("is_adopted", [False, True])
+async def test_death_of_an_idle_member_is_reported_at_once(is_adopted):
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        assert await stage.new_executor().adopt(stage.state(), events.append) == 1
+    await stage.execute(member(1))
+    if is_adopted:
+        executor = stage.new_executor()
+        assert await executor.adopt(stage.state(), events.append) == 1
         assert events == stage.cluster.killed == []
-        assert_the_member_has_died(await stage.lose(events))
-
-    asyncio.run(scenario())
+        assert "a" in executor.reservations.nodes, "its node is watched"
+    lost = await stage.lose(events if is_adopted else stage.events)
+    assert (type(lost), lost.role, lost.rank, lost.incarnation, lost.node) == (MemberLost, "ACTOR", 0, 1, "a")
+    assert (lost.cause.kind, lost.cause.who) == (CauseKind.PROCESS_DIED, "ACTOR[0]")
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_member_lost_to_the_oom_killer_has_that_cause():
-    """Its last heartbeat came before the kill, and one of a neighbour after it."""
+async def test_member_lost_to_the_oom_killer_has_its_cause():
     stage = Stage()
-
-    async def scenario():
-        executor, events = stage.new_executor(), stage.events
-        for command, answer in ((Place(1), Placed), (member(1), MemberStarted)):
-            executor.execute(command, events.append)
-            async with asyncio.timeout(20):
-                while not any(isinstance(event, answer) for event in events):
-                    await asyncio.sleep(0.001)
-        lost, neighbour = ProcessId("ACTOR", 0), ProcessId("ROLLOUT", 0)
-        executor.take_beat(Heartbeat(lost, 1, oom_kills=3))
-        executor.nodes.oom_kills.note(neighbour, executor.process_of(lost), 4)
-        return await stage.lose(events)
-
-    event = asyncio.run(scenario())
+    executor = await stage.execute(member(1))
+    executor.take_beat(Heartbeat(FIRST, 1, oom_kills=3))
+    executor.nodes.oom_kills.note(ProcessId("ROLLOUT", 0), executor.process_of(FIRST), 4)
+    event = await stage.lose(stage.events)
     assert (event.cause.kind, event.cause.who) == (CauseKind.OUT_OF_MEMORY, "ACTOR[0]")
     assert event.cause.message.startswith("the kernel's OOM killer has ended a process of its host: ")
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
+async def test_process_gone_before_the_master_came_back_is_lost():
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        state = stage.state()
-        await stage.lose(stage.events)
-        assert not stage.cluster.actors
-        assert await stage.new_executor().adopt(state, events.append) == 0
-
-    asyncio.run(scenario())
+    await stage.execute(member(1))
+    state = stage.state()
+    await stage.lose(stage.events)
+    assert not stage.cluster.actors
+    assert await stage.new_executor().adopt(state, events.append) == 0
     (lost,) = events
-    assert isinstance(lost, MemberLost) and (lost.role, lost.rank, lost.incarnation) == ("ACTOR", 0, 1)
+    assert (type(lost), lost.role, lost.rank, lost.incarnation) == (MemberLost, "ACTOR", 0, 1)
     assert lost.cause.kind == CauseKind.PROCESS_DIED
     assert lost.cause.message == "it was gone when the master came back"
 
 
 @pytest.mark.usefixtures("without_logs")
-def test_a_process_that_the_journal_does_not_have_ends_when_the_master_comes_back():
+async def test_process_unknown_to_the_journal_ends():
     stage, events = Stage(), []
-
-    async def scenario():
-        await stage.execute(Place(1), member(1))
-        del stage.events[1:]
-        assert await stage.new_executor().adopt(stage.state(), events.append) == 0
-
-    asyncio.run(scenario())
-    assert stage.cluster.killed == ["ACTOR[0]"]
-    assert events == []
+    await stage.execute(member(1))
+    del stage.events[1:]
+    assert await stage.new_executor().adopt(stage.state(), events.append) == 0
+    assert (stage.cluster.killed, events) == (["ACTOR[0]"], [])
 
 
-def test_members_that_start_together_all_know_their_first_rank_and_who_shares_their_node():
+@pytest.mark.usefixtures("without_logs")
+async def test_node_of_a_departure_notice_is_preempted():
+    stage = Stage(nodes=("a", "b"))
+    executor = await stage.execute(member(1))
+    executor.nodes = NodeWatch(lambda: [NodeRow(node, True, "", 1) for node in ("a", "b", "c")], hang)
+    executor.take_beat(Heartbeat(FIRST, 1, step=7, notice="it was sent SIGTERM"))
+    executor.nodes.take_notice("b", "no process of this run is there")
+    watching = asyncio.create_task(executor.watch_nodes(stage.events.append))
+    await until(lambda: len(stage.events) > 2)
+    watching.cancel()
+    (lost,) = stage.events[2:]
+    assert (lost.node, lost.cause.kind, executor.open_step) == ("a", CauseKind.PREEMPTED, 0)
+    assert isinstance(lost, NodeLost) and "it was sent SIGTERM" in lost.cause.message
+
+
+# -- members that start together --------------------------------------------------------------------------------------
+
+
+async def test_members_know_their_first_rank_and_their_node():
     stage = Stage(text=TWO_NODES, nodes=("a", "b"))
-    stage.run(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
+    await stage.execute(four_members())
     by_rank = sorted(stage.cluster.actors.values(), key=lambda actor: actor.process_id.rank)
     assert len({actor.node for actor in by_rank[:2]}) == len({actor.node for actor in by_rank[2:]}) == 1
     contexts = [actor.context for actor in by_rank]
@@ -282,17 +285,14 @@ def make_another(executor, events):
     return 4
 
 
-def go_on_without_it(executor, events):
+def retire(executor, events):
     sizes = SimpleNamespace(wanted={}, settings=SimpleNamespace(roles={}), most={"ACTOR": 4}, retired=[LOST])
     executor.resize(sizes)
     return 3
 
 
-LOST = ProcessId("ACTOR", 2)
-
-
-@pytest.mark.parametrize("act", [make_another, go_on_without_it])
-def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypatch, act):
+@pytest.mark.parametrize("act", [make_another, retire])
+async def test_members_do_not_wait_for_a_gone_one(monkeypatch, act):
     locate = MemoryActor._locate
 
     async def locate_the_others(actor, ports):
@@ -302,82 +302,53 @@ def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypat
 
     monkeypatch.setattr(MemoryActor, "_locate", locate_the_others)
     stage = Stage(text=TWO_NODES, nodes=("a", "b"))
-
-    async def until(holds):
-        async with asyncio.timeout(20):
-            while not holds():
-                await asyncio.sleep(0.001)
-
-    async def scenario():
-        executor = stage.new_executor()
-        executor.execute(Place(1), stage.events.append)
-        await until(lambda: stage.events)
-        executor.execute(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))), stage.events.append)
-        await until(lambda: len(stage.cluster.started) == 4)
-        await asyncio.sleep(0.05)
-        assert len(stage.events) == 1
-        members = act(executor, stage.events)
-        await until(lambda: len(stage.events) == 1 + members)
-
-    asyncio.run(scenario())
-    assert {type(event) for event in stage.events[1:]} == {MemberStarted}
+    executor = await stage.execute()
+    executor.execute(four_members(), stage.events.append)
+    await until(lambda: len(stage.cluster.started) == 4)
+    await asyncio.sleep(0.05)
+    assert len(stage.events) == 1
+    members = act(executor, stage.events)
+    await until(lambda: len(stage.events) == 1 + members)
+    assert set(stage.kinds()[1:]) == {MemberStarted}
 
 
-def test_members_that_have_a_place_wait_for_those_that_have_none_yet(without_logs):
+@pytest.mark.usefixtures("without_logs")
+async def test_placed_members_wait_for_those_without_a_place():
     text = f"{TWO_NODES}liveness: {{{{start_timeout_s: 0.2}}}}\nplacement_timeout_s: 10\n"
     stage = Stage(text=text, nodes=("a", "b"))
-
-    async def lose_a_node_and_get_another():
-        executor = stage.new_executor()
-        executor.execute(Place(1), stage.events.append)
-        await until(lambda: stage.events)
-        cluster = stage.cluster
-        (lost,) = (row for row in cluster.groups.values() if "b" in row.nodes)
-        cluster.nodes, cluster.groups[lost.id] = ("a",), replace(lost, state=PENDING, nodes=frozenset())
-        executor.execute(
-            StartMembers("ACTOR", tuple((rank, 2) for rank in range(4)), excluded=("b",)), stage.events.append
-        )
-        await asyncio.sleep(0.5)  # longer than a start may take
-        assert [type(event) for event in stage.events] == [Placed]
-        cluster.nodes = ("a", "c")
-        cluster._schedule()
-        await until(lambda: len(stage.events) == 5)
-
-    asyncio.run(lose_a_node_and_get_another())
-    assert [type(event) for event in stage.events] == [Placed, *[MemberStarted] * 4]
+    executor, cluster = await stage.execute(), stage.cluster
+    (lost,) = (row for row in cluster.groups.values() if "b" in row.nodes)
+    cluster.nodes, cluster.groups[lost.id] = ("a",), replace(lost, state=PENDING, nodes=frozenset())
+    executor.execute(four_members(2, excluded=("b",)), stage.events.append)
+    await asyncio.sleep(0.5)  # longer than a start may take
+    assert stage.kinds() == [Placed]
+    cluster.nodes = ("a", "c")
+    cluster._schedule()
+    await until(lambda: len(stage.events) == 5)
+    assert stage.kinds() == [Placed, *[MemberStarted] * 4]
 
 
-async def until(holds):
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.01)
+async def test_member_of_two_groups_may_be_located_twice_at_once():
+    table = process_table.ProcessTable()
+    for _ in range(2):
+        process_table.StartingTogether(table, [process_table.ProcessEntry(LOST)])
+    await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
 
 
-def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
-    async def scenario():
-        table = process_table.ProcessTable()
-        for _ in range(2):
-            process_table.StartingTogether(table, [process_table.ProcessEntry(LOST)])
-        await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
-
-    asyncio.run(scenario())
+# -- ends and replacements --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("devices", "limit"), [("CPU", "_LEAVE_S"), ("GPU", "_LEAVE_DEVICES_S")])
-def test_let_leave_gives_up_on_a_member_that_hangs(monkeypatch, devices, limit):
+async def test_let_leave_gives_up_on_a_hung_member(monkeypatch, devices, limit):
     for name in ("_LEAVE_S", "_LEAVE_DEVICES_S"):
         monkeypatch.setattr(process_table, name, 0.01 if name == limit else 60.0)
-
-    async def scenario():
-        pool = Stage(text=JOB.replace("CPU", devices)).new_executor()._pool
-        handle = SimpleNamespace(dlrover_leave=SimpleNamespace(remote=asyncio.Event().wait))
-        async with asyncio.timeout(30):
-            return await pool.let_leave(process_table.ProcessEntry(LOST, 2, handle=handle))
-
-    assert asyncio.run(scenario()) is False
+    pool = Stage(text=JOB.replace("CPU", devices)).new_executor()._pool
+    handle = SimpleNamespace(dlrover_leave=SimpleNamespace(remote=hang))
+    async with asyncio.timeout(30):
+        assert await pool.let_leave(process_table.ProcessEntry(LOST, 2, handle=handle)) is False
 
 
-def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):
+async def test_trainer_is_asked_again_after_a_broken_connection(monkeypatch):
     monkeypatch.setattr(process_table, "_ASK_AGAIN_S", 0.001)
     answers = iter([ActorUnavailableError("for a moment", bytes(16)), ActorUnavailableError("again", bytes(16)), "why"])
 
@@ -386,121 +357,71 @@ def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monk
             raise answer
         return answer
 
-    async def scenario():
-        stage = Stage()
-        trainer = SimpleNamespace(run=SimpleNamespace(remote=run))
-        return await stage.new_executor()._pool.outcome_of(trainer)
-
-    assert asyncio.run(scenario()) == "why"
-
-
-# -- what a recovery must not lose or leave ---------------------------------------------------------------------------
+    trainer = SimpleNamespace(run=SimpleNamespace(remote=run))
+    assert await Stage().new_executor()._pool.outcome_of(trainer) == "why"
 
 
 @pytest.mark.parametrize(("least", "event"), [("", "Failed"), (", min: 1", "Unplaced")])
-def test_member_without_a_place_ends_only_a_job_that_needs_it(monkeypatch, least, event):
-    async def find_no_place(self, role, slot, excluded):
-        raise PlacementTimeout("the cluster is full")
-
-    monkeypatch.setattr(Reservations, "place", find_no_place)
+async def test_member_without_a_place_ends_a_job_in_need_of_it(full_cluster, least, event):
+    full_cluster()
     stage = Stage(text=JOB.replace("num: 1", f"num: 1{least}"))
-    stage.run(member(1))
-    assert type(stage.events[-1]).__name__ == event
-    if least:
-        assert stage.events[-1] == Unplaced("ACTOR", 0, 1, stage.events[-1].cause)
-    assert stage.events[-1].cause.kind is CauseKind.NO_RESOURCES
+    await stage.execute(member(1))
+    last = stage.events[-1]
+    assert (type(last).__name__, last.cause.kind) == (event, CauseKind.NO_RESOURCES)
+    assert not least or last == Unplaced("ACTOR", 0, 1, last.cause)
 
 
-@pytest.mark.usefixtures("without_logs")
-def test_node_that_a_member_says_will_go_is_preempted():
-    async def stay_open(host, port):
-        await asyncio.Event().wait()
-
-    async def scenario():
-        stage = Stage(nodes=("a", "b"))
-        executor = await stage.execute(Place(1), member(1))
-        executor.nodes = NodeWatch(lambda: [NodeRow(node, True, "", 1) for node in ("a", "b", "c")], stay_open)
-        executor.take_beat(Heartbeat(ProcessId("ACTOR", 0), 1, step=7, notice="it was sent SIGTERM"))
-        executor.nodes.take_notice("b", "no process of this run is there")
-        watching = asyncio.create_task(executor.watch_nodes(stage.events.append))
-        await until(lambda: len(stage.events) > 2)
-        watching.cancel()
-        (lost,) = stage.events[2:]
-        assert (lost.node, lost.cause.kind, executor.open_step) == ("a", CauseKind.PREEMPTED, 0)
-        assert isinstance(lost, NodeLost) and "it was sent SIGTERM" in lost.cause.message
-
-    asyncio.run(scenario())
-
-
-def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
-    starts = []
-    start = MemoryActor._start
+async def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
+    jobs, start = [], MemoryActor._start
 
     async def note_job(actor, job, *arguments):
-        starts.append(job)
+        jobs.append(job)
         await start(actor, job, *arguments)
 
     monkeypatch.setattr(MemoryActor, "_start", note_job)
     stage = Stage(text=f"{JOB}env: {{{{API_KEY: canary-1}}}}\n")
     sealed, secrets = seal(stage.job)
     stage._plan = replace(stage._plan, job=sealed)
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.reveal(secrets)
-        settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
-        sizes = SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[])
-        await stage.continue_with(executor, member(1))
-        executor.resize(sizes)
-        await stage.continue_with(executor, member(2))
-
-    asyncio.run(scenario())
-    assert [job.env["API_KEY"] for job in starts] == ["canary-1", "canary-1"]
+    executor = await stage.execute()
+    executor.reveal(secrets)
+    settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
+    await stage.continue_with(executor, member(1))
+    executor.resize(SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[]))
+    await stage.continue_with(executor, member(2))
+    assert [job.env["API_KEY"] for job in jobs] == ["canary-1", "canary-1"]
 
 
-def test_retired_member_ends():
-    async def scenario():
-        stage = Stage(text=TWO_NODES, nodes=("a", "b"))
-        executor = await stage.execute(Place(1), StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
-        go_on_without_it(executor, stage.events)
-        await until(lambda: stage.cluster.killed == [str(LOST)])
-
-    asyncio.run(scenario())
-
-
-async def hang(*arguments):
-    await asyncio.Event().wait()
-
-
-async def answer_at_once(*arguments):
-    return None
+async def test_retired_member_ends():
+    stage = Stage(text=TWO_NODES, nodes=("a", "b"))
+    retire(await stage.execute(four_members()), stage.events)
+    await until(lambda: stage.cluster.killed == [str(LOST)])
 
 
 @pytest.mark.parametrize("is_up", [False, True], ids=["never up", "does not leave"])
-def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
+async def test_rejoining_rank_without_its_process_gets_another(monkeypatch, is_up):
     monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
     start = MemoryActor._start
 
     async def start_later_ones(actor, *arguments):
         await (start(actor, *arguments) if is_up or actor.pid > 100 else hang())
 
+    async def leave():
+        if is_up:
+            await hang()
+
     monkeypatch.setattr(MemoryActor, "_start", start_later_ones)
-    monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(hang if is_up else answer_at_once), raising=False)
+    monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(leave), raising=False)
     stage = Stage(standby=1)
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.execute(member(1), stage.events.append)
-        await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
-        executor.execute(replace(member(2), rejoining=(0,)), stage.events.append)
-        await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
-
-    asyncio.run(scenario())
+    executor = await stage.execute()
+    executor.execute(member(1), stage.events.append)
+    await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
+    executor.execute(replace(member(2), rejoining=(0,)), stage.events.append)
+    await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
     assert type(stage.events[-1]) is MemberStarted and stage.cluster.killed == ["ACTOR[0]"]
     assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
 
 
-def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
+async def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
     stage, may_start = Stage(), threading.Event()
     start, find, lookups = stage.cluster.start_actor, stage.cluster.find_actor, []
 
@@ -510,60 +431,33 @@ def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
 
     stage.cluster.start_actor = lambda request: may_start.wait(30) and start(request)
     stage.cluster.find_actor = note_lookup
-
-    async def scenario():
-        executor = await stage.execute(Place(1))
-        executor.execute(member(1), stage.events.append)
-        await until(lambda: executor._pool._threads._running)
-        before = len(lookups)
-        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
-        await until(lambda: len(lookups) > before)  # the kill finds nothing yet
-        may_start.set()
-        await until(lambda: stage.cluster.killed)
-
-    asyncio.run(scenario())
+    executor = await stage.execute()
+    executor.execute(member(1), stage.events.append)
+    await until(lambda: executor._pool._threads._running)
+    before = len(lookups)
+    executor.execute(Kill(FIRST, 1), stage.events.append)
+    await until(lambda: len(lookups) > before)  # the kill finds nothing yet
+    may_start.set()
+    await until(lambda: stage.cluster.killed)
     assert stage.cluster.actors == {}
 
 
-def test_new_member_knows_the_last_step_and_why_it_replaces():
-    async def scenario():
-        stage = Stage()
-        executor = await stage.execute(Place(1), member(1))
-        executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
-        executor.last_causes[ProcessId("ACTOR", 0)] = "hung: no progress"
-        for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
-            await stage.continue_with(executor, member(number))
-            (actor,) = stage.cluster.actors.values()
-            restart = actor.context.restart
-            assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)
-
-    asyncio.run(scenario())
-
-
-def test_late_kill_of_a_replaced_member_spares_its_successor():
-    async def scenario():
-        stage = Stage()
-        executor = await stage.execute(Place(1), member(1), member(2))
-        await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
-        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
-        await until(lambda: not executor._detached._running)
-        assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
-
-    asyncio.run(scenario())
-
-
-def test_release_before_a_restart_leaves_the_commits():
+async def test_new_member_knows_the_last_step_and_why_it_replaces():
     stage = Stage()
-    stage.run(member(1), Release(1, final=False))
-    assert stage.events[-1] == Released(1) and stage.cluster.calls == []
+    executor = await stage.execute(member(1))
+    executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
+    executor.last_causes[FIRST] = "hung: no progress"
+    for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
+        await stage.continue_with(executor, member(number))
+        (actor,) = stage.cluster.actors.values()
+        restart = actor.context.restart
+        assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)
 
 
-def test_nodes_of_adopted_processes_are_watched():
-    async def scenario():
-        stage = Stage()
-        await stage.execute(Place(1), member(1))
-        executor = stage.new_executor()
-        await executor.adopt(stage.state(), stage.events.append)
-        assert "a" in executor.reservations.nodes
-
-    asyncio.run(scenario())
+async def test_late_kill_of_a_replaced_member_spares_its_successor():
+    stage = Stage()
+    executor = await stage.execute(member(1), member(2))
+    await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
+    executor.execute(Kill(FIRST, 1), stage.events.append)
+    await until(lambda: not executor._detached._running)
+    assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a launched job meet."""
+"""Ports and connections over which the processes of a launched job meet, and the ends of such a job."""
 
 import socket
 import threading
 import time
+from contextlib import closing, nullcontext
 
 import pytest
 
+from dlrover.python.rl.common.sockets import HeldPort
+from dlrover.python.rl.recipe.launch import describe_job, run_together
 from dlrover.python.rl.runtime.torchrun import links
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link, accept_all, join
+from dlrover.python.rl.trainer.trainer import BaseTrainer, report_nothing
+from dlrover.python.rl.trainer.workload import BaseWorkload
 
 
 class Store(dict):
     def set(self, key, value):
         self[key] = value
-
-
-def linked():
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    return PlainLink(ours), theirs
 
 
 class PlainLink(Link):
@@ -29,8 +29,9 @@ class PlainLink(Link):
 
 
 @pytest.mark.parametrize("part", [b"", b"\0\0", b"\0\0\0\x30", b"\0\0\0\x30" + b"x" * 20, b"x" * 47])
-def test_an_incomplete_hello_is_not_waited_for(part):
-    link, stray = linked()
+def test_incomplete_hello_is_not_waited_for(part):
+    connection, stray = socket.socketpair(socket.AF_UNIX)
+    link = PlainLink(connection)
     stray.sendall(part)
     begin = time.monotonic()
     assert link.receive_hello(0.05) == b""
@@ -40,7 +41,7 @@ def test_an_incomplete_hello_is_not_waited_for(part):
     link.close()
 
 
-def test_a_stray_connection_does_not_keep_the_ranks_from_meeting(monkeypatch):
+def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     monkeypatch.setattr(links, "_HELLO_S", 0.05)
     store, meetings = Store(), []
     meeting = threading.Thread(target=lambda: meetings.append(accept_all(LaunchEnv(0, 2), store)), daemon=True)
@@ -57,3 +58,90 @@ def test_a_stray_connection_does_not_keep_the_ranks_from_meeting(monkeypatch):
     assert list(meetings[0]) == [1]
     link.close()
     meetings[0][1].close()
+
+
+JOB = """
+trainer: {module: test_links, class: Caller}
+workload: {actor: {module: test_links, class: Raiser}}
+config: {error: none}
+"""
+ERRORS = {"none": None, "interrupt": KeyboardInterrupt(), "value": ValueError("told to fail")}
+OUTCOMES = []
+
+
+class Raiser(BaseWorkload):
+    def act(self):
+        error = ERRORS[self.config.error]
+        if error is not None:
+            raise error
+
+
+class Caller(BaseTrainer):
+    def init(self):
+        OUTCOMES.clear()
+
+    def fit(self):
+        self.RG_ACTOR.act()
+
+    def on_end(self, outcome):
+        OUTCOMES.append(outcome)
+
+
+def launched(folder, error):
+    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    launch = LaunchEnv()
+    return run_together(lambda: describe_job("", "job.yaml", [f"error={error}"], launch), launch, report_nothing)
+
+
+@pytest.mark.parametrize(("error", "outcomes"), [("none", []), ("value", ["failed"]), ("interrupt", ["stopped"])])
+def test_launched_trainer_hears_of_its_end(tmp_path, monkeypatch, error, outcomes):
+    monkeypatch.chdir(tmp_path)
+    # The trainer's thread still waits for the interrupted actor: it shall not log that into another test's output.
+    monkeypatch.setattr("dlrover.python.rl.trainer.port.STRAGGLER_LOG_INTERVAL_S", 3600.0)
+    with pytest.raises(KeyboardInterrupt) if error == "interrupt" else nullcontext():
+        assert (launched(tmp_path, error) is not None) == bool(outcomes)
+    assert outcomes == OUTCOMES
+
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def port():
+    port = HeldPort()
+    yield port
+    port.give_back()
+
+
+def bound(port, reuse):
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    try:
+        server.bind((HERE, port))
+    except OSError:
+        server.close()
+        raise
+    return closing(server)
+
+
+def test_held_port_is_only_for_servers_with_reused_addresses(port):
+    number = port.take(address=HERE)
+    with pytest.raises(OSError, match="in use"):
+        bound(number, reuse=False)
+    with bound(number, reuse=True) as server:
+        server.listen()
+        with socket.create_connection((HERE, number), timeout=5):
+            pass
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.TCPStore(HERE, number, 1, is_master=True)
+    store.set("met", "yes")
+    assert store.get("met") == b"yes"
+
+
+def test_held_port_is_free_once_it_is_given_back(port):
+    other = HeldPort()
+    wanted = port.take(address=HERE)
+    assert other.take((wanted,), HERE) not in (wanted, 0)
+    port.give_back()
+    assert (port.number, other.take((wanted,), HERE)) == (0, wanted)
+    other.give_back()

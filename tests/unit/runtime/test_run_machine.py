@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what each start of a run ran on."""
+"""The machine of a run: the record of each start, and the check of devices that have failed."""
 
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.events import CauseKind, fault_of
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
-from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, check_devices, describe_origin, record_environment
+from dlrover.python.rl.runtime.run.machine import (
+    ENVIRONMENT,
+    check_devices,
+    describe_origin,
+    record_environment,
+    try_devices,
+)
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 
@@ -82,8 +91,33 @@ def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
     assert starts(tmp_path / "second/out") == starts(tmp_path / "store")
 
 
-def test_start_that_cannot_be_recorded_is_a_warning(tmp_path, caplog):
+def test_start_without_a_record_is_a_warning(tmp_path, caplog):
     job = begin(job_in(tmp_path))
     (job.job_dir / ENVIRONMENT).mkdir(parents=True)
     record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text
+
+
+def test_try_devices_accepts_good_ones():
+    try_devices([0, 2], "import sys; assert sys.argv[1:] == ['0', '2']")
+
+
+@pytest.mark.parametrize(
+    ("program", "within_s", "words"),
+    [
+        ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", 60, "uncorrectable ECC error"),
+        ("import os; os._exit(3)", 60, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "exit code -9"),
+        ("import time; time.sleep(60)", 0.5, "no answer within 0.5 s"),
+    ],
+)
+def test_try_devices_with_a_failure_is_a_fault_of_the_device(program, within_s, words):
+    with pytest.raises(RuntimeError, match=words) as caught:
+        try_devices([0], program, within_s)
+    assert fault_of(caught.value) is CauseKind.DEVICE_FAILED
+
+
+@pytest.mark.slow
+def test_try_devices_without_cuda_fails():
+    with nullcontext() if torch.cuda.is_available() else pytest.raises(RuntimeError, match="device check failed"):
+        try_devices([0])
