@@ -180,4 +180,24 @@ BUGS = {
         _RUNS, 'target.is_file() and target.stat().st_size >= details["size"]', "target.is_file()"
     ),
     "lines of a journal that were safe may be missing": Bug(_JOURNAL, "    if len(lines) < safe:\n", "    if False:\n"),
+    "lines are not synced": Bug(
+        _JOURNAL,
+        "                    _write(self._file, header, 0)\n                    os.fsync(self._file)\n",
+        "                    _write(self._file, header, 0)\n",
+    ),
+    "a new journal gets its name before it is safe": Bug(
+        _JOURNAL, "            file.flush()\n            os.fsync(file.fileno())\n", "            file.flush()\n"
+    ),
+    "a journal's name is synced by its creator alone": Bug(
+        _JOURNAL, "        sync_folder(path.parent)\n        self._path", "        self._path"
+    ),
+    "half a line stays at the end": Bug(_JOURNAL, "        os.ftruncate(self._file, journal.end)\n", ""),
+    "half a line stays after the disk was full": Bug(
+        _JOURNAL,
+        "        os.ftruncate(self._file, self._end)\n        _write(self._file, self._header, 0)\n",
+        "        _write(self._file, self._header, 0)\n",
+    ),
+    "a journal is written on after an error of its disk": Bug(
+        _JOURNAL, "            if self._suspect:\n", "            if False:\n"
+    ),
 }

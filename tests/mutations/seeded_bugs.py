@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs to be put into trainer, hosts, stores, master and executor, and the tests that must see them.
-
-What the pure machine and its journal can get wrong is in ``tests/simulation/mutations.py``.
-"""
+"""Bugs to be put into the package, and the tests that must see them."""
 
 import bugs_of_checkpoints
 import bugs_of_control
@@ -152,7 +149,7 @@ BUGS = {
     "all engines are deterministic": Bug(
         _COMMITS, "        self.stride.deterministic = deterministic\n", "        self.stride.deterministic = True\n"
     ),
-    "the stride begins anew after each restart": Bug(
+    "the stride begins again after each restart": Bug(
         _COMMITS, "        self.stride.start_after(newest.manifest.step if newest is not None else 0)\n", ""
     ),
     "commits take twice their share": Bug(_STRIDE, "_SHARE = 0.01", "_SHARE = 0.02"),
@@ -222,7 +219,7 @@ BUGS = {
     ),
     "a commit keeps the log": Bug(_DURABLE, "            self.log.close_step()\n", ""),
     # -- the log ------------------------------------------------------------------------------------------------------
-    "a replaced trainer object goes on calling": Bug(_LOG, "if self.closed is not None:", "if False:"),
+    "a replaced trainer object continues to call": Bug(_LOG, "if self.closed is not None:", "if False:"),
     "requests have no epoch": Bug(
         _LOG, "Call(RAW_CALL, verb, args, {}, epoch=self.epoch,", "Call(RAW_CALL, verb, args, {}, epoch=0,"
     ),
@@ -543,7 +540,7 @@ BUGS = {
         "chunk = changed[place] = list(self._chunk(process_id))",
         "chunk = changed[place] = list(self._chunk(process_id))[::-1]",
     ),
-    "workers that are up are not counted anew": Bug(
+    "workers that are up are not counted again": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
     ),
     "the trainer's part stays on its node": Bug(
@@ -559,7 +556,7 @@ BUGS = {
     "neighbours write new pages each time": Bug(
         _NEIGHBOURS, "commits.spare(folder / file.name) if part.start == 0 else None", "None"
     ),
-    "what was set aside comes again from a neighbour": Bug(
+    "a discarded commit comes again from a neighbour": Bug(
         _NEIGHBOURS, 'any(name.startswith(f"{manifest.folder}.") for name in store.damaged())', "False"
     ),
     "a commit that is lost is offered": Bug(
@@ -571,7 +568,7 @@ BUGS = {
         "failed = set()",
     ),
     "only the first part of a file travels": Bug("trainer/durable.py", "range(len(transfer.parts))", "range(1)"),
-    "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, errors.StaleCall):", "if False:"),
+    "a replaced trainer continues": Bug(_DURABLE, "if isinstance(error, errors.StaleCall):", "if False:"),
     "neighbours need no room": Bug(
         "runtime/checkpoint/runs.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),

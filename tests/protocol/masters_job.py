@@ -6,49 +6,98 @@ classes. The workers answer, and the trainer makes calls and commits steps, as r
 """
 
 import asyncio
-import os
+import json
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from unittest import mock
 
 from ray.exceptions import RayActorError
 
-from dlrover.python.rl.common.errors import JobFailed
+from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.events import Cause, CauseKind
+from dlrover.python.rl.control.events import Cause, CauseKind, MasterStarted, Submitted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.control.state import MemberPhase, Phase
+from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
 from dlrover.python.rl.master.process import brain, rl_master
 from dlrover.python.rl.runtime.checkpoint import journal_store
-from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch
 from dlrover.python.rl.runtime.ray.processes import actors
 from tests.protocol.loops_world import Process, Violation, World
 from tests.protocol.masters_cluster import Actor, Cluster, StaleCallError
+from tests.protocol.masters_disk import Disk
+from tests.protocol.masters_referee import Referee
 
 STEPS = 25
 LEASE_S, BEAT_S, HANG_S = 20.0, 0.5, 12.0
 OWNER_S = 5.0  # between two looks at the owner of the run's folder
 
-JOB = f"""
-name: sim
-job_dir: {{folder}}
-trainer: {{{{module: toys, class: Loop, node_number: 2, device_per_node: 4, device_type: CPU, hang_after_s: {HANG_S}}}}}
-workload:
-  actor: {{{{module: toys, class: Policy, num: 2, per_node: 2, hang_after_s: {HANG_S}}}}}
-  rollout: {{{{module: toys, class: Sampler, num: 2, per_node: 1, standby: 1, hang_after_s: {HANG_S}}}}}
-restart: {{{{job_max_restart: 999, trainer_max_restart: 999, node_max_failures: 999, backoff_s: 0.5,
-           workload_max_restart: {{{{actor: 999, rollout: 999}}}}}}}}
-liveness: {{{{beat_s: {BEAT_S}, lease_s: {LEASE_S}, start_timeout_s: 30}}}}
-"""
+
+@dataclass(frozen=True)
+class Terms:
+    """A job and its cluster, and how its processes behave. The limits are of restarts: each role's, job's, trainer's."""
+
+    sizes: tuple[int, int, int] = (2, 2, 0)  # of actor, rollout and reward
+    standbys: tuple[int, int] = (0, 1)
+    limit: int = 999
+    role_limit: int | None = None
+    backoff_s: float = 0.5
+    window_s: float = 3600.0
+    node_limit: int = 999
+    plan_nodes: int = 2
+    nodes: int = 4
+    rejoins: bool = False
+    is_durable: bool = True
+    echo: tuple[float, float] = (0.0, 0.0)  # the share of events that are reported once more, and the latest time
+
+    def text(self, folder):
+        trainer = f"module: toys, class: Loop, node_number: {self.plan_nodes}, device_per_node: 4, device_type: CPU"
+        roles = zip(("actor", "rollout", "reward"), self.sizes, (*self.standbys, 0), strict=True)
+        workload = "".join(
+            f"  {role}: {{module: toys, class: Toy, num: {num}, per_node: {num if role == 'actor' else 1},"
+            f" standby: {standby}, hang_after_s: {HANG_S}}}\n"
+            for role, num, standby in roles
+            if num
+        )
+        limits = {role: self.role_limit for role in ("actor", "rollout") if self.role_limit}
+        return (
+            f"name: sim\njob_dir: {folder}\ntrainer: {{{trainer}, hang_after_s: {HANG_S}}}\nworkload:\n{workload}"
+            f"restart: {{job_max_restart: {self.limit}, trainer_max_restart: {self.limit}, window_s: {self.window_s},"
+            f" node_max_failures: {self.node_limit}, backoff_s: {self.backoff_s},"
+            f" workload_max_restart: {json.dumps(limits)}}}\n"
+            f"liveness: {{beat_s: {BEAT_S}, lease_s: {LEASE_S}, start_timeout_s: 30}}\n"
+        )
+
+
+def random_terms(seed):
+    rng = Random(seed)
+    sizes = rng.randint(1, 3), rng.randint(1, 3), int(rng.random() < 0.3)
+    standbys = rng.choice((0, 0, 1)), rng.choice((0, 1, 2))
+    limit, role_limit = rng.choice(((2, None), (10, None), (10, 3), (999, 999), (999, 999), (999, 999)))
+    plan_nodes = -(-(sum(sizes) + sum(standbys)) // 4)
+    return Terms(
+        sizes,
+        standbys,
+        limit,
+        role_limit,
+        backoff_s=rng.choice((0.0, 0.2, 0.5, 1.0)),
+        window_s=rng.choice((30.0, 3600.0)),
+        node_limit=rng.choice((2, 3, 4, 999)),
+        plan_nodes=plan_nodes,
+        nodes=plan_nodes + rng.randint(1, 2),
+        rejoins=seed % 2 == 1,
+        is_durable=rng.random() < 0.85,
+        echo=(rng.choice((0.0, 0.1, 0.5)), rng.choice((0.1, 2.0, 8.0))),
+    )
 
 
 class Left(BaseException):
@@ -62,7 +111,7 @@ class TrainerActor(Actor):
         super().__init__(cluster, request, node, pid)
         self.process_id, (self.number, _, beats) = TRAINER_ID, request.arguments
         self.loop = self.world.start(self.name)
-        self.job, self.start_of = cluster.job, None
+        self.job, self.start_of, self.is_failing = cluster.job, None, False
         self._runs, self._outcome = [], ()
         self.beat(beats)
 
@@ -71,7 +120,8 @@ class TrainerActor(Actor):
         return Heartbeat(TRAINER_ID, self.number, "fit" if self.is_stuck else "", age_s, step=self.job.committed)
 
     def on_start(self, reply, start):
-        self.start_of = start
+        self.start_of, self.is_up = start, True
+        self.job.identify(self)
         reply.value(self.process)
 
     def on_run(self, reply):
@@ -88,6 +138,8 @@ class TrainerActor(Actor):
             await Training(self).run()
         except JobFailed as error:
             self._outcome = (Cause(CauseKind.USER_ERROR, "trainer", str(error)),)
+        except MemberDiedError as error:
+            self._outcome = (Cause(CauseKind.PROCESS_DIED, str(error), "a call found it dead"),)
         except StaleCallError:
             self.world.reached["a replaced trainer is refused"] += 1  # and ends with its lease
             return
@@ -101,6 +153,10 @@ class TrainerActor(Actor):
     def die(self):
         super().die()
         self.loop.kill()
+
+
+class MemberDiedError(Exception):
+    """A worker has died under a trainer that does not replace it."""
 
 
 class Training:
@@ -117,23 +173,34 @@ class Training:
                 await self.renew(member, 0)
             else:
                 self.members[member] = incarnation, handle
+        if not self.job.terms.is_durable:
+            while not self.job.is_quiet:
+                await self.call_all()
+            return
         await self.ask("opened", self.epoch)
         self.job.claim(self.epoch)
         while self.job.committed < STEPS:
             step = self.job.committed + 1
-            for role in ("ROLLOUT", "ACTOR"):
-                await asyncio.gather(*(self.call(each) for each in list(self.members) if each.role == role))
-            while self.actor.is_stuck:
-                await asyncio.sleep(1.0)
-            self.job.commit(self.epoch, step)
-            self.cluster.ask_master("progressed", (self.epoch, step), lambda answer, error: None)
+            await self.call_all()
+            self.job.commit(self.actor, step, self.members)
+            self.cluster.ask_master("progressed", (self.epoch, step), lambda answer, error: None, node=self.actor.node)
+
+    async def call_all(self):
+        for role in ("ROLLOUT", "REWARD", "ACTOR"):
+            await asyncio.gather(*(self.call(each) for each in list(self.members) if each.role == role))
+        while self.actor.is_stuck:
+            await asyncio.sleep(1.0)
+        if self.actor.is_failing:
+            raise JobFailed("the user's code fails")
 
     async def call(self, member):
         while True:
             incarnation, handle = self.members[member]
             try:
-                return await self.world.answer_of(partial(handle.work, self.epoch, incarnation))
+                return await self.world.answer_of(partial(handle.work, self.actor, self.epoch, incarnation))
             except RayActorError:
+                if not self.job.terms.is_durable:
+                    raise MemberDiedError(member) from None
                 await self.renew(member, incarnation)
 
     async def renew(self, member, dead):
@@ -156,25 +223,33 @@ class Training:
                 settle = partial(future.set_result, answer) if error is None else partial(future.set_exception, error)
                 self.actor.loop.call_soon(settle)
 
-        self.cluster.ask_master(method, arguments, take)
+        self.cluster.ask_master(method, arguments, take, node=self.actor.node)
         return await future
 
 
 class Job:
     """The run, and what its masters are."""
 
-    def __init__(self, world: World, folder, text=JOB, nodes=4) -> None:
-        self.world, self.folder = world, folder
+    def __init__(self, world: World, folder, terms=Terms(), text="") -> None:  # noqa: B008 -- it is frozen
+        self.world, self.folder, self.terms = world, folder, terms
         self.committed, self.fence, self.submitted = 0, 0, False
-        self.failing: tuple[str, int] | None = None  # a call of the journal's disk, and the number of its error
-        self.spec = load_job_text(text.format(folder=folder), "sim")
+        self.is_quiet = self.is_stopped = self.is_failing = False
+        self.disk = Disk(folder, Random(world.seed), self._kill_in_write)
+        self.power_too = False
+        self.referee = Referee(self._works)
+        self.situation, self.entered = "away", lambda situation: None
+        self.spec = load_job_text(text or terms.text(folder), "sim")
         self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
-        self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",))
-        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(nodes)})
+        rejoining = ("ACTOR",) if terms.rejoins else ()
+        self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",), rejoining=rejoining)
+        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(terms.nodes)})
         self.cluster.job, self.cluster.audit = self, self.audit
         self.masters: list[Process] = []
         self.handle = SimpleNamespace(resume=SimpleNamespace(remote=self._resume_later))
+        self._writers: dict[int, int] = {}
+        self._newest: dict[ProcessId, int] = {}
+        self._born: dict[tuple[ProcessId, int], int] = {}
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +266,7 @@ class Job:
         def construct() -> None:
             process.rl_master = rl_master.RLMaster(self.spec, self.placement, self.inspection, claims=False)
             self.cluster.serve_as(process)
+            self.world.after(0.0, self.look)
 
         process.call_soon(construct)
 
@@ -199,6 +275,29 @@ class Job:
         for process in self.masters:
             if hasattr(process, "rl_master"):
                 process.rl_master._run.brain.store.close()
+
+    def restart_master_later(self):
+        self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
+        self.world.after(0.0, self.look)
+
+    def _kill_in_write(self):
+        process = asyncio.get_running_loop()
+        self.world.trace(process.name, "is killed in a write")
+        process.kill()
+        if process is self.master:
+            self.restart_master_later()
+        if self.power_too:
+            self.power_too = False
+            self.world.after(0.0, self.cut_power)
+
+    def cut_power(self):
+        """All masters lose their power, and the disk what was not synced."""
+        for process in self.masters:
+            if not process.is_dead:
+                process.kill()
+                if process is self.master:
+                    self.restart_master_later()
+        self.disk.power_fails()
 
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""
@@ -213,14 +312,32 @@ class Job:
 
     def state(self):
         """Return the journal's state."""
-        with suppress(OSError, rl_master.JournalCorrupt):
+        with suppress(OSError, JournalCorrupt):
             return replay(decode(read_lines(self.folder / brain.JOURNAL)))
         return None
 
     @property
     def phase(self):
-        state = self.state()
-        return state.phase if state is not None else None
+        return self.referee.last.phase if self.referee.last.settings is not None else None
+
+    def look(self):
+        """Tell when the job is in another situation than before."""
+        situation = self._situation()
+        if situation != self.situation:
+            self.situation = situation
+            self.entered(situation)
+
+    def _situation(self):
+        if self.master.is_dead or not hasattr(self.master, "rl_master"):
+            return "away"
+        state = self.referee.last
+        if state.phase is not Phase.RUNNING:
+            return state.phase.value
+        if not state.opened:
+            return "opening"
+        members = state.members.values()
+        is_up = all(each.phase is MemberPhase.UP for each in (state.trainer, *members))
+        return "stepping" if is_up else "recovering"
 
     def is_over(self):
         master = getattr(self.master, "rl_master", None)
@@ -233,12 +350,37 @@ class Job:
             raise StaleCallError
         self.fence = epoch
 
-    def commit(self, epoch, step):
-        if epoch < self.fence:
+    def commit(self, trainer, step, members):
+        if trainer.number < self.fence:
+            self.world.reached["a commit of an earlier trainer is refused"] += 1
             raise StaleCallError
         if step != self.committed + 1:
             raise Violation(f"step {step} is committed after step {self.committed}")
+        if self._writers.setdefault(trainer.number, trainer.pid) != trainer.pid:
+            raise Violation(f"two processes commit in epoch {trainer.number}")
+        for process_id, (incarnation, _) in members.items():
+            if incarnation < self._newest.get(process_id, 0):
+                raise Violation(f"{process_id} #{incarnation} commits after #{self._newest[process_id]}")
+            self._newest[process_id] = incarnation
+        group = {incarnation for process_id, (incarnation, _) in members.items() if process_id.role == "ACTOR"}
+        if len(group) > 1:
+            raise Violation(f"ranks of a group that were not started together work together: {group}")
         self.committed = step
+
+    def identify(self, actor):
+        """No two processes have the same name and number."""
+        identity = actor.process_id, actor.number
+        if self._born.setdefault(identity, actor.pid) != actor.pid:
+            raise Violation(f"the processes {self._born[identity]} and {actor.pid} are both {identity}")
+
+    def _works(self, process_id, number):
+        return any(
+            (actor.process_id, actor.number) == (process_id, number)
+            and actor.is_alive
+            and not actor.is_stuck
+            and not actor.was_cut_off
+            for actor in self.cluster.everyone
+        )
 
     def audit(self, actor):
         """A master that was replaced ends no process that the job needs."""
@@ -248,8 +390,8 @@ class Job:
                 self.world.broken = Violation(f"{process.name}, which was replaced, ends {actor.name}")
 
     def _is_needed(self, actor):
-        state = self.state()
-        if state is None or state.phase is not Phase.RUNNING or not actor.is_alive:
+        state = self.referee.last
+        if state.phase is not Phase.RUNNING or not actor.is_alive:
             return False
         if actor.process_id == TRAINER_ID:
             return state.epoch == actor.number
@@ -258,15 +400,29 @@ class Job:
 
     def check_end(self):
         state = self.state()
-        if state.phase is not Phase.FINISHED:
+        expected = {EndReason.FINISHED}
+        expected |= {EndReason.RESTART_LIMIT} if self.terms.limit < 100 else set()
+        expected |= {EndReason.STOPPED} if self.is_stopped else set()
+        expected |= {EndReason.NOT_RETRYABLE} if self.is_failing else set()
+        if state.ended_by not in expected or not state.phase.terminal:
             raise Violation(f"the job is {state.phase.value}: {state.reason}")
-        if self.committed != STEPS:
+        if state.phase is Phase.FINISHED and self.terms.is_durable and self.committed != STEPS:
             raise Violation(f"the job has finished at step {self.committed}")
+        if state.committed > self.committed:
+            raise Violation("a committed step was lost")
+        if state != self.referee.last:
+            raise Violation("the journal does not replay to the state in which the job ended")
+        self.world.reached[f"ended: {state.ended_by.value}"] += 1
 
     def left_over(self):
         groups = [row.name for row in self.cluster.groups.values() if row.state != "REMOVED"]
         replaced = [process.name for process in self.masters[:-1] if not process.is_dead]
-        return [*self.cluster.actors, *groups, *replaced]
+        return [
+            *self.cluster.actors,
+            *(each.name for each in self.cluster.everyone if each.is_alive),
+            *groups,
+            *replaced,
+        ]
 
     # -- the environment of the production classes ---------------------------------------------------------------------
 
@@ -280,9 +436,9 @@ class Job:
         patch(asyncio, to_thread=self._to_thread)
         patch(node_watch, in_daemon_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
         patch(actors, session_folder=lambda: "/nonexistent")
-        its_brain = self._brain_on_clock()
-        patch(journal_store, os=Disk(self))
-        patch(brain, Brain=its_brain)
+        for name, value in self.disk.patched().items():
+            stack.enter_context(mock.patch.object(journal_store, name, value, create=True))
+        patch(brain, Brain=self._watched_brain())
         patch(
             rl_master.MasterRun,
             take=lambda run: None,
@@ -298,7 +454,6 @@ class Job:
             end_unless=self._end_unless,
             end_later=_end_later,
             leave=self._leave,
-            Brain=its_brain,
             HangDetector=partial(rl_master.HangDetector, now_s=lambda: world.now_s),
             time=SimpleNamespace(monotonic=lambda: world.now_s, time=time.time),
         )
@@ -322,7 +477,7 @@ class Job:
         """The folder of the run, whose new owner a master sees soon."""
         while not is_over():
             await asyncio.sleep(OWNER_S)
-            if asyncio.get_running_loop() is not self.master and self.state() is not None:
+            if asyncio.get_running_loop() is not self.master and self.phase is not None:
                 self._leave("the folder has another owner")
 
     def _leave(self, why):
@@ -332,31 +487,50 @@ class Job:
         process.kill()
         if process is self.master:  # an earlier one took the journal from it, as it began only then
             self.world.reached["Ray starts a master that has left again"] += 1
-            self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
+            self.restart_master_later()
         raise Left(why)
 
-    def _brain_on_clock(self):
-        job = self
+    def _watched_brain(job):  # noqa: N805 -- the brain's methods have their self
+        """A brain on the world's clock, under the eyes of the referee."""
 
         class Brain(brain.Brain):
             def __init__(self, store):
                 super().__init__(store, *[lambda: job.world.now_s] * 2)
+                if isinstance(store, FileStateStore):
+                    job.judge(lambda: job.referee.replayed(self.state))
+
+            def handle_all(self, events):
+                steps = job.referee.expect(self.state, events, self._steady_s() + self._offset_s)
+                pending = job.referee.pending
+                job.referee.pending = [*pending, steps]
+                try:
+                    handled = super().handle_all(events)
+                except StaleEpoch:
+                    job.referee.pending = pending  # nothing is written
+                    raise
+                job.referee.pending = pending
+                job.judge(lambda: job.referee.handled(steps, handled))
+                job.world.after(0.0, job.look)
+                job.echo(events)
+                return handled
 
         return Brain
 
+    def judge(self, rule):
+        """Let a broken rule end the run, not the master."""
+        try:
+            rule()
+        except Violation as violation:
+            self.world.broken = violation
 
-class Disk:
-    """The module ``os``, with a call that fails while the job says so."""
-
-    def __init__(self, job):
-        self.job = job
-
-    def __getattr__(self, name):
-        call, number = self.job.failing or ("", 0)
-        return partial(self._fail, number) if name == call else getattr(os, name)
-
-    def _fail(self, number, *arguments):
-        raise OSError(number, os.strerror(number))
+    def echo(self, events):
+        """Some events are reported once more, later."""
+        process = asyncio.get_running_loop()
+        for event in events:
+            share, late_s = self.terms.echo
+            if not isinstance(event, Submitted | MasterStarted) and self.world.rng.random() < share:
+                report = partial(process.rl_master._events.put_nowait, event)
+                self.world.after(self.world.rng.uniform(0.0, late_s), partial(process.call_soon, report))
 
 
 async def _end_later(actor, after_s):

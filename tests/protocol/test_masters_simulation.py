@@ -20,7 +20,8 @@ from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from tests.protocol.loops_world import Violation, World
 from tests.protocol.masters_job import Job
-from tests.protocol.masters_run import FAULTS, TRANSIENT, run
+from tests.protocol.masters_disk import TRANSIENT
+from tests.protocol.masters_run import FAULTS, SITUATIONS, run
 from tests.protocol.replay_protocol import reached_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -72,14 +73,14 @@ def fail_in(moment, job, failing):
     """Run a job whose journal's disk begins to fail at a ``moment``."""
     world = job.world
     if moment == "start":
-        job.failing = failing
+        job.disk.failing = failing
     job.begin()
     if moment != "start":
         world.run(lambda: job.committed >= 3, 60.0)
         next(actor for name, actor in sorted(job.cluster.actors.items()) if "/ACTOR" in name.upper()).die()
     if moment == "recovery":
         world.run(lambda: job.state().recoveries.get("ACTOR"), 60.0)
-    job.failing = failing
+    job.disk.failing = failing
 
 
 @pytest.mark.parametrize("moment", ["start", "loss", "recovery"])
@@ -90,8 +91,8 @@ def test_journal_disk_that_falters_for_seconds_costs_nothing(tmp_path, moment, c
     job = Job(world, tmp_path)
     try:
         with job.environment():
-            fail_in(moment, job, (call, number))
-            world.after(10.0, lambda: setattr(job, "failing", None))
+            fail_in(moment, job, ((call,), number, 1.0))
+            world.after(10.0, lambda: setattr(job.disk, "failing", None))
             world.run(job.is_over, 300.0)
             job.check_end()
             assert sum(job.state().recoveries.values()) == (moment != "start")
@@ -106,11 +107,11 @@ def test_journal_disk_that_falters_for_a_minute_ends_job(tmp_path, call):
     job = Job(world, tmp_path)
     try:
         with job.environment():
-            fail_in("loss", job, (call, errno.EIO))
+            fail_in("loss", job, ((call,), errno.EIO, 1.0))
             world.run(job.is_over, 60.0)
             state = job.master.rl_master._state
             assert state.phase is Phase.FAILED and "Input/output error" in state.reason
-            job.failing = None
+            job.disk.failing = None
             assert job.state().phase is Phase.RUNNING  # for the next start, which continues after the last commit
             assert fresh_journal(job.spec) == tmp_path / JOURNAL
     finally:
