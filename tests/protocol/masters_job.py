@@ -44,7 +44,7 @@ OWNER_S = 5.0  # between two looks at the owner of the run's folder
 
 @dataclass(frozen=True)
 class Terms:
-    """A job and its cluster, and how its processes behave. The limits are of restarts: each role's, job's, trainer's."""
+    """A job and its cluster, and how its processes behave. The limits are numbers of restarts."""
 
     sizes: tuple[int, int, int] = (2, 2, 0)  # of actor, rollout and reward
     standbys: tuple[int, int] = (0, 1)
@@ -83,7 +83,7 @@ def random_terms(seed):
     sizes = rng.randint(1, 3), rng.randint(1, 3), int(rng.random() < 0.3)
     standbys = rng.choice((0, 0, 1)), rng.choice((0, 1, 2))
     limit, role_limit = rng.choice(((2, None), (10, None), (10, 3), (999, 999), (999, 999), (999, 999)))
-    plan_nodes = -(-(sum(sizes) + sum(standbys)) // 4)
+    plan_nodes = max(sizes[1], -(-(sum(sizes) + sum(standbys)) // 4))
     return Terms(
         sizes,
         standbys,
@@ -237,7 +237,7 @@ class Job:
         self.disk = Disk(folder, Random(world.seed), self._kill_in_write)
         self.power_too = False
         self.referee = Referee(self._works)
-        self.situation, self.entered = "away", lambda situation: None
+        self.situation, self.entered = "new", lambda situation: None
         self.spec = load_job_text(text or terms.text(folder), "sim")
         self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
@@ -283,6 +283,7 @@ class Job:
     def _kill_in_write(self):
         process = asyncio.get_running_loop()
         self.world.trace(process.name, "is killed in a write")
+        self.world.reached[f"a master is killed in a write{' and loses power' * self.power_too}"] += 1
         process.kill()
         if process is self.master:
             self.restart_master_later()
@@ -332,7 +333,7 @@ class Job:
             return "away"
         state = self.referee.last
         if state.phase is not Phase.RUNNING:
-            return state.phase.value
+            return state.phase.value if state.settings is not None else "new"
         if not state.opened:
             return "opening"
         members = state.members.values()

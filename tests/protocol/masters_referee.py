@@ -48,16 +48,17 @@ class Referee:
 
     def replayed(self, state):
         """A master that has replayed the journal is where the last one was: an event that is written has happened."""
+        if state != self.last:
+            for event, before, after, _, at_s in self._steps_to(state):
+                self._check_counts(before, event, after, at_s)
+        self.last, self.pending = state, []
+
+    def _steps_to(self, state):
         for steps in self.pending:
             for count, (_, _, after, _, _) in enumerate(steps, 1):
-                if state == after and state != self.last:
-                    for event, before, later, _, at_s in steps[:count]:
-                        self._check_counts(before, event, later, at_s)
-                    self.last, self.pending = state, []
-                    return
-        if state != self.last:
-            raise Violation("the journal replays to another state than the master was in")
-        self.pending = []
+                if state == after:
+                    return steps[:count]
+        raise Violation("the journal replays to another state than the master was in")
 
     # -- every step ---------------------------------------------------------------------------------------------------
 
@@ -153,9 +154,9 @@ def _check_commands(before, event, after, commands):
         _check_command(after, command)
     if isinstance(event, MasterStarted):
         return
-    known = {repr(command) for command in outstanding(after)}
+    known = outstanding(after)
     for command in commands:
-        if isinstance(command, _LASTING) and repr(command) not in known:
+        if isinstance(command, _LASTING) and command not in known:
             raise Violation(f"a master that comes back would not know of {command}")
     if after.phase.terminal and before.phase is not Phase.ENDING and before.incarnation:
         raise Violation("a job ended without a release of what it had")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed of the simulation of masters: faults at random, then quiet, in which the job must finish."""
 
-import errno
 import logging
 import shutil
 from pathlib import Path
@@ -120,7 +119,8 @@ class Faults:
                 self.in_wait.remove(pair)
 
     def strike(self, fault):
-        if self.is_over() or (fault in OF_MASTERS and not self._is_served()):
+        is_late = self.is_over() and (self.job.is_over() or self.job.situation != "ending")
+        if is_late or (fault in OF_MASTERS and not self._is_served()):
             return False
         situation = self.job.situation
         if self._acts[fault]() is False:
@@ -163,6 +163,7 @@ class Faults:
 
     def _do_to_node(self, act):
         used = sorted({actor.node for actor in self.cluster.actors.values()} - self.cluster.cut_off.keys())
+        used = used or sorted(self.cluster.nodes.keys() - self.cluster.cut_off.keys())
         nodes = [node for node in used if self.cluster.nodes.get(node)]
         if not nodes:
             return False
