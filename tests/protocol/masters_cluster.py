@@ -53,7 +53,7 @@ class Actor:
             return
         self._waiting.append(reply)
         if self.node in self.cluster.cut_off:
-            self.cluster.held.append(lambda: self._serve(name, arguments, reply))
+            self.cluster.delayed.append(lambda: self._serve(name, arguments, reply))
             return
         if name == "dlrover_ping":
             return  # answered by the end of the process
@@ -159,7 +159,7 @@ class MemberActor(Actor):
             reply.error(ActorDiedError())
         elif self.node != trainer.node and {self.node, trainer.node} & self.cluster.cut_off.keys():
             self._waiting.append(reply)
-            self.cluster.held.append(lambda: self.work(trainer, epoch, incarnation, reply))
+            self.cluster.delayed.append(lambda: self.work(trainer, epoch, incarnation, reply))
         elif epoch < self.epoch:
             reply.error(StaleCallError())
         elif incarnation != self.number or not self.is_up:
@@ -188,7 +188,7 @@ class Cluster:
     master: ProcessLoop | None = None
     is_away: bool = False  # Ray's head
     cut_off: dict[str, int] = field(default_factory=dict)  # nodes that cannot be reached, each with the number of a cut
-    held: list = field(default_factory=list)  # calls that have not arrived because of them
+    delayed: list = field(default_factory=list)  # calls that have not arrived because of them
     audit: object = None
     _excluded: dict = field(default_factory=dict)
     _scaled: set = field(default_factory=set)
@@ -307,7 +307,7 @@ class Cluster:
         self._give_up(node)
 
     def cut_node_off(self, node, heal_s):
-        """What runs there continues, and may be reached again; later Ray takes the node for lost."""
+        """Let nothing reach the node until ``heal_s``, while its processes continue. Ray declares it lost later."""
         cut = self.cut_off[node] = next(self._cuts)
         for actor in self.on_node(node):
             actor.was_cut_off = True
@@ -320,7 +320,7 @@ class Cluster:
         self.world.after(heal_s, lambda: self.reach(node, cut))
 
     def reach(self, node, cut):
-        """What Ray has taken for dead ends a while after its node can be reached again."""
+        """Let the node be reached again; processes that Ray has declared dead end some time later."""
         if self.cut_off.get(node) != cut:
             return
         del self.cut_off[node]
@@ -359,8 +359,8 @@ class Cluster:
         self._deliver_all()
 
     def _deliver_all(self):
-        held, self.held = self.held, []
-        for serve in held:
+        delayed, self.delayed = self.delayed, []
+        for serve in delayed:
             serve()
         for call in list(self._calls):
             self._deliver(call)

@@ -18,7 +18,7 @@ class Killed(BaseException):
 
 @dataclass
 class File:
-    """What is safe, and the writes since: ``(offset, data)``, or ``(size, None)`` for a cut."""
+    """The safe content of a file, and the writes since: ``(offset, data)``, or ``(size, None)`` for a cut."""
 
     safe: bytes = b""
     writes: list[tuple[int, bytes | None]] = field(default_factory=list)
@@ -30,12 +30,12 @@ class File:
         self.writes = []
 
     def content_after_power_cut(self, rng):
-        """Of each write since the last sync everything, a part, or nothing is there."""
+        """Keep of each write since the last sync everything, a part, or nothing."""
         content = self.safe
         for offset, data in self.writes:
-            kept = rng.choice((0, len(data or b""), part_of(rng, len(self.safe), offset, data or b"")))
-            if (data is None and rng.random() < 0.5) or (data and kept):
-                content = written(content, offset, data and data[:kept])
+            length = rng.choice((0, len(data or b""), part_of(rng, len(self.safe), offset, data or b"")))
+            if (data is None and rng.random() < 0.5) or (data and length):
+                content = written(content, offset, data and data[:length])
         return content
 
 
@@ -79,10 +79,10 @@ class Disk:
                 path.unlink()
                 continue
             with open(path, "r+b") as file:
-                kept = self._file(file.fileno())
-                kept.safe, kept.writes = kept.content_after_power_cut(self.rng), []
+                entry = self._file(file.fileno())
+                entry.safe, entry.writes = entry.content_after_power_cut(self.rng), []
                 file.truncate()
-                file.write(kept.safe)
+                file.write(entry.safe)
         self._unsafe_names.clear()
 
     def patched(self):

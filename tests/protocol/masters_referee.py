@@ -80,7 +80,7 @@ class Referee:
             self.last, self.pending = after, []
 
     def _check_hang(self, event):
-        """A process that works is never taken for hung."""
+        """Check that no process that works counts as hung."""
         cause = getattr(event, "cause", None)
         if cause is None or cause.kind is not CauseKind.HUNG or cause.message.startswith("not up"):
             return
@@ -154,9 +154,9 @@ def _check_commands(before, event, after, commands):
         _check_command(after, command)
     if isinstance(event, MasterStarted):
         return
-    known = outstanding(after)
+    orders = outstanding(after)
     for command in commands:
-        if isinstance(command, _LASTING) and command not in known:
+        if isinstance(command, _LASTING) and command not in orders:
             raise Violation(f"a master that comes back would not know of {command}")
     if after.phase.terminal and before.phase is not Phase.ENDING and before.incarnation:
         raise Violation("a job ended without a release of what it had")
@@ -222,12 +222,12 @@ def _deaths(before, event):
     def is_there(process):
         return process is not None and process.node == event.node
 
-    found = [(each, member.incarnation) for each, member in members if is_there(member.process)]
+    deaths = [(each, member.incarnation) for each, member in members if is_there(member.process)]
     for role, pool in before.standbys.items():
         for number, standby in pool.items():
             if standby.phase is StandbyPhase.TAKING and is_there(standby.process):
-                found += _deaths(before, StandbyLost(role, number, event.cause))
-    return found + ([(TRAINER_ID, before.epoch)] if is_there(before.trainer.process) else [])
+                deaths += _deaths(before, StandbyLost(role, number, event.cause))
+    return deaths + ([(TRAINER_ID, before.epoch)] if is_there(before.trainer.process) else [])
 
 
 def _recoveries_for(before, deaths):

@@ -130,7 +130,7 @@ class Faults:
         return True
 
     def heal(self):
-        """From here on nothing fails."""
+        """End all faults."""
         self.job.disk.heal()
         self.job.is_quiet = True
 

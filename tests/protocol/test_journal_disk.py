@@ -43,7 +43,7 @@ class Writer:
             self.ends += 1
 
     def take(self, lines):
-        """Beside those that are safe there may be the first of those that were being written."""
+        """Check that all safe lines are there, and behind them only first ones of the pending lines."""
         safe, more = lines[: len(self.lines)], lines[len(self.lines) :]
         assert (safe, more) == (self.lines, self.pending[: len(more)])
         self.lines, self.pending = lines, self.pending[len(more) :]

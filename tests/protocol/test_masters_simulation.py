@@ -44,12 +44,12 @@ def test_job_under_each_fault_in_each_situation_keeps_rules():
     reached = reached_by("masters", SEEDS)
     pairs = {f"{fault} / {situation}" for situation, faults in SITUATIONS.items() for fault in faults}
     ends = {f"ended: {reason}" for reason in ENDS}
-    others = {
+    events = {
         "a replaced trainer is refused",
         "a master is killed in a write",
         "a master is killed in a write and loses power",
     }
-    assert not (pairs | ends | others) - reached.keys()
+    assert not (pairs | ends | events) - reached.keys()
     assert reached["a replaced master leaves"] > len(SEEDS)
 
 
