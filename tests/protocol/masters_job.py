@@ -137,18 +137,23 @@ class TrainerActor(Actor):
         try:
             await Training(self).run()
         except JobFailed as error:
+            self._note_refusal()
             self._outcome = (Cause(CauseKind.USER_ERROR, "trainer", str(error)),)
         except MemberDiedError as error:
             self._outcome = (Cause(CauseKind.PROCESS_DIED, str(error), "a call found it dead"),)
         except StaleCallError:
-            self.world.reached["a replaced trainer is refused"] += 1  # and ends with its lease
-            return
+            self._note_refusal()
+            return  # it ends with its lease
         except Violation as violation:
             self.world.broken = violation
         else:
             self._outcome = (None,)
         for reply in self._runs:
             reply.value(*self._outcome)
+
+    def _note_refusal(self):
+        if self.number < self.job.referee.last.epoch:
+            self.world.reached["a replaced trainer is refused"] += 1
 
     def die(self):
         super().die()

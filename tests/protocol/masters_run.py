@@ -10,15 +10,8 @@ from tests.protocol.loops_world import Violation, World
 from tests.protocol.masters_disk import TRANSIENT
 from tests.protocol.masters_job import LEASE_S, Job, random_terms
 
-OF_PROCESSES = (
-    "worker dies",
-    "worker hangs",
-    "worker stops",
-    "standby dies",
-    "trainer dies",
-    "trainer hangs",
-    "trainer stops",
-)
+OF_TRAINER = ("trainer dies", "trainer hangs", "trainer stops")
+OF_PROCESSES = ("worker dies", "worker hangs", "worker stops", "standby dies", *OF_TRAINER)
 OF_MASTERS = (
     "master dies",
     "master freezes",
@@ -42,7 +35,7 @@ RARE = ("user's code fails", "job is stopped")
 _ALWAYS = (*OF_CLUSTER, *OF_MASTERS, "job is stopped")
 SITUATIONS = {
     "created": _ALWAYS,
-    "placed": (*_ALWAYS, *(fault for fault in OF_PROCESSES if not fault.startswith("trainer"))),
+    "placed": (*_ALWAYS, *(fault for fault in OF_PROCESSES if fault not in OF_TRAINER)),
     "opening": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
     "stepping": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
     "recovering": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
@@ -104,10 +97,15 @@ class Faults:
         """Strike, and later again."""
         if self.is_over():
             return
-        self.strike(self.rng.choice(self.kinds))
+        self.strike(self._any())
         if self.rng.random() < 0.4:  # in the middle of what the first one has set off
-            self.world.after(0.03 * self.rng.random(), lambda: self.strike(self.rng.choice(self.kinds)))
+            self.world.after(0.03 * self.rng.random(), lambda: self.strike(self._any()))
         self.world.after(self.rng.choice((0.05, 0.5, 2.0, 8.0)) * self.rng.random() * 2, self.strike_on)
+
+    def _any(self):
+        """Choose a fault; in a restart of the job often the trainer's, which is up for a short part of it."""
+        is_restarting = self.job.situation == "restarting" and self.rng.random() < 0.5
+        return self.rng.choice(OF_TRAINER if is_restarting else self.kinds)
 
     def is_over(self):
         return self.world.now_s > self.until_s or self.job.is_over()

