@@ -6,21 +6,18 @@ classes. The workers answer, and the trainer makes calls and commits steps, as r
 """
 
 import asyncio
-import json
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from types import SimpleNamespace
 from unittest import mock
 
-from ray.exceptions import RayActorError
-
-from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.events import Cause, CauseKind, MasterStarted, Submitted
+from dlrover.python.rl.control.events import MasterStarted, Submitted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.placement import plan
@@ -28,208 +25,21 @@ from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
 from dlrover.python.rl.master.process import brain, rl_master
 from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, read_lines
-from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch
 from dlrover.python.rl.runtime.ray.processes import actors
 from tests.protocol.loops_world import Process, Violation, World
-from tests.protocol.masters_cluster import Actor, Cluster, StaleCallError
+from tests.protocol.masters_cluster import Cluster, StaleCallError
 from tests.protocol.masters_disk import Disk
 from tests.protocol.masters_referee import Referee
+from tests.protocol.masters_terms import Terms
+from tests.protocol.masters_trainer import STEPS, TrainerActor
 
-STEPS = 25
-LEASE_S, BEAT_S, HANG_S = 20.0, 0.5, 12.0
 OWNER_S = 5.0  # between two looks at the owner of the run's folder
-
-
-@dataclass(frozen=True)
-class Terms:
-    """A job and its cluster, and how its processes behave. The limits are numbers of restarts."""
-
-    sizes: tuple[int, int, int] = (2, 2, 0)  # of actor, rollout and reward
-    standbys: tuple[int, int] = (0, 1)
-    limit: int = 999
-    role_limit: int | None = None
-    backoff_s: float = 0.5
-    window_s: float = 3600.0
-    node_limit: int = 999
-    plan_nodes: int = 2
-    nodes: int = 4
-    rejoins: bool = False
-    is_durable: bool = True
-    echo: tuple[float, float] = (0.0, 0.0)  # the share of events that are reported once more, and the latest time
-
-    def text(self, folder):
-        trainer = f"module: toys, class: Loop, node_number: {self.plan_nodes}, device_per_node: 4, device_type: CPU"
-        roles = zip(("actor", "rollout", "reward"), self.sizes, (*self.standbys, 0), strict=True)
-        workload = "".join(
-            f"  {role}: {{module: toys, class: Toy, num: {num}, per_node: {num if role == 'actor' else 1},"
-            f" standby: {standby}, hang_after_s: {HANG_S}}}\n"
-            for role, num, standby in roles
-            if num
-        )
-        limits = {role: self.role_limit for role in ("actor", "rollout") if self.role_limit}
-        return (
-            f"name: sim\njob_dir: {folder}\ntrainer: {{{trainer}, hang_after_s: {HANG_S}}}\nworkload:\n{workload}"
-            f"restart: {{job_max_restart: {self.limit}, trainer_max_restart: {self.limit}, window_s: {self.window_s},"
-            f" node_max_failures: {self.node_limit}, backoff_s: {self.backoff_s},"
-            f" workload_max_restart: {json.dumps(limits)}}}\n"
-            f"liveness: {{beat_s: {BEAT_S}, lease_s: {LEASE_S}, start_timeout_s: 30}}\n"
-        )
-
-
-def random_terms(seed):
-    rng = Random(seed)
-    sizes = rng.randint(1, 3), rng.randint(1, 3), int(rng.random() < 0.3)
-    standbys = rng.choice((0, 0, 1)), rng.choice((0, 1, 2))
-    limit, role_limit = rng.choice(((2, None), (10, None), (10, 3), (999, 999), (999, 999), (999, 999)))
-    plan_nodes = max(sizes[1], -(-(sum(sizes) + sum(standbys)) // 4))
-    return Terms(
-        sizes,
-        standbys,
-        limit,
-        role_limit,
-        backoff_s=rng.choice((0.0, 0.2, 0.5, 1.0)),
-        window_s=rng.choice((30.0, 3600.0)),
-        node_limit=rng.choice((2, 3, 4, 999)),
-        plan_nodes=plan_nodes,
-        nodes=plan_nodes + rng.randint(1, 2),
-        rejoins=seed % 2 == 1,
-        is_durable=rng.random() < 0.85,
-        echo=(rng.choice((0.0, 0.1, 0.5)), rng.choice((0.1, 2.0, 8.0))),
-    )
 
 
 class Left(BaseException):
     """This master's process has ended itself."""
-
-
-class TrainerActor(Actor):
-    """Commits a step when all workers have answered."""
-
-    def __init__(self, cluster, request, node, pid):
-        super().__init__(cluster, request, node, pid)
-        self.process_id, (self.number, _, beats) = TRAINER_ID, request.arguments
-        self.loop = self.world.start(self.name)
-        self.job, self.start_of, self.is_failing = cluster.job, None, False
-        self._runs, self._outcome = [], ()
-        self.beat(beats)
-
-    def heartbeat(self):
-        age_s = self.world.now_s - self._since_s if self.is_stuck else 0.0
-        return Heartbeat(TRAINER_ID, self.number, "fit" if self.is_stuck else "", age_s, step=self.job.committed)
-
-    def on_start(self, reply, start):
-        self.start_of, self.is_up = start, True
-        self.job.identify(self)
-        reply.value(self.process)
-
-    def on_run(self, reply):
-        """Asked again, it tells the end of the same run."""
-        self._waiting.append(reply)
-        self._runs.append(reply)
-        if self._outcome:
-            reply.value(*self._outcome)
-        elif len(self._runs) == 1:
-            self.loop.call_soon(lambda: self.loop.create_task(self._run()))
-
-    async def _run(self):
-        try:
-            await Training(self).run()
-        except JobFailed as error:
-            self._note_refusal()
-            self._outcome = (Cause(CauseKind.USER_ERROR, "trainer", str(error)),)
-        except MemberDiedError as error:
-            self._outcome = (Cause(CauseKind.PROCESS_DIED, str(error), "a call found it dead"),)
-        except StaleCallError:
-            self._note_refusal()
-            return  # it ends with its lease
-        except Violation as violation:
-            self.world.broken = violation
-        else:
-            self._outcome = (None,)
-        for reply in self._runs:
-            reply.value(*self._outcome)
-
-    def _note_refusal(self):
-        if self.number < self.job.referee.last.epoch:
-            self.world.reached["a replaced trainer is refused"] += 1
-
-    def die(self):
-        super().die()
-        self.loop.kill()
-
-
-class MemberDiedError(Exception):
-    """A worker has died under a trainer that does not replace it."""
-
-
-class Training:
-    """The work of a trainer, in its process."""
-
-    def __init__(self, actor):
-        self.actor, self.world, self.cluster, self.job = actor, actor.world, actor.cluster, actor.job
-        self.epoch = actor.number
-        self.members = {}
-
-    async def run(self):
-        for member, (incarnation, handle) in self.actor.start_of.members.items():
-            if handle is None:
-                await self.renew(member, 0)
-            else:
-                self.members[member] = incarnation, handle
-        if not self.job.terms.is_durable:
-            while not self.job.is_quiet:
-                await self.call_all()
-            return
-        await self.ask("opened", self.epoch)
-        self.job.claim(self.epoch)
-        while self.job.committed < STEPS:
-            step = self.job.committed + 1
-            await self.call_all()
-            self.job.commit(self.actor, step, self.members)
-            self.cluster.ask_master("progressed", (self.epoch, step), lambda answer, error: None, node=self.actor.node)
-
-    async def call_all(self):
-        for role in ("ROLLOUT", "REWARD", "ACTOR"):
-            await asyncio.gather(*(self.call(each) for each in list(self.members) if each.role == role))
-        while self.actor.is_stuck:
-            await asyncio.sleep(1.0)
-        if self.actor.is_failing:
-            raise JobFailed("the user's code fails")
-
-    async def call(self, member):
-        while True:
-            incarnation, handle = self.members[member]
-            try:
-                return await self.world.answer_of(partial(handle.work, self.actor, self.epoch, incarnation))
-            except RayActorError:
-                if not self.job.terms.is_durable:
-                    raise MemberDiedError(member) from None
-                await self.renew(member, incarnation)
-
-    async def renew(self, member, dead):
-        cause = Cause(CauseKind.PROCESS_DIED, str(member), "a call found it dead")
-        while self.members.get(member, (0, None))[0] <= dead:
-            replaced = await self.ask("renew", self.epoch, member.role, member.rank, dead, cause, 5.0)
-            for rank, (incarnation, name) in (replaced or {}).items():
-                peer = ProcessId(member.role, rank)
-                handle = self.cluster.find_actor(name)
-                if incarnation > self.members.get(peer, (0, None))[0] and handle is not None:
-                    self.members[peer] = incarnation, handle
-                elif peer == member and handle is None:
-                    dead = max(dead, incarnation)
-
-    async def ask(self, method, *arguments):
-        future = self.actor.loop.create_future()
-
-        def take(answer, error):
-            if not self.actor.loop.is_dead and not future.done():
-                settle = partial(future.set_result, answer) if error is None else partial(future.set_exception, error)
-                self.actor.loop.call_soon(settle)
-
-        self.cluster.ask_master(method, arguments, take, node=self.actor.node)
-        return await future
 
 
 class Job:
@@ -237,7 +47,7 @@ class Job:
 
     def __init__(self, world: World, folder, terms=Terms(), text="") -> None:  # noqa: B008 -- it is frozen
         self.world, self.folder, self.terms = world, folder, terms
-        self.committed, self.fence, self.submitted = 0, 0, False
+        self.committed = self.fence = 0
         self.is_quiet = self.is_stopped = self.is_failing = False
         self.disk = Disk(folder, Random(world.seed), self._kill_in_write)
         self.power_too = False

@@ -8,7 +8,8 @@ from tempfile import mkdtemp
 
 from tests.protocol.loops_world import Violation, World
 from tests.protocol.masters_disk import TRANSIENT
-from tests.protocol.masters_job import LEASE_S, Job, random_terms
+from tests.protocol.masters_job import Job
+from tests.protocol.masters_terms import LEASE_S, random_terms
 
 OF_TRAINER = ("trainer dies", "trainer hangs", "trainer stops")
 OF_PROCESSES = ("worker dies", "worker hangs", "worker stops", "standby dies", *OF_TRAINER)
