@@ -13,11 +13,11 @@ from tests.protocol.masters_terms import LEASE_S, random_terms
 
 OF_TRAINER = ("trainer dies", "trainer hangs", "trainer stops")
 OF_PROCESSES = ("worker dies", "worker hangs", "worker stops", "standby dies", *OF_TRAINER)
+REPLACING = ("master is replaced while it is frozen", "master is replaced while it is cut off")
 OF_MASTERS = (
     "master dies",
     "master freezes",
-    "master is replaced while it is frozen",
-    "master is replaced while it is cut off",
+    *REPLACING,
     "master dies in a write",
     "power fails",
     "power fails in a write",
@@ -62,7 +62,7 @@ class Faults:
     def __init__(self, job: Job) -> None:
         self.job, self.world, self.rng, self.cluster = job, job.world, job.world.rng, job.cluster
         self.until_s = self.world.now_s + _FAULTY_S
-        self.kinds = self.rng.sample(FAULTS, self.rng.randint(4, len(FAULTS)))
+        self.kinds = [*self.rng.sample(FAULTS, self.rng.randint(4, len(FAULTS))), *REPLACING]
         if self.rng.random() < 0.1:
             self.kinds.append(self.rng.choice(RARE))
         first = _IN_WAIT * job.world.seed
