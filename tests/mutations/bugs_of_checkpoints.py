@@ -11,10 +11,16 @@ _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
-    _MEMORY: ("runtime/test_node_memory.py", "runtime/ray/test_cluster_api.py"),
-    _JOURNAL: ("runtime/test_journal_store.py",),
+    _MEMORY: ("runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
+    _JOURNAL: ("runtime/test_journal_store.py", "../protocol/test_journal_disk.py"),
     _COMMITS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
-    _RUNS: ("runtime/test_commits.py", "runtime/test_store.py", "runtime/test_runs.py", "runtime/test_result_files.py"),
+    _RUNS: (
+        "runtime/test_commits.py",
+        "runtime/test_store.py",
+        "runtime/test_run_files.py",
+        "runtime/test_result_files.py",
+        "runtime/test_room.py",
+    ),
 }
 
 BUGS = {
@@ -101,14 +107,14 @@ BUGS = {
         " for name, value in manifest.extra.items() if name != NODES}",
         " for name, value in manifest.extra.items()}",
     ),
-    "two trainers that claim at once both go on": Bug(
+    "two trainers that claim at once both continue": Bug(
         _OBJECTS, 'b"%d" % epoch)\n        self._check(epoch)\n', 'b"%d" % epoch)\n'
     ),
     "a replaced trainer commits to an object store": Bug(
         _OBJECTS, "        self._check(epoch)\n        manifest = Manifest(", "        manifest = Manifest("
     ),
     "an object store keeps one too many": Bug(_OBJECTS, "existing[: self.keep - 1]", "existing[: self.keep]"),
-    "what was set aside in an object store is loaded": Bug(
+    "a discarded commit in an object store is loaded": Bug(
         _OBJECTS, "if MANIFEST not in names or _BAD in names:", "if MANIFEST not in names:"
     ),
     "what is half removed from an object store counts": Bug(
@@ -117,7 +123,7 @@ BUGS = {
         '                    self._fs.rm_file(f"{self._path}/{name}/{MANIFEST}")\n',
         "",
     ),
-    "a step that was set aside can never be made again": Bug(
+    "a discarded step can never be made again": Bug(
         _OBJECTS, "for name in (MANIFEST, _BAD) if marked else ():", "for name in ():"
     ),
     "memory of a job with a longer name is removed": Bug(
@@ -174,4 +180,24 @@ BUGS = {
         _RUNS, 'target.is_file() and target.stat().st_size >= details["size"]', "target.is_file()"
     ),
     "lines of a journal that were safe may be missing": Bug(_JOURNAL, "    if len(lines) < safe:\n", "    if False:\n"),
+    "lines are not synced": Bug(
+        _JOURNAL,
+        "                    _write(self._file, header, 0)\n                    os.fsync(self._file)\n",
+        "                    _write(self._file, header, 0)\n",
+    ),
+    "a new journal gets its name before it is safe": Bug(
+        _JOURNAL, "            file.flush()\n            os.fsync(file.fileno())\n", "            file.flush()\n"
+    ),
+    "a journal's name is synced by its creator alone": Bug(
+        _JOURNAL, "        sync_folder(path.parent)\n        self._path", "        self._path"
+    ),
+    "half a line stays at the end": Bug(_JOURNAL, "                os.ftruncate(self._file, journal.end)\n", ""),
+    "half a line stays after the disk was full": Bug(
+        _JOURNAL,
+        "        os.ftruncate(self._file, self._end)\n        _write(self._file, self._header, 0)\n",
+        "        _write(self._file, self._header, 0)\n",
+    ),
+    "a journal is written on after an error of its disk": Bug(
+        _JOURNAL, "            if self._suspect:\n", "            if False:\n"
+    ),
 }

@@ -186,4 +186,7 @@ BUGS = {
         _MASTER, "if owner is not None and owner.run == self.job.run:", "if owner is not None:"
     ),
     "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(run_folder.FAILED)\n", ""),
+    "an event that orders something is not written down": Bug(
+        _BRAIN, "if after is not before]", "if after is not before and not commands]"
+    ),
 }

@@ -38,7 +38,7 @@ BUGS = {
     "calls of two threads are sent in another order than their numbers": Bug(
         _GROUP, "        with counter.lock:\n", "        if True:\n"
     ),
-    "options for one call replace those of the method": Bug(
+    "options for one call replace the method's": Bug(
         _GROUP, "self.settings.replace(**options)", "InvocationOptions().replace(**options)"
     ),
     "replicas of unequal size are taken": Bug(_GROUP, "if size < 1 or world_size % size:", "if size < 1:"),
@@ -90,7 +90,7 @@ BUGS = {
     "an error of on_end hides why the run failed": Bug(
         _TRAINER, "except Exception:  # noqa: BLE001 -- the user's", "except ZeroDivisionError:  # the user's"
     ),
-    "raw handles are those of lost workers": Bug(
+    "raw handles belong to lost workers": Bug(
         _TRAINER, "            self._actor_handles[RLRoleType(renewed.role)][rank] = handle\n", "            pass\n"
     ),
     "a repeated step does not say why": Bug(

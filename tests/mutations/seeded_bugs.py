@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs to be put into trainer, hosts, stores, master and executor, and the tests that must see them.
-
-What the pure machine and its journal can get wrong is in ``tests/simulation/mutations.py``.
-"""
+"""Bugs to be put into the package, and the tests that must see them."""
 
 import bugs_of_checkpoints
 import bugs_of_control
@@ -70,7 +67,6 @@ TESTS = {
     "runtime/ray/cluster/api.py": ("runtime/ray/test_reservations.py", _MASTERS),
     "master/process/rl_master.py": ("master/test_rl_master.py", "master/test_replacement.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
-    "control/state.py": ("control/test_members.py",),
 }
 """The files of ``tests/unit`` that are run against a bug in a file of the package."""
 
@@ -139,7 +135,7 @@ BUGS = {
     "all engines are deterministic": Bug(
         _COMMITS, "        self.stride.deterministic = deterministic\n", "        self.stride.deterministic = True\n"
     ),
-    "the stride begins anew after each restart": Bug(
+    "the stride begins again after each restart": Bug(
         _COMMITS, "        self.stride.start_after(newest.manifest.step if newest is not None else 0)\n", ""
     ),
     "commits take twice their share": Bug(_STRIDE, "_SHARE = 0.01", "_SHARE = 0.02"),
@@ -183,7 +179,7 @@ BUGS = {
     "a repeated call that newly fails is ignored": Bug(
         _DURABLE, "if not call.end(run, error):", "if call.end(run, error) is None:"
     ),
-    "an error that nobody waited for is lost": Bug(
+    "an error of a call without a waiter is lost": Bug(
         _DURABLE, "if call.state is CallState.FAILED and call.error is not None:", "if False:"
     ),
     "a request is not sent again after a recovery": Bug(
@@ -209,7 +205,7 @@ BUGS = {
     ),
     "a commit keeps the log": Bug(_DURABLE, "            self.log.close_step()\n", ""),
     # -- the log ------------------------------------------------------------------------------------------------------
-    "a replaced trainer object goes on calling": Bug(_LOG, "if self.closed is not None:", "if False:"),
+    "a replaced trainer object continues to call": Bug(_LOG, "if self.closed is not None:", "if False:"),
     "requests have no epoch": Bug(
         _LOG, "Call(RAW_CALL, verb, args, {}, epoch=self.epoch,", "Call(RAW_CALL, verb, args, {}, epoch=0,"
     ),
@@ -224,7 +220,7 @@ BUGS = {
     "a failure stands for those that the trainer has not received": Bug(
         _LOG, "sources_of(call.call) if passed_on else []", "sources_of(call.call)"
     ),
-    "a failure of one rank leaves those of others": Bug(_LOG, "list(calls if failed else ())", "list(failed)"),
+    "a failure of one rank leaves the calls of others": Bug(_LOG, "list(calls if failed else ())", "list(failed)"),
     "before steps() a call after a failed argument fails": Bug(
         _DURABLE, "return isinstance(error, errors.CallSkipped)", "return False"
     ),
@@ -272,7 +268,7 @@ BUGS = {
     "the trainer's state is not loaded": Bug(
         _STEPS, "                run, left = load_state(self.state, saved)\n", "                run, left = '', ()\n"
     ),
-    "a loop that was left goes on after a restart": Bug(
+    "a loop that was left continues after a restart": Bug(
         _STEPS, "                self._left = list(left) if run == self._checkpoints.run else []\n", ""
     ),
     "a loop that another run has left is over": Bug(_STEPS, " if run == self._checkpoints.run else []", ""),
@@ -336,7 +332,7 @@ BUGS = {
         _BEATS, "            reached_s = self._now_s()\n            if not is_current", "            if not is_current"
     ),
     "there is no lease": Bug(_BEATS, "if silent_s > self._settings.lease_s:", "if False:"),
-    "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
+    "a replaced process continues": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
     # -- a worker's part of a commit ----------------------------------------------------------------------------------
     "a file of another worker is loaded": Bug(
         _MEMBER, '{**self._header, "rank": rank, "step": request.step}', '{"step": request.step}'
@@ -347,7 +343,7 @@ BUGS = {
     "a node drops the last commit before the next": Bug(
         _MEMBER, "store.drop_older(request.first_kept)", "store.drop_older(request.step)"
     ),
-    "another step's copy is taken for the one under way": Bug(
+    "another step's copy is used for the open one": Bug(
         _MEMBER, "        if copy is None or copy.step != copying:", "        if copy is None:"
     ),
     "what is being copied is removed by its worker": Bug(
@@ -363,10 +359,10 @@ BUGS = {
     # -- commits ------------------------------------------------------------------------------------------------------
     "a copy is published when one worker has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
     "what is being copied is not pinned": Bug(_COMMITS, "            self._commits.pinned.add(step)\n", ""),
-    "only the first place of a damaged commit is set aside": Bug(
+    "only the first place of a damaged commit is discarded": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),
-    "calls go on from a commit that was given up": Bug(
+    "calls continue from a commit that was given up": Bug(
         _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
     ),
     "the last step may have calls alone": Bug(
@@ -384,7 +380,7 @@ BUGS = {
     "commits of an ended run go though they are ahead": Bug(
         _RUNS, "if newest_step(commits) <= newest_step(copies):", "if True:"
     ),
-    # -- states that are written while the workers go on ---------------------------------------------------------------
+    # -- states that are written while the workers continue --
     "a call changes the state that is being written": Bug(
         _HOST, "            if not guards_state(type(self.workload), method):\n", "            if False:\n"
     ),
@@ -530,7 +526,7 @@ BUGS = {
         "chunk = changed[place] = list(self._chunk(process_id))",
         "chunk = changed[place] = list(self._chunk(process_id))[::-1]",
     ),
-    "workers that are up are not counted anew": Bug(
+    "workers that are up are not counted again": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
     ),
     "the trainer's part stays on its node": Bug(
@@ -546,7 +542,7 @@ BUGS = {
     "neighbours write new pages each time": Bug(
         _NEIGHBOURS, "commits.spare(folder / file.name) if part.start == 0 else None", "None"
     ),
-    "what was set aside comes again from a neighbour": Bug(
+    "a discarded commit comes again from a neighbour": Bug(
         _NEIGHBOURS, 'any(name.startswith(f"{manifest.folder}.") for name in store.damaged())', "False"
     ),
     "a commit that is lost is offered": Bug(
@@ -558,7 +554,7 @@ BUGS = {
         "failed = set()",
     ),
     "only the first part of a file travels": Bug("trainer/durable.py", "range(len(transfer.parts))", "range(1)"),
-    "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, errors.StaleCall):", "if False:"),
+    "a replaced trainer continues": Bug(_DURABLE, "if isinstance(error, errors.StaleCall):", "if False:"),
     "neighbours need no room": Bug(
         "runtime/checkpoint/runs.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),

@@ -4,6 +4,8 @@ calls of actors by name that wait while an actor is started again."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 
 from ray.exceptions import ActorDiedError
 
@@ -25,13 +27,17 @@ class Method:
 
 
 class Actor:
-    """A process of the job. Its methods answer after a time; a worker beats, and lives no longer than its lease."""
+    """A process of the job. Its methods answer after a time; a worker beats, and lives no longer than its lease.
+
+    It ``is_gone`` once Ray takes it for dead, which it may not be, if its node was cut off."""
 
     def __init__(self, cluster, request, node, pid):
         self.cluster, self.world, self.request = cluster, cluster.world, request
         self.node, self.pid, self.name = node, pid, request.name
         self.process_id, self.number = None, 0
-        self.is_up, self.is_alive, self.is_stuck = False, True, False
+        self.is_up, self.is_alive, self.is_gone = False, True, False
+        self.is_stuck = self.is_stopped = False
+        self.was_cut_off = node in cluster.cut_off
         self.epoch, self.seen_s, self._since_s = 0, self.world.now_s, self.world.now_s
         self._waiting: list[Reply] = []
         self.born_s = self.world.now_s + self.world.rng.uniform(0.2, 2.0)
@@ -42,10 +48,13 @@ class Actor:
         return Method(lambda *arguments: self.world.answer_of(lambda reply: self._serve(name, arguments, reply)))
 
     def _serve(self, name, arguments, reply):
-        if not self.is_alive:
+        if self.is_gone:
             reply.error(ActorDiedError())
             return
         self._waiting.append(reply)
+        if self.node in self.cluster.cut_off:
+            self.cluster.delayed.append(lambda: self._serve(name, arguments, reply))
+            return
         if name == "dlrover_ping":
             return  # answered by the end of the process
         delay_s = max(self.born_s - self.world.now_s, 0.0) + self.world.rng.uniform(0.001, 0.05)
@@ -68,10 +77,6 @@ class Actor:
         self.is_up = False
         reply.value(None)
 
-    def on_start(self, reply, job, context, incarnation):
-        self.number, self.is_up = incarnation, True
-        reply.value(None)
-
     @property
     def process(self):
         return Process(self.node, self.pid, self.node, "127.0.0.1", port=20_000 + self.pid)
@@ -82,11 +87,12 @@ class Actor:
         def send() -> None:
             if not self.is_alive:
                 return
-            if self.world.now_s - self.seen_s > beats.lease_s:
+            if self.world.now_s - self.seen_s > beats.lease_s and not self.is_stopped:
                 self.world.trace(self.name, "ends: its lease is over")
                 self.die()
                 return
-            self.cluster.ask_master("beat", (self.heartbeat(),), self._take_answer, _ANSWER_S)
+            if not self.is_stopped and self.node not in self.cluster.cut_off:
+                self.cluster.ask_master("beat", (self.heartbeat(),), self._take_answer, _ANSWER_S)
             self.world.after(beats.beat_s, send)
 
         self.world.after(self.born_s - self.world.now_s + beats.beat_s, send)
@@ -106,11 +112,30 @@ class Actor:
         """It makes no progress any more."""
         self.is_stuck, self._since_s = True, self.world.now_s
 
+    def stop(self):
+        """It does nothing any more, and does not beat either."""
+        self.stick()
+        self.is_stopped = True
+
     def die(self):
-        if not self.is_alive:
-            return
         self.is_alive = self.is_up = False
-        self.cluster.actors.pop(self.name, None)
+        if self.node not in self.cluster.cut_off:
+            self.forget()
+
+    def end(self):
+        """Ray ends it, as far as it can be reached."""
+        if self.node in self.cluster.cut_off:
+            self.forget()
+        else:
+            self.die()
+
+    def forget(self):
+        """Ray takes it for dead."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        if self.cluster.actors.get(self.name) is self:
+            del self.cluster.actors[self.name]
         for reply in self._waiting:
             reply.error(ActorDiedError())
 
@@ -124,13 +149,17 @@ class MemberActor(Actor):
         self.beat(beats)
 
     def on_start(self, reply, job, context, incarnation):
-        super().on_start(reply, job, context, incarnation)
-        self.process_id = ProcessId(str(context.role), context.rank)
+        self.process_id, self.number, self.is_up = ProcessId(str(context.role), context.rank), incarnation, True
+        self.cluster.job.identify(self)
+        reply.value(None)
 
-    def work(self, epoch, incarnation, reply):
+    def work(self, trainer, epoch, incarnation, reply):
         """A call of a trainer."""
-        if not self.is_alive:
+        if self.is_gone:
             reply.error(ActorDiedError())
+        elif self.node != trainer.node and {self.node, trainer.node} & self.cluster.cut_off.keys():
+            self._waiting.append(reply)
+            self.cluster.delayed.append(lambda: self.work(trainer, epoch, incarnation, reply))
         elif epoch < self.epoch:
             reply.error(StaleCallError())
         elif incarnation != self.number or not self.is_up:
@@ -158,8 +187,12 @@ class Cluster:
     everyone: list[Actor] = field(default_factory=list)
     master: ProcessLoop | None = None
     is_away: bool = False  # Ray's head
+    cut_off: dict[str, int] = field(default_factory=dict)  # nodes that cannot be reached, each with the number of a cut
+    delayed: list = field(default_factory=list)  # calls that have not arrived because of them
     audit: object = None
     _excluded: dict = field(default_factory=dict)
+    _scaled: set = field(default_factory=set)
+    _cuts: count = field(default_factory=count)
     _calls: list = field(default_factory=list)
 
     # -- RayClusterApi: in threads ------------------------------------------------------------------------------------
@@ -188,7 +221,7 @@ class Cluster:
     def kill_actor(self, handle):
         self.world.trace(self._who(), "kills", handle.name)
         self.audit(handle)
-        self.world.after(self.world.latency_s(), handle.die)
+        self.world.after(self.world.latency_s(), handle.end)
 
     async def until_ended(self, handle):
         try:
@@ -210,7 +243,7 @@ class Cluster:
         for actor in list(self.actors.values()):
             if actor.request.placement.group == group:
                 self.audit(actor)
-                actor.die()
+                actor.end()
         self.groups[group] = replace(self.groups[group], state=REMOVED, nodes=frozenset())
         self.schedule()
 
@@ -224,6 +257,15 @@ class Cluster:
             if node is not None:
                 used.add(node)
                 self.groups[row.id] = replace(row, state=CREATED, nodes=frozenset({node}))
+            elif row.id not in self._scaled:  # the provider has another one
+                self._scaled.add(row.id)
+                self.world.after(self.world.rng.uniform(3.0, 15.0), partial(self._scale_up, row.id))
+
+    def _scale_up(self, group):
+        self._scaled.discard(group)
+        if self.groups[group].state not in (CREATED, REMOVED):
+            self.nodes[f"n{len(self.nodes)}"] = True
+            self.schedule()
 
     def free_resources(self):
         return {}
@@ -241,7 +283,7 @@ class Cluster:
             return [actor for actor in on_node if actor.pid in arguments[0]]
 
         def arrive(reply):
-            for actor in victims() if self.nodes.get(node) else ():
+            for actor in victims() if self.nodes.get(node) and node not in self.cut_off else ():
                 self.world.trace(process, "kills the process of", actor.name)
                 actor.die()
             reply.value("")
@@ -259,24 +301,53 @@ class Cluster:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def lose_node(self, node):
-        self.nodes[node] = False
-        for actor in list(self.actors.values()):
-            if actor.node == node:
+        for actor in self.everyone:
+            if actor.node == node and actor.is_alive:
                 actor.die()
+        self._give_up(node)
+
+    def cut_node_off(self, node, heal_s):
+        """Let nothing reach the node until ``heal_s``, while its processes continue. Ray declares it lost later."""
+        cut = self.cut_off[node] = next(self._cuts)
+        for actor in self.on_node(node):
+            actor.was_cut_off = True
+
+        def give_up() -> None:
+            if self.cut_off.get(node) == cut:
+                self._give_up(node)
+
+        self.world.after(self.world.rng.uniform(3.0, 6.0), give_up)
+        self.world.after(heal_s, lambda: self.reach(node, cut))
+
+    def reach(self, node, cut):
+        """Let the node be reached again; processes that Ray has declared dead end some time later."""
+        if self.cut_off.get(node) != cut:
+            return
+        del self.cut_off[node]
+        for actor in [actor for actor in self.everyone if actor.node == node]:
+            if actor.is_alive and actor.is_gone:
+                self.world.after(self.world.rng.uniform(0.5, 20.0), actor.die)
+            elif not actor.is_alive:
+                actor.forget()
+        self._deliver_all()
+
+    def on_node(self, node):
+        return [actor for actor in self.actors.values() if actor.node == node]
+
+    def _give_up(self, node):
+        self.nodes[node] = False
+        for actor in self.on_node(node):
+            actor.forget()
         for group, row in self.groups.items():
             if node in row.nodes:
                 self.groups[group] = replace(row, state="RESCHEDULING", nodes=frozenset())
         self.schedule()
 
-    def add_node(self):
-        self.nodes[f"n{len(self.nodes)}"] = True
-        self.schedule()
-
     # -- calls of the master ------------------------------------------------------------------------------------------
 
-    def ask_master(self, method, arguments, take, timeout_s=None):
+    def ask_master(self, method, arguments, take, timeout_s=None, node=""):
         """``take(answer, error)`` comes later. A call waits while the master is started again, and is repeated."""
-        call = [method, arguments, take, False]
+        call = [method, arguments, take, False, node]
         self._calls.append(call)
         self.world.after(self.world.latency_s(), lambda: self._deliver(call))
         if timeout_s is not None:
@@ -285,13 +356,19 @@ class Cluster:
     def serve_as(self, master):
         """Make this process the master; what was not answered is sent to it."""
         self.master = master
+        self._deliver_all()
+
+    def _deliver_all(self):
+        delayed, self.delayed = self.delayed, []
+        for serve in delayed:
+            serve()
         for call in list(self._calls):
             self._deliver(call)
 
     def _deliver(self, call):
-        method, arguments, _, is_over = call
+        method, arguments, _, is_over, node = call
         process = self.master
-        if is_over or process is None or process.is_dead:
+        if is_over or process is None or process.is_dead or node in self.cut_off:
             return
 
         async def serve() -> None:

@@ -6,175 +6,65 @@ classes. The workers answer, and the trainer makes calls and commits steps, as r
 """
 
 import asyncio
-import os
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from unittest import mock
 
-from ray.exceptions import RayActorError
-
-from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt
+from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.events import Cause, CauseKind
+from dlrover.python.rl.control.events import MasterStarted, Submitted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.control.state import MemberPhase, Phase
+from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
 from dlrover.python.rl.master.process import brain, rl_master
 from dlrover.python.rl.runtime.checkpoint import journal_store
-from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, read_lines
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch
 from dlrover.python.rl.runtime.ray.processes import actors
 from tests.protocol.loops_world import Process, Violation, World
-from tests.protocol.masters_cluster import Actor, Cluster, StaleCallError
+from tests.protocol.masters_cluster import Cluster, StaleCallError
+from tests.protocol.masters_disk import Disk
+from tests.protocol.masters_referee import Referee
+from tests.protocol.masters_terms import Terms
+from tests.protocol.masters_trainer import STEPS, TrainerActor
 
-STEPS = 25
-LEASE_S, BEAT_S, HANG_S = 20.0, 0.5, 12.0
 OWNER_S = 5.0  # between two looks at the owner of the run's folder
-
-JOB = f"""
-name: sim
-job_dir: {{folder}}
-trainer: {{{{module: toys, class: Loop, node_number: 2, device_per_node: 4, device_type: CPU, hang_after_s: {HANG_S}}}}}
-workload:
-  actor: {{{{module: toys, class: Policy, num: 2, per_node: 2, hang_after_s: {HANG_S}}}}}
-  rollout: {{{{module: toys, class: Sampler, num: 2, per_node: 1, standby: 1, hang_after_s: {HANG_S}}}}}
-restart: {{{{job_max_restart: 999, trainer_max_restart: 999, node_max_failures: 999, backoff_s: 0.5,
-           workload_max_restart: {{{{actor: 999, rollout: 999}}}}}}}}
-liveness: {{{{beat_s: {BEAT_S}, lease_s: {LEASE_S}, start_timeout_s: 30}}}}
-"""
 
 
 class Left(BaseException):
     """This master's process has ended itself."""
 
 
-class TrainerActor(Actor):
-    """Commits a step when all workers have answered."""
-
-    def __init__(self, cluster, request, node, pid):
-        super().__init__(cluster, request, node, pid)
-        self.process_id, (self.number, _, beats) = TRAINER_ID, request.arguments
-        self.loop = self.world.start(self.name)
-        self.job, self.start_of = cluster.job, None
-        self._runs, self._outcome = [], ()
-        self.beat(beats)
-
-    def heartbeat(self):
-        age_s = self.world.now_s - self._since_s if self.is_stuck else 0.0
-        return Heartbeat(TRAINER_ID, self.number, "fit" if self.is_stuck else "", age_s, step=self.job.committed)
-
-    def on_start(self, reply, start):
-        self.start_of = start
-        reply.value(self.process)
-
-    def on_run(self, reply):
-        """Asked again, it tells the end of the same run."""
-        self._waiting.append(reply)
-        self._runs.append(reply)
-        if self._outcome:
-            reply.value(*self._outcome)
-        elif len(self._runs) == 1:
-            self.loop.call_soon(lambda: self.loop.create_task(self._run()))
-
-    async def _run(self):
-        try:
-            await Training(self).run()
-        except JobFailed as error:
-            self._outcome = (Cause(CauseKind.USER_ERROR, "trainer", str(error)),)
-        except StaleCallError:
-            self.world.reached["a replaced trainer is refused"] += 1  # and ends with its lease
-            return
-        except Violation as violation:
-            self.world.broken = violation
-        else:
-            self._outcome = (None,)
-        for reply in self._runs:
-            reply.value(*self._outcome)
-
-    def die(self):
-        super().die()
-        self.loop.kill()
-
-
-class Training:
-    """The work of a trainer, in its process."""
-
-    def __init__(self, actor):
-        self.actor, self.world, self.cluster, self.job = actor, actor.world, actor.cluster, actor.job
-        self.epoch = actor.number
-        self.members = {}
-
-    async def run(self):
-        for member, (incarnation, handle) in self.actor.start_of.members.items():
-            if handle is None:
-                await self.renew(member, 0)
-            else:
-                self.members[member] = incarnation, handle
-        await self.ask("opened", self.epoch)
-        self.job.claim(self.epoch)
-        while self.job.committed < STEPS:
-            step = self.job.committed + 1
-            for role in ("ROLLOUT", "ACTOR"):
-                await asyncio.gather(*(self.call(each) for each in list(self.members) if each.role == role))
-            while self.actor.is_stuck:
-                await asyncio.sleep(1.0)
-            self.job.commit(self.epoch, step)
-            self.cluster.ask_master("progressed", (self.epoch, step), lambda answer, error: None)
-
-    async def call(self, member):
-        while True:
-            incarnation, handle = self.members[member]
-            try:
-                return await self.world.answer_of(partial(handle.work, self.epoch, incarnation))
-            except RayActorError:
-                await self.renew(member, incarnation)
-
-    async def renew(self, member, dead):
-        cause = Cause(CauseKind.PROCESS_DIED, str(member), "a call found it dead")
-        while self.members.get(member, (0, None))[0] <= dead:
-            replaced = await self.ask("renew", self.epoch, member.role, member.rank, dead, cause, 5.0)
-            for rank, (incarnation, name) in (replaced or {}).items():
-                peer = ProcessId(member.role, rank)
-                handle = self.cluster.find_actor(name)
-                if incarnation > self.members.get(peer, (0, None))[0] and handle is not None:
-                    self.members[peer] = incarnation, handle
-                elif peer == member and handle is None:
-                    dead = max(dead, incarnation)
-
-    async def ask(self, method, *arguments):
-        future = self.actor.loop.create_future()
-
-        def take(answer, error):
-            if not self.actor.loop.is_dead and not future.done():
-                settle = partial(future.set_result, answer) if error is None else partial(future.set_exception, error)
-                self.actor.loop.call_soon(settle)
-
-        self.cluster.ask_master(method, arguments, take)
-        return await future
-
-
 class Job:
     """The run, and what its masters are."""
 
-    def __init__(self, world: World, folder, text=JOB, nodes=4) -> None:
-        self.world, self.folder = world, folder
-        self.committed, self.fence, self.submitted = 0, 0, False
-        self.failing: tuple[str, int] | None = None  # a call of the journal's disk, and the number of its error
-        self.spec = load_job_text(text.format(folder=folder), "sim")
+    def __init__(self, world: World, folder, terms=Terms(), text="") -> None:  # noqa: B008 -- it is frozen
+        self.world, self.folder, self.terms = world, folder, terms
+        self.committed = self.fence = 0
+        self.is_quiet = self.is_stopped = self.is_failing = False
+        self.disk = Disk(folder, Random(world.seed), self._kill_in_write)
+        self.power_too = False
+        self.referee = Referee(self._works)
+        self.situation, self.entered = "new", lambda situation: None
+        self.spec = load_job_text(text or terms.text(folder), "sim")
         self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
-        self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",))
-        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(nodes)})
+        rejoining = ("ACTOR",) if terms.rejoins else ()
+        self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",), rejoining=rejoining)
+        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(terms.nodes)})
         self.cluster.job, self.cluster.audit = self, self.audit
         self.masters: list[Process] = []
         self.handle = SimpleNamespace(resume=SimpleNamespace(remote=self._resume_later))
+        self._writers: dict[int, int] = {}
+        self._newest: dict[ProcessId, int] = {}
+        self._born: dict[tuple[ProcessId, int], int] = {}
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +81,7 @@ class Job:
         def construct() -> None:
             process.rl_master = rl_master.RLMaster(self.spec, self.placement, self.inspection, claims=False)
             self.cluster.serve_as(process)
+            self.world.after(0.0, self.look)
 
         process.call_soon(construct)
 
@@ -199,6 +90,30 @@ class Job:
         for process in self.masters:
             if hasattr(process, "rl_master"):
                 process.rl_master._run.brain.store.close()
+
+    def restart_master_later(self):
+        self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
+        self.world.after(0.0, self.look)
+
+    def _kill_in_write(self):
+        process = asyncio.get_running_loop()
+        self.world.trace(process.name, "is killed in a write")
+        self.world.reached[f"a master is killed in a write{' and loses power' * self.power_too}"] += 1
+        process.kill()
+        if process is self.master:
+            self.restart_master_later()
+        if self.power_too:
+            self.power_too = False
+            self.world.after(0.0, self.cut_power)
+
+    def cut_power(self):
+        """All masters lose their power, and the disk what was not synced."""
+        for process in self.masters:
+            if not process.is_dead:
+                process.kill()
+                if process is self.master:
+                    self.restart_master_later()
+        self.disk.power_fails()
 
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""
@@ -219,8 +134,26 @@ class Job:
 
     @property
     def phase(self):
-        state = self.state()
-        return state.phase if state is not None else None
+        return self.referee.last.phase if self.referee.last.settings is not None else None
+
+    def look(self):
+        """Tell when the job is in another situation than before."""
+        situation = self._situation()
+        if situation != self.situation:
+            self.situation = situation
+            self.entered(situation)
+
+    def _situation(self):
+        if self.master.is_dead or not hasattr(self.master, "rl_master"):
+            return "away"
+        state = self.referee.last
+        if state.phase is not Phase.RUNNING:
+            return state.phase.value if state.settings is not None else "new"
+        if not state.opened:
+            return "opening"
+        members = state.members.values()
+        is_up = all(each.phase is MemberPhase.UP for each in (state.trainer, *members))
+        return "stepping" if is_up else "recovering"
 
     def is_over(self):
         master = getattr(self.master, "rl_master", None)
@@ -233,12 +166,37 @@ class Job:
             raise StaleCallError
         self.fence = epoch
 
-    def commit(self, epoch, step):
-        if epoch < self.fence:
+    def commit(self, trainer, step, members):
+        if trainer.number < self.fence:
+            self.world.reached["a commit of an earlier trainer is refused"] += 1
             raise StaleCallError
         if step != self.committed + 1:
             raise Violation(f"step {step} is committed after step {self.committed}")
+        if self._writers.setdefault(trainer.number, trainer.pid) != trainer.pid:
+            raise Violation(f"two processes commit in epoch {trainer.number}")
+        for process_id, (incarnation, _) in members.items():
+            if incarnation < self._newest.get(process_id, 0):
+                raise Violation(f"{process_id} #{incarnation} commits after #{self._newest[process_id]}")
+            self._newest[process_id] = incarnation
+        group = {incarnation for process_id, (incarnation, _) in members.items() if process_id.role == "ACTOR"}
+        if len(group) > 1:
+            raise Violation(f"ranks of a group that were not started together work together: {group}")
         self.committed = step
+
+    def identify(self, actor):
+        """No two processes have the same name and number."""
+        identity = actor.process_id, actor.number
+        if self._born.setdefault(identity, actor.pid) != actor.pid:
+            raise Violation(f"the processes {self._born[identity]} and {actor.pid} are both {identity}")
+
+    def _works(self, process_id, number):
+        return any(
+            (actor.process_id, actor.number) == (process_id, number)
+            and actor.is_alive
+            and not actor.is_stuck
+            and not actor.was_cut_off
+            for actor in self.cluster.everyone
+        )
 
     def audit(self, actor):
         """A master that was replaced ends no process that the job needs."""
@@ -248,8 +206,8 @@ class Job:
                 self.world.broken = Violation(f"{process.name}, which was replaced, ends {actor.name}")
 
     def _is_needed(self, actor):
-        state = self.state()
-        if state is None or state.phase is not Phase.RUNNING or not actor.is_alive:
+        state = self.referee.last
+        if state.phase is not Phase.RUNNING or not actor.is_alive:
             return False
         if actor.process_id == TRAINER_ID:
             return state.epoch == actor.number
@@ -258,15 +216,29 @@ class Job:
 
     def check_end(self):
         state = self.state()
-        if state.phase is not Phase.FINISHED:
+        expected = {EndReason.FINISHED}
+        expected |= {EndReason.RESTART_LIMIT} if self.terms.limit < 100 else set()
+        expected |= {EndReason.STOPPED} if self.is_stopped else set()
+        expected |= {EndReason.NOT_RETRYABLE} if self.is_failing else set()
+        if state.ended_by not in expected or not state.phase.terminal:
             raise Violation(f"the job is {state.phase.value}: {state.reason}")
-        if self.committed != STEPS:
+        if state.phase is Phase.FINISHED and self.terms.is_durable and self.committed != STEPS:
             raise Violation(f"the job has finished at step {self.committed}")
+        if state.committed > self.committed:
+            raise Violation("a committed step was lost")
+        if state != self.referee.last:
+            raise Violation("the journal does not replay to the state in which the job ended")
+        self.world.reached[f"ended: {state.ended_by.value}"] += 1
 
     def left_over(self):
         groups = [row.name for row in self.cluster.groups.values() if row.state != "REMOVED"]
         replaced = [process.name for process in self.masters[:-1] if not process.is_dead]
-        return [*self.cluster.actors, *groups, *replaced]
+        return [
+            *self.cluster.actors,
+            *(each.name for each in self.cluster.everyone if each.is_alive),
+            *groups,
+            *replaced,
+        ]
 
     # -- the environment of the production classes ---------------------------------------------------------------------
 
@@ -280,8 +252,9 @@ class Job:
         patch(asyncio, to_thread=self._to_thread)
         patch(node_watch, in_daemon_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
         patch(actors, session_folder=lambda: "/nonexistent")
-        patch(journal_store, os=Disk(self))
-        patch(brain, Brain=self._brain_on_clock())
+        for name, value in self.disk.patched().items():
+            stack.enter_context(mock.patch.object(journal_store, name, value, create=True))
+        patch(brain, Brain=self._watched_brain())
         patch(
             rl_master.MasterRun,
             take=lambda run: None,
@@ -320,7 +293,7 @@ class Job:
         """The folder of the run, whose new owner a master sees soon."""
         while not is_over():
             await asyncio.sleep(OWNER_S)
-            if asyncio.get_running_loop() is not self.master and self.state() is not None:
+            if asyncio.get_running_loop() is not self.master and self.phase is not None:
                 self._leave("the folder has another owner")
 
     def _leave(self, why):
@@ -330,31 +303,50 @@ class Job:
         process.kill()
         if process is self.master:  # an earlier one took the journal from it, as it began only then
             self.world.reached["Ray starts a master that has left again"] += 1
-            self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
+            self.restart_master_later()
         raise Left(why)
 
-    def _brain_on_clock(self):
-        job = self
+    def _watched_brain(job):  # noqa: N805 -- the brain's methods have their self
+        """A brain on the world's clock, under the eyes of the referee."""
 
         class Brain(brain.Brain):
             def __init__(self, store):
                 super().__init__(store, *[lambda: job.world.now_s] * 2)
+                if isinstance(store, FileStateStore):
+                    job.judge(lambda: job.referee.replayed(self.state))
+
+            def handle_all(self, events):
+                steps = job.referee.expect(self.state, events, self._steady_s() + self._offset_s)
+                pending = job.referee.pending
+                job.referee.pending = [*pending, steps]
+                try:
+                    handled = super().handle_all(events)
+                except StaleEpoch:
+                    job.referee.pending = pending  # nothing is written
+                    raise
+                job.referee.pending = pending
+                job.judge(lambda: job.referee.handled(steps, handled))
+                job.world.after(0.0, job.look)
+                job.echo(events)
+                return handled
 
         return Brain
 
+    def judge(self, rule):
+        """Let a broken rule end the run, not the master."""
+        try:
+            rule()
+        except Violation as violation:
+            self.world.broken = violation
 
-class Disk:
-    """The module ``os``, with a call that fails while the job says so."""
-
-    def __init__(self, job):
-        self.job = job
-
-    def __getattr__(self, name):
-        call, number = self.job.failing or ("", 0)
-        return partial(self._fail, number) if name == call else getattr(os, name)
-
-    def _fail(self, number, *arguments):
-        raise OSError(number, os.strerror(number))
+    def echo(self, events):
+        """Some events are reported once more, later."""
+        process = asyncio.get_running_loop()
+        for event in events:
+            share, late_s = self.terms.echo
+            if not isinstance(event, Submitted | MasterStarted) and self.world.rng.random() < share:
+                report = partial(process.rl_master._events.put_nowait, event)
+                self.world.after(self.world.rng.uniform(0.0, late_s), partial(process.call_soon, report))
 
 
 async def _end_later(actor, after_s):

@@ -1,153 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed of the simulation of masters: faults at random, then quiet, in which the job must finish."""
 
-import errno
 import logging
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
 
-from dlrover.python.rl.control.state import Phase
-from tests.protocol.loops_world import World
-from tests.protocol.masters_job import LEASE_S, Job
+from tests.protocol.loops_world import Violation, World
+from tests.protocol.masters_disk import TRANSIENT
+from tests.protocol.masters_job import Job
+from tests.protocol.masters_terms import LEASE_S, random_terms
 
-FAULTS = (
-    "worker dies",
-    "standby dies",
-    "trainer dies",
-    "worker hangs",
-    "trainer hangs",
+OF_TRAINER = ("trainer dies", "trainer hangs", "trainer stops")
+OF_PROCESSES = ("worker dies", "worker hangs", "worker stops", "standby dies", *OF_TRAINER)
+REPLACING = ("master is replaced while it is frozen", "master is replaced while it is cut off")
+OF_MASTERS = (
     "master dies",
     "master freezes",
-    "master is replaced while it is frozen",
-    "master is replaced while it is cut off",
+    *REPLACING,
+    "master dies in a write",
+    "power fails",
+    "power fails in a write",
+)
+OF_CLUSTER = (
     "node is lost",
+    "node is cut off",
     "journal's disk is full",
     "journal's disk falters",
     "everything is slow",
     "Ray's head is away",
 )
-TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-OF_TRAINER = ("trainer dies", "trainer hangs")
+FAULTS = (*OF_PROCESSES, *OF_MASTERS, *OF_CLUSTER)
+RARE = ("user's code fails", "job is stopped")
+
+_ALWAYS = (*OF_CLUSTER, *OF_MASTERS, "job is stopped")
+SITUATIONS = {
+    "created": _ALWAYS,
+    "placed": (*_ALWAYS, *(fault for fault in OF_PROCESSES if fault not in OF_TRAINER)),
+    "opening": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
+    "stepping": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
+    "recovering": (*_ALWAYS, *OF_PROCESSES, "user's code fails"),
+    "restarting": _ALWAYS,
+    "ending": _ALWAYS,
+    "away": (*OF_PROCESSES, *OF_CLUSTER, "user's code fails"),
+}
+"""Situation of a job to the faults that can meet it."""
+
+PAIRS = [(situation, fault) for situation, faults in SITUATIONS.items() for fault in faults]
+_STRIDE, _IN_WAIT = 29, 4  # of a seed's pairs, and how many they are
+_LEADS_TO = {
+    "restarting": ("opening", "trainer dies"),
+    "away": ("stepping", "master dies"),
+    "recovering": ("stepping", "worker dies"),
+}
 _FAULTY_S, _QUIET_S = 60.0, 900.0
 
 
 class Faults:
-    def __init__(self, job: Job) -> None:
-        self.job, self.world, self.rng = job, job.world, job.world.rng
-        self.until_s = self.world.now_s + _FAULTY_S
+    """Strike at random times; some lie in wait for a situation of the job, which a seed decides about."""
 
-    def go_on(self) -> None:
-        """A fault, and later the next one."""
-        if self.world.now_s > self.until_s or self.job.is_over():
+    def __init__(self, job: Job) -> None:
+        self.job, self.world, self.rng, self.cluster = job, job.world, job.world.rng, job.cluster
+        self.until_s = self.world.now_s + _FAULTY_S
+        self.kinds = [*self.rng.sample(FAULTS, self.rng.randint(4, len(FAULTS))), *REPLACING]
+        if self.rng.random() < 0.1:
+            self.kinds.append(self.rng.choice(RARE))
+        first = _IN_WAIT * job.world.seed
+        self.in_wait = [PAIRS[(first + more) * _STRIDE % len(PAIRS)] for more in range(_IN_WAIT)]
+        self.in_wait += [_LEADS_TO[situation] for situation, _ in self.in_wait if situation in _LEADS_TO]
+        job.entered = self.spring
+        self._acts = {
+            "worker dies": lambda: self._do(_is_worker, "die"),
+            "worker hangs": lambda: self._do(_is_member, "stick"),
+            "worker stops": lambda: self._do(_is_member, "stop"),
+            "standby dies": lambda: self._do(_is_standby, "die"),
+            "trainer dies": lambda: self._do(_is_trainer, "die"),
+            "trainer hangs": lambda: self._do(_is_trainer, "stick"),
+            "trainer stops": lambda: self._do(_is_trainer, "stop"),
+            "master dies": self._kill_master,
+            "master freezes": lambda: self._freeze(self.rng.choice((0.3, 3.0, 15.0)) * self.rng.random()),
+            "master is replaced while it is frozen": self._replace_frozen,
+            "master is replaced while it is cut off": job.start_master,
+            "master dies in a write": lambda: self._kill_in_write(power_too=False),
+            "power fails": job.cut_power,
+            "power fails in a write": lambda: self._kill_in_write(power_too=True),
+            "node is lost": lambda: self._do_to_node(self.cluster.lose_node),
+            "node is cut off": lambda: self._do_to_node(self._cut_off),
+            "journal's disk is full": self._fill_disk,
+            "journal's disk falters": self._let_disk_falter,
+            "everything is slow": lambda: self._for_a_while(self.world, "slowness", 50.0, 1.0),
+            "Ray's head is away": lambda: self._for_a_while(self.cluster, "is_away", True, False),
+            "user's code fails": self._fail_user,
+            "job is stopped": self._stop,
+        }
+
+    def strike_on(self):
+        """Strike, and later again."""
+        if self.is_over():
             return
         self.strike(self._any())
         if self.rng.random() < 0.4:  # in the middle of what the first one has set off
             self.world.after(0.03 * self.rng.random(), lambda: self.strike(self._any()))
-        self.world.after(self.rng.choice((0.05, 0.5, 2.0, 8.0)) * self.rng.random() * 2, self.go_on)
+        self.world.after(self.rng.choice((0.05, 0.5, 2.0, 8.0)) * self.rng.random() * 2, self.strike_on)
 
-    def _any(self) -> str:
+    def _any(self):
         """Choose a fault; in a restart of the job often the trainer's, which is up for a short part of it."""
-        is_restarting = self.job.phase is Phase.RESTARTING and self.rng.random() < 0.5
-        return self.rng.choice(OF_TRAINER if is_restarting else FAULTS)
+        is_restarting = self.job.situation == "restarting" and self.rng.random() < 0.5
+        return self.rng.choice(OF_TRAINER if is_restarting else self.kinds)
 
-    def strike(self, fault: str) -> None:
-        phase = self.job.phase
-        if getattr(self, f"_{fault.replace(' ', '_').replace(chr(39), '')}")() is not False:
-            self.world.trace("FAULT", fault, "in", phase)
-            self.world.reached[f"{fault} / {phase.value if phase else 'nothing'}"] += 1
+    def is_over(self):
+        return self.world.now_s > self.until_s or self.job.is_over()
 
-    def _one(self, part):
-        matching = [actor for name, actor in sorted(self.job.cluster.actors.items()) if part(name)]
-        return self.rng.choice(matching) if matching else None
+    def spring(self, situation):
+        """The job has come into a situation."""
+        for pair in [pair for pair in self.in_wait if pair[0] == situation]:
+            if self.strike(pair[1]):
+                self.in_wait.remove(pair)
 
-    def _do(self, part, method):
-        actor = self._one(part)
-        if actor is None:
+    def strike(self, fault):
+        is_late = self.is_over() and (self.job.is_over() or self.job.situation != "ending")
+        if is_late or (fault in OF_MASTERS and not self._is_served()):
             return False
+        situation = self.job.situation
+        if self._acts[fault]() is False:
+            return False
+        self.world.trace("FAULT", fault, "in", situation)
+        self.world.reached[f"{fault} / {situation}"] += 1
+        return True
+
+    def heal(self):
+        """End all faults."""
+        self.job.disk.heal()
+        self.job.is_quiet = True
+
+    def _do(self, matches, method):
+        actors = [actor for name, actor in sorted(self.cluster.actors.items()) if matches(name)]
+        if not actors:
+            return False
+        actor = self.rng.choice(actors)
         self.world.trace("fault at", actor.name)
         getattr(actor, method)()
         return True
 
-    def _worker_dies(self):
-        return self._do(lambda name: "/trainer/" not in name and "standby" not in name, "die")
-
-    def _standby_dies(self):
-        return self._do(lambda name: "standby" in name, "die")
-
-    def _trainer_dies(self):
-        return self._do(lambda name: "/trainer/" in name, "die")
-
-    def _worker_hangs(self):
-        return self._do(lambda name: "/trainer/" not in name, "stick")
-
-    def _trainer_hangs(self):
-        return self._do(lambda name: "/trainer/" in name, "stick")
-
-    def _restart_later(self):
-        self.world.after(self.rng.uniform(0.5, 3.0), self.job.start_master)
-
     def _is_served(self):
-        return self.job.cluster.master is self.job.master and not self.job.master.is_dead
+        return self.cluster.master is self.job.master and not self.job.master.is_dead
 
-    def _master_dies(self):
-        if not self._is_served() or self.job.is_over():
-            return False
+    def _kill_master(self):
         self.job.master.kill()
-        self._restart_later()
-        return True
+        self.job.restart_master_later()
 
-    def _master_freezes(self):
-        if not self._is_served():
+    def _freeze(self, seconds):
+        self.job.master.thaws_s = self.world.now_s + seconds
+
+    def _replace_frozen(self):
+        self._freeze(self.rng.uniform(0.5, 25.0))
+        self.job.restart_master_later()
+
+    def _kill_in_write(self, power_too):
+        self.job.power_too = power_too
+        self.job.disk.kill_in = self.rng.randint(1, 4)
+
+    def _do_to_node(self, act):
+        used = sorted({actor.node for actor in self.cluster.actors.values()} - self.cluster.cut_off.keys())
+        used = used or sorted(self.cluster.nodes.keys() - self.cluster.cut_off.keys())
+        nodes = [node for node in used if self.cluster.nodes.get(node)]
+        if not nodes:
             return False
-        self.job.master.thaws_s = self.world.now_s + self.rng.choice((0.3, 3.0, 15.0)) * self.rng.random()
+        act(self.rng.choice(nodes))
         return True
 
-    def _master_is_replaced_while_it_is_frozen(self):
-        if not self._is_served() or self.job.is_over():
-            return False
-        self.job.master.thaws_s = self.world.now_s + self.rng.uniform(0.5, 25.0)
-        self._restart_later()
-        return True
+    def _cut_off(self, node):
+        self.cluster.cut_node_off(node, self.rng.uniform(0.5, 20.0))
 
-    def _master_is_replaced_while_it_is_cut_off(self):
-        if not self._is_served() or self.job.is_over():
-            return False
-        self.job.start_master()
-        return True
+    def _fill_disk(self):
+        self._for_a_while(self.job.disk, "room", self.rng.randint(0, 300), None)
 
-    def _node_is_lost(self):
-        alive = [node for node, is_alive in self.job.cluster.nodes.items() if is_alive]
-        if len(alive) < 3:
-            return False
-        self.job.cluster.lose_node(self.rng.choice(sorted(alive)))
-        self.world.after(self.rng.uniform(1.0, 20.0), self.job.cluster.add_node)
-        return True
+    def _let_disk_falter(self):
+        self.job.disk.falter(self.rng.choice(TRANSIENT))
+        self._for_a_while(self.job.disk, "failing", self.job.disk.failing, None)
 
-    def _journals_disk_is_full(self):
-        self._fail_disk("pwrite", errno.ENOSPC)
+    def _for_a_while(self, owner, name, value, usual):
+        setattr(owner, name, value)
+        self.world.after(self.rng.uniform(0.2, 6.0), lambda: setattr(owner, name, usual))
 
-    def _journals_disk_falters(self):
-        self._fail_disk(self.rng.choice(("pwrite", "fsync")), self.rng.choice(TRANSIENT))
+    def _fail_user(self):
+        trainers = [actor for name, actor in self.cluster.actors.items() if _is_trainer(name)]
+        for trainer in trainers:
+            trainer.is_failing = self.job.is_failing = True
+        return bool(trainers)
 
-    def _fail_disk(self, call, number):
-        self.job.failing = call, number
-        self.world.after(self.rng.uniform(0.2, 6.0), lambda: setattr(self.job, "failing", None))
+    def _stop(self):
+        self.job.is_stopped = True
+        self.cluster.ask_master("stop", ("enough",), lambda answer, error: None)
 
-    def _everything_is_slow(self):
-        self.world.slowness = 50.0
-        self.world.after(self.rng.uniform(0.5, 6.0), lambda: setattr(self.world, "slowness", 1.0))
 
-    def _Rays_head_is_away(self):  # noqa: N802 -- as the fault is called
-        self.job.cluster.is_away = True
-        self.world.after(self.rng.uniform(0.5, 8.0), lambda: setattr(self.job.cluster, "is_away", False))
+def _is_trainer(name):
+    return "/trainer/" in name
+
+
+def _is_standby(name):
+    return "standby" in name
+
+
+def _is_member(name):
+    return not _is_trainer(name)
+
+
+def _is_worker(name):
+    return _is_member(name) and not _is_standby(name)
 
 
 def run(seed: int) -> World:
     """Simulate one job; returns its world. Raises Violation, with the trace as ``lines``."""
     folder = Path(mkdtemp(prefix="masters-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     world = World(seed)
-    job = Job(world, folder)
+    job = Job(world, folder, random_terms(seed))
     logging.disable(logging.CRITICAL)
     try:
         play(job)
@@ -169,8 +236,12 @@ def play(job: Job) -> None:
         rng = job.world.rng
         job.begin()
         faults = Faults(job)
-        job.world.after(rng.choice((1.5, 3.0, 10.0)) * rng.random(), faults.go_on)
+        job.world.after(rng.choice((1.5, 3.0, 10.0)) * rng.random(), faults.strike_on)
+        job.world.after(_FAULTY_S, faults.heal)
         job.world.run(job.is_over, _FAULTY_S + _QUIET_S)
         job.check_end()
         # A master that was replaced before it did anything ends after five minutes.
         job.world.run(lambda: not job.left_over(), 300.0 + 3 * LEASE_S)
+        job.world.run(lambda: not job.cluster.cut_off, 60.0)
+        if job.left_over() or job.state() != job.referee.last:
+            raise Violation("a job that has ended has changed")

@@ -228,7 +228,7 @@ class StepsJob:
         if later:
             self.world.reached["a commit of an earlier trainer"] += 1
             if epoch in self.overtaken:
-                raise Violation(f"the trainer of epoch {epoch} commits after that of epoch {max(later)} began")
+                raise Violation(f"the trainer of epoch {epoch} commits after trainer {max(later)} began")
             self.overtaken.add(epoch)  # it may have been at that change when the other one took over
             return
         first = epoch not in self.progress

@@ -21,6 +21,7 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from tests.protocol.loops_world import Process, World
 from tests.protocol.masters_job import Job
+from tests.protocol.masters_terms import Terms
 
 MEMBERS, PER_NODE = 10_000, 8
 NODES = MEMBERS // PER_NODE + 1
@@ -43,7 +44,7 @@ class Timed(Job):
     """Notes how long each turn of a master's event loop takes; what runs in threads does not count."""
 
     def __init__(self, world, folder):
-        super().__init__(world, folder, JOB, NODES + 1)
+        super().__init__(world, folder, Terms(nodes=NODES + 1), JOB.format(folder=folder))
         self.turns_s, self._in_threads_s = [], 0.0
 
     async def _to_thread(self, function, *arguments, **named):

@@ -65,7 +65,7 @@ def test_a_collective_or_a_rendezvous(text):
 
 
 @pytest.mark.parametrize("text", NEITHER)
-def test_what_may_be_anything(text):
+def test_fault_with_other_words_is_unknown(text):
     assert fault_in(text) is fault_of(RuntimeError(text)) is fault_of(ConnectionError(text)) is CauseKind.UNKNOWN_ERROR
 
 
@@ -93,7 +93,7 @@ class Retryable(RuntimeError):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_fresh_processes_cannot_help(error):
+def test_fault_of_bug_or_user_error_is_users(error):
     assert fault_of(error) is CauseKind.USER_ERROR
 
 
@@ -106,7 +106,7 @@ def test_what_fresh_processes_cannot_help(error):
         (ValueError("wrong"), CauseKind.START_FAILED),
     ],
 )
-def test_a_constructors_error_is_told_by_its_fault_too(error, kind):
+def test_cause_of_constructor_error_has_its_fault(error, kind):
     with pytest.raises(WorkloadStartError) as failed, starting("ACTOR[0]"):
         raise error
     assert cause_of(failed.value, "trainer").kind is kind

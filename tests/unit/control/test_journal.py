@@ -85,7 +85,7 @@ def test_an_event_is_one_line_there_and_back(event):
     assert type(back) is type(event)
 
 
-def test_what_is_inside_an_event_comes_back_as_what_it_was():
+def test_event_fields_decoded_have_their_types():
     ((_, submitted), (_, lost), (_, up)) = decode(encode(1.0, event) for event in (EVENTS[0], EVENTS[4], EVENTS[3]))
     assert submitted.roles["ACTOR"].scope is RecoveryScope.GROUP
     assert (lost.cause.kind, lost.cause.retryable) == (CauseKind.PROCESS_DIED, True)
@@ -101,8 +101,8 @@ def test_cause_with_a_secret_hides_it():
 
 
 @given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(CauseKind), st.floats(0, 1e12))
-def test_any_words_survive(who, message, detail, number, kind, at_s):
-    event = Failed(number, Cause(kind, who, message, detail))
+def test_any_words_survive(name, message, detail, number, kind, at_s):
+    event = Failed(number, Cause(kind, name, message, detail))
     line = encode(at_s, event)
     assert line.splitlines() == [line]
     assert decode([line]) == [(at_s, event)]
@@ -119,7 +119,7 @@ def test_of_long_details_the_beginning_and_the_end_are_kept():
     assert decode([encode(1.0, Failed(1, cause))]) == [(1.0, Failed(1, cause))]
 
 
-def test_a_time_that_is_no_number_is_not_written():
+def test_encode_of_nan_time_raises():
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode(float("nan"), Placed(1))
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who hangs, and who of a role is the one that the others wait for."""
+"""Processes that hang, and workers that are slower than the others of their role."""
 
 import pytest
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.liveness import Listening, Sign, hangs, odd_one_out
+from dlrover.python.rl.control.liveness import WINDOW_S, WINDOWS, Listening, Paces, Sign, Work, hangs, odd_one_out
 
 LIMITS = {"ACTOR": 10.0, "trainer": 30.0}
 LISTENING = Listening(beat_s=0.5, since_s=0.0)
 
 
-def sign(who="ACTOR[0]", method="update", since_s=90.0, step=3, at_s=99.9):
-    return Sign(ProcessId.parse(who), 1, method, since_s, step, at_s)
+def sign(name="ACTOR[0]", method="update", since_s=90.0, step=3, at_s=99.9):
+    return Sign(ProcessId.parse(name), 1, method, since_s, step, at_s)
 
 
 def found(*signs, limits=LIMITS, listening=LISTENING, now_s=100.0):
@@ -22,7 +22,7 @@ def test_work_and_idleness_are_no_hangs():
     assert found(sign(since_s=90.5), sign("ACTOR[1]", method="", since_s=0.0), sign("trainer", since_s=71.0)) == {}
 
 
-def test_a_call_that_takes_longer_than_its_role_allows_is_a_hang():
+def test_call_longer_than_roles_limit_is_hang():
     assert found(sign(since_s=80.0), sign("ACTOR[1]")) == {"ACTOR[0]": "in update without progress for 19.9 s"}
 
 
@@ -30,7 +30,7 @@ def test_each_role_has_its_own_limit_and_one_without_has_none():
     assert found(sign("trainer", since_s=75.0), sign("ROLLOUT[0]", since_s=0.0, at_s=0.0)) == {}
 
 
-def test_a_process_that_does_not_beat_hangs_whatever_it_last_said():
+def test_process_without_heartbeat_hangs():
     stopped = sign(method="", at_s=89.0)
     assert found(stopped) == {"ACTOR[0]": "no sign of life for 11.0 s"}
     assert found(sign(method="", at_s=91.0)) == {}
@@ -39,17 +39,17 @@ def test_a_process_that_does_not_beat_hangs_whatever_it_last_said():
     assert found(sign(since_s=91.0, at_s=99.0), listening=impatient) == {}
 
 
-def test_a_call_of_a_process_that_went_silent_is_as_old_as_it_last_said():
+def test_call_age_of_silent_process_is_its_last_report():
     assert found(sign(since_s=85.0, at_s=92.0)) == {}
 
 
-def test_silence_counts_only_after_three_beats_however_short_the_limit():
+def test_silence_of_under_three_beats_is_no_hang():
     short = {"ACTOR": 0.1}
     assert found(sign(method="", at_s=98.6), limits=short) == {}
     assert found(sign(method="", at_s=98.4), limits=short) == {"ACTOR[0]": "no sign of life for 1.6 s"}
 
 
-def test_silence_counts_only_while_somebody_listened():
+def test_silence_before_listening_is_no_hang():
     late = Listening(beat_s=0.5, since_s=95.0)
     assert found(sign(method="", at_s=10.0), listening=late) == {}
     assert found(sign(method="", at_s=10.0), listening=late, now_s=106.0) == {"ACTOR[0]": "no sign of life for 11.0 s"}
@@ -80,14 +80,14 @@ def test_the_silent_one_is_odd():
         ("update", 2, "in update of step 2 while 2 of 3 are in update of step 3"),
     ],
 )
-def test_the_one_that_is_elsewhere_is_odd(method, step, why):
+def test_odd_one_out_is_the_rank_in_another_call(method, step, why):
     culprit, why_odd = odd(sign("ACTOR[0]"), sign("ACTOR[1]", method=method, step=step), sign("ACTOR[2]"))
     assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", why)
 
 
-def test_of_several_that_are_elsewhere_the_furthest_behind_is_odd():
-    others = [sign(f"ACTOR[{rank}]") for rank in range(3)]
-    assert odd(*others, sign("ACTOR[3]", step=2), sign("ACTOR[4]", step=1))[0].process_id == ProcessId("ACTOR", 4)
+def test_odd_one_out_of_several_is_furthest_behind():
+    ahead = [sign(f"ACTOR[{rank}]") for rank in range(3)]
+    assert odd(*ahead, sign("ACTOR[3]", step=2), sign("ACTOR[4]", step=1))[0].process_id == ProcessId("ACTOR", 4)
 
 
 def test_of_those_in_the_same_call_the_longest_is_odd():
@@ -98,10 +98,77 @@ def test_of_those_in_the_same_call_the_longest_is_odd():
     )
 
 
-def test_nobody_is_odd_when_all_are_idle():
+def test_odd_one_out_of_idle_ranks_is_none():
     assert odd(sign("ACTOR[0]", method="", step=-1), sign("ACTOR[1]", method="", step=-1)) is None
 
 
 def test_when_all_are_silent_where_they_were_decides():
     silent = [sign(f"ACTOR[{rank}]", at_s=50.0) for rank in range(3)]
     assert odd(*silent, sign("ACTOR[3]", method="", step=-1, at_s=50.0))[0].process_id == ProcessId("ACTOR", 3)
+
+
+# -- slow workers -----------------------------------------------------------------------------------------------------
+
+
+class Role:
+    """Workers that work at their own pace; ``paces_s`` are seconds for a unit."""
+
+    def __init__(self, paces_s, role="ACTOR", factor=2.0):
+        self.paces, self.paces_s = Paces(factor), list(paces_s)
+        self.ids = [ProcessId(role, rank) for rank in range(len(self.paces_s))]
+        self.done = [Work() for _ in self.ids]
+        self.up = dict.fromkeys(self.ids, 1)
+
+    def works(self, units=10, number=1):
+        """Do some units each; return the slow ones."""
+        for rank, process_id in enumerate(self.ids):
+            done = self.done[rank]
+            self.done[rank] = Work(done.units + units, done.busy_s + units * self.paces_s[rank])
+            self.paces.note(process_id, self.up[process_id], self.done[rank])
+        return [(str(slow.process_id), round(slow.ratio, 1)) for slow in self.paces.find(self.up)]
+
+
+def slow_in(role, windows):
+    return [slow for _ in range(windows) for slow in role.works()]
+
+
+def test_slow_rank_is_found_once_with_its_ratio():
+    role = Role([1.0, 1.0, 3.0, 1.1])
+    assert slow_in(role, WINDOWS) == []  # the first heartbeat only begins a window
+    assert role.works() == [("ACTOR[2]", 3.0)]
+    assert slow_in(role, 10) == []
+
+
+def test_slow_rank_after_fast_windows_is_found_again():
+    role = Role([1.0, 3.0])
+    assert len(slow_in(role, WINDOWS + 1)) == 1
+    role.paces_s[1] = 1.0
+    assert slow_in(role, 3) == []
+    role.paces_s[1] = 3.0
+    assert len(slow_in(role, WINDOWS)) == 1
+
+
+def test_more_work_is_no_slowness():
+    role = Role([1.0, 1.0])
+    for turn in range(20):
+        for rank, process_id in enumerate(role.ids):
+            units = (turn + 1) * 10 * (1 + 9 * rank)
+            role.paces.note(process_id, 1, Work(units, units * 1.0))
+        assert role.paces.find(role.up) == []
+
+
+@pytest.mark.parametrize("paces_s", [[9.0], [1.0, 1.9], [2.0, 2.0, 2.0]])
+def test_rank_alone_or_little_slower_is_not_found(paces_s):
+    assert slow_in(Role(paces_s), 20) == []
+
+
+def test_short_work_says_nothing():
+    assert slow_in(Role([WINDOW_S / 1e4, WINDOW_S / 1e3]), 20) == []
+
+
+def test_slow_rank_in_new_process_counts_from_zero():
+    role = Role([1.0, 3.0])
+    slow_in(role, WINDOWS)
+    role.up[role.ids[1]], role.done[1] = 2, Work()
+    assert slow_in(role, WINDOWS) == []
+    assert role.works() == [("ACTOR[1]", 3.0)]

@@ -56,7 +56,7 @@ def test_placed_resources_let_all_members_start():
     assert run.commands == (StartMembers("ACTOR", ((0, 1), (1, 1))), StartMembers("ROLLOUT", ((0, 1), (1, 1))))
 
 
-def test_the_trainer_and_the_standbys_start_when_the_last_member_is_up():
+def test_last_member_up_starts_trainer_and_standbys():
     run = Run(Placed(1))
     for event in members_up()[:-1]:
         assert run(event).commands == ()
@@ -73,7 +73,7 @@ def test_the_job_runs_once_the_trainer_is_up():
     assert (run.state.phase, run.state.trainer.process, run.state.opened) == (Phase.RUNNING, Process("c", 1), False)
 
 
-def test_a_finished_trainer_ends_the_job_and_everything_is_given_back_first():
+def test_finished_trainer_releases_all_and_ends_job():
     run = Run(*OPEN, TrainerFinished(1))
     assert (run.state.phase, run.state.outcome, run.commands) == (Phase.ENDING, Phase.FINISHED, (Release(1, True),))
     run(Released(1))
@@ -82,7 +82,7 @@ def test_a_finished_trainer_ends_the_job_and_everything_is_given_back_first():
     assert all(member.process is None for member in run.state.members.values())
 
 
-def test_the_trainer_may_be_heard_of_before_the_news_that_it_has_started():
+def test_trainer_heard_before_its_start_is_running():
     run = Run(Placed(1), *members_up(), StepsOpened(1))
     assert (run.state.phase, run.state.opened, run.state.trainer.phase) == (Phase.RUNNING, True, MemberPhase.STARTING)
     run(TrainerStarted(1, Process("c", 1)))
@@ -130,7 +130,7 @@ def test_progress_is_noted_once_and_not_for_every_step():
     ],
     ids=repr,
 )
-def test_what_comes_twice_too_late_or_from_nowhere_changes_nothing(event):
+def test_repeated_late_or_strange_event_changes_nothing(event):
     assert Run(*OPEN).ignores(event)
 
 
@@ -157,7 +157,7 @@ def test_a_restarted_job_has_new_numbers_throughout():
     assert run.ignores(TrainerStarted(1))
 
 
-def test_one_death_that_many_tell_of_restarts_the_job_once():
+def test_death_reported_often_restarts_job_once():
     run = Run(*up(), lost("ROLLOUT", 0))
     for late in (
         lost("ROLLOUT", 0),
@@ -171,7 +171,7 @@ def test_one_death_that_many_tell_of_restarts_the_job_once():
     assert (run.state.restarts, run.state.incarnation, run.state.phase) == (1, 2, Phase.CREATED)
 
 
-def test_a_members_death_that_the_trainer_tells_of_is_the_members():
+def test_member_death_reported_by_trainer_is_charged_to_role():
     run = Run(*up(), trainer_lost(1, who="ROLLOUT[0]"))
     assert (run.state.restarts_by, set(run.state.history)) == ({"ROLLOUT": 1}, {"ROLLOUT", "job"})
 
@@ -180,7 +180,7 @@ def test_a_lost_trainer_before_steps_restarts_the_job():
     assert Run(*up(), trainer_lost(1)).state.restarts_by == {"trainer": 1}
 
 
-def test_what_the_whole_job_stands_on_restarts_all_of_it_even_after_steps():
+def test_failed_job_after_steps_restarts_as_a_whole():
     run = Run(*OPEN, Failed(1, cause("job")))
     assert (run.state.phase, run.state.restarts_by, run.state.opened) == (Phase.RESTARTING, {"job": 1}, False)
 
@@ -195,7 +195,7 @@ def test_the_second_restart_waits_and_the_wait_doubles():
     assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
 
 
-def test_the_next_incarnation_waits_for_the_release_of_the_last_and_for_the_back_off():
+def test_next_incarnation_waits_for_release_and_back_off():
     run = Run(Failed(1, cause("job")), Released(1), Failed(2, cause("job")))
     assert run.ignores(WaitOver("job#2"))
     run(Released(2))
@@ -209,14 +209,14 @@ def test_the_next_incarnation_waits_for_the_release_of_the_last_and_for_the_back
 
 @pytest.mark.parametrize("kind", sorted(set(CauseKind) - RETRYABLE - {CauseKind.UNKNOWN_ERROR}))
 @pytest.mark.parametrize("events", [up(), OPEN])
-def test_what_a_restart_cannot_help_ends_the_job(kind, events):
+def test_loss_not_retryable_ends_job(kind, events):
     run = Run(*events, lost("ACTOR", 0, kind=kind))
     assert (run.state.phase, run.state.outcome, run.commands) == (Phase.ENDING, Phase.FAILED, (Release(1, True),))
     assert run.state.reason == f"ACTOR[0]: it is gone ({kind.value} is not retried)"
     assert (run.state.ended_by, run.state.failure.kind) == (EndReason.NOT_RETRYABLE, kind)
 
 
-def test_a_failure_while_restarting_ends_the_job_only_when_it_cannot_be_retried():
+def test_failure_while_restarting_ends_job_if_not_retryable():
     run = Run(*up(), lost("ACTOR", 0))
     assert run.ignores(Failed(1, cause("job")))
     assert run(Failed(1, cause("job", CauseKind.INTERNAL))).state.outcome is Phase.FAILED
@@ -233,7 +233,7 @@ def test_a_stop_gives_everything_back_at_any_point(so_far):
     assert (run.state.phase, run.state.reason, run.state.ended_by) == (Phase.STOPPED, "enough", EndReason.STOPPED)
 
 
-def test_a_stop_ends_a_restart_and_does_not_take_its_release_for_the_last_one():
+def test_stop_in_restart_waits_for_its_own_release():
     run = Run(*up(), lost("ACTOR", 0), StopRequested("enough"))
     assert run.commands == (Release(2, final=True),)
     assert run.ignores(Released(1))
@@ -265,14 +265,14 @@ def test_nothing_happens_before_the_submission():
 @pytest.mark.parametrize(
     "event", [*OPEN, StopRequested("x"), MasterStarted(), node_lost("a"), lost("ACTOR", 0)], ids=repr
 )
-def test_a_job_that_has_ended_stays_as_it_is(event):
+def test_ended_job_ignores_all_events(event):
     assert Run(*OPEN, TrainerFinished(1), Released(1)).ignores(event)
 
 
 @pytest.mark.parametrize(
     "event", [lost("ACTOR", 0), trainer_lost(1), node_lost("a"), Failed(1, cause("job"))], ids=repr
 )
-def test_losses_of_a_job_that_ends_change_nothing(event):
+def test_ending_job_ignores_losses(event):
     assert Run(*OPEN, TrainerFinished(1)).ignores(event)
 
 
@@ -319,7 +319,7 @@ def likely(state, seed):
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(EVENTS | st.integers(0, 999), max_size=60))
-def test_what_holds_after_any_events(sequence):
+def test_machine_after_any_events_keeps_invariants(sequence):
     state, _ = step(JobState(), LOOSE, 0.0)
     journal = [(0.0, LOOSE)]
     for number, item in enumerate(sequence, 1):
@@ -332,7 +332,7 @@ def test_what_holds_after_any_events(sequence):
         else:
             assert state != before, "what is journalled changes something"
             journal.append((float(number), event))
-        assert all(state.members[who].incarnation >= before.members[who].incarnation for who in before.members)
+        assert all(state.members[each].incarnation >= before.members[each].incarnation for each in before.members)
         assert state.epoch >= before.epoch
         assert state.restarts - before.restarts + sum(state.recoveries.values()) - sum(before.recoveries.values()) <= 5
         outstanding(state)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers go: small sizes exhaustively."""
+"""Places of workers and standbys, and their shares of devices."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job_text
@@ -27,7 +30,7 @@ def test_whole_devices_fit_exactly_as_long_as_there_are_enough(nodes, devices, d
 
 @pytest.mark.parametrize("roles", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_collocated_roles_share_devices_exactly_as_long_as_there_are_enough(roles, count):
+def test_collocated_roles_fit_while_devices_suffice(roles, count):
     names = ["ACTOR", "ROLLOUT", "REWARD", "CRITIC"][:roles]
     for nodes, devices, instances in itertools.product([1, 2], [1, 2, 3, 4], [1, 2, 3, 4]):
         group = [dict.fromkeys(names, count)]
@@ -40,7 +43,7 @@ def test_collocated_roles_share_devices_exactly_as_long_as_there_are_enough(role
             assert all(bundle.resources == {"gpu": 1.0} for bundle in placement.bundles)
 
 
-def test_three_roles_sharing_take_a_third_each_and_never_more_than_the_device():
+def test_three_roles_sharing_take_a_third_each():
     names = ["ACTOR", "ROLLOUT", "REWARD"]
     placement = placed(dict.fromkeys(names, 4), [dict.fromkeys(names, 4)])
     assert {slot.resources["gpu"] for slots in placement.slots.values() for slot in slots} == {0.3333}
@@ -69,7 +72,7 @@ def test_many_members_over_many_nodes():
     assert [slot.local_rank for slot in placement.slots["ACTOR"]] == [0, 1] * 4
 
 
-def test_what_is_placed_later_on_an_earlier_node_stands_beside_what_is_there():
+def test_later_role_on_earlier_node_is_beside_others():
     job = job_of({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 2}, (), 2, 4)
     placement, _ = plan(job)
     check(job, placement)
@@ -95,14 +98,14 @@ def test_members_per_node_hold_for_groups_too():
         ({"ROLLOUT": {"num": 1, "resource": {"gpu": 3}}, "ACTOR": {"num": 3, "per_node": 2}}, 2),
     ],
 )
-def test_ranks_follow_the_nodes_even_where_the_last_ones_filled_a_gap(roles, nodes):
+def test_ranks_filling_a_gap_follow_the_nodes(roles, nodes):
     job = job_of(roles, (), nodes, 4)
     placement, problems = plan(job)
     assert not problems
     check(job, placement)
 
 
-def test_what_only_fits_in_another_order_than_the_files_is_found():
+def test_roles_fitting_in_another_order_are_placed():
     job = job_of({"REWARD": 2, "ROLLOUT": {"num": 2, "resource": {"gpu": 3}}}, (), 2, 4)
     placement, _ = plan(job)
     check(job, placement)
@@ -119,7 +122,7 @@ def test_members_without_a_device_are_spread_evenly():
     assert nodes_of(placement, "REWARD") == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_limit_on_each_node_holds_for_members_without_a_device_too():
+def test_per_node_limit_holds_for_members_without_device():
     group = [{"ACTOR": 1, "REWARD": 1}]
     spec = {"resource": {"gpu": 0}}
     job = job_of({"ACTOR": {"num": 6, "per_node": 2, **spec}, "REWARD": {"num": 4, **spec}}, group, 3, 8)
@@ -140,8 +143,10 @@ def test_auto_and_group_place_alike(strategy):
 def test_simple_cannot_share_devices_since_it_reserves_none():
     job = replace(job_of({"ACTOR": 2, "CRITIC": 2}, [{"ACTOR": 1, "CRITIC": 1}]), scheduling_strategy="SIMPLE")
     _, (problem,) = plan(job)
-    said = "workload_group.0: ACTOR+CRITIC cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
-    assert str(problem) == said
+    message = (
+        "workload_group.0: ACTOR+CRITIC cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
+    )
+    assert str(problem) == message
     assert plan(replace(job, groups=({RLRoleType("ACTOR"): 2},)))[0] is not None
 
 
@@ -149,7 +154,7 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (
             ({"ACTOR": 5},),
@@ -186,8 +191,8 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
         ),
     ],
 )
-def test_an_impossible_placement_is_refused_with_the_arithmetic(args, said):
-    assert said in refused(*args)
+def test_an_impossible_placement_is_refused_with_the_arithmetic(args, message):
+    assert message in refused(*args)
 
 
 def test_a_custom_resource_keeps_its_name():
@@ -198,3 +203,254 @@ def test_a_custom_resource_keeps_its_name():
     assert not problems
     (first, _) = placement.slots[RLRoleType.ACTOR]
     assert first.resources == {"cpu": 1.0, "memory": 5.0, "NPU": 1.0, "accelerator_type:A100": 0.1}
+
+
+# -- shares of a device, and other resources --------------------------------------------------------------------------
+
+
+def shares(workloads, group, **options):
+    placement = placed(workloads, [group], **options)
+    taken = {role: {slot.resources["gpu"] for slot in slots} for role, slots in placement.slots.items()}
+    assert all(len(amounts) == 1 for amounts in taken.values()), "all workers of a role take the same"
+    return {role: amounts.pop() for role, amounts in taken.items()}, placement
+
+
+@pytest.mark.parametrize(("actors", "rewards"), itertools.product([1, 2, 3, 4], repeat=2))
+def test_group_members_take_equal_shares(actors, rewards):
+    taken, placement = shares({"ACTOR": actors, "REWARD": rewards}, {"ACTOR": 1, "REWARD": 1})
+    assert taken == {"ACTOR": 0.5, "REWARD": 0.5}
+    assert [bundle.resources for bundle in placement.bundles] == [{"gpu": 1.0}] * max(actors, rewards)
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({"ACTOR": 0.5, "ROLLOUT": 0.5}, {"ACTOR": 0.5, "ROLLOUT": 0.5}),
+        ({"ACTOR": 0.5, "ROLLOUT": None}, {"ACTOR": 0.5, "ROLLOUT": 0.5}),
+        ({"ACTOR": 0.3, "ROLLOUT": None, "REWARD": 0.1}, {"ACTOR": 0.3, "ROLLOUT": 0.6, "REWARD": 0.1}),
+        ({"ACTOR": 0.4, "ROLLOUT": None, "REWARD": None}, {"ACTOR": 0.4, "ROLLOUT": 0.3, "REWARD": 0.3}),
+        ({"ACTOR": None, "REWARD": 0}, {"ACTOR": 1.0, "REWARD": 0.0}),
+        ({"ACTOR": 0.2, "ROLLOUT": 0.1}, {"ACTOR": 0.2, "ROLLOUT": 0.1}),
+    ],
+)
+def test_a_named_part_of_a_device_is_taken_as_it_is(resources, expected):
+    specs = {
+        role: {"num": 2, "resource": {} if amount is None else {"gpu": amount}} for role, amount in resources.items()
+    }
+    taken, placement = shares(specs, dict.fromkeys(resources, 1))
+    assert taken == expected
+    assert [bundle.resources for bundle in placement.bundles] == [{"gpu": 1.0}] * 2
+
+
+def test_group_with_whole_devices_is_on_one_node():
+    specs = {role: {"num": 2, "resource": {"gpu": 2}} for role in ("ACTOR", "ROLLOUT")}
+    taken, placement = shares(specs, {"ACTOR": 1, "ROLLOUT": 1}, nodes=2)
+    assert taken == {"ACTOR": 2.0, "ROLLOUT": 2.0}
+    assert nodes_of(placement, "ACTOR") == nodes_of(placement, "ROLLOUT") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        (
+            {"ACTOR": 0.7, "ROLLOUT": 0.6},
+            "workload.actor.resource.gpu: the parts of one GPU that its group shares are too many: "
+            "ACTOR 0.7 + ROLLOUT 0.6",
+        ),
+        (
+            {"ACTOR": 1, "ROLLOUT": None},
+            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
+            "share (ACTOR 1)",
+        ),
+        (
+            {"ACTOR": 2, "ROLLOUT": None},
+            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
+            "share (ACTOR 2)",
+        ),
+    ],
+)
+def test_impossible_shares_are_refused(resources, message):
+    specs = {role: {"resource": {} if amount is None else {"gpu": amount}} for role, amount in resources.items()}
+    assert refused(specs, [dict.fromkeys(resources, 1)]) == message
+
+
+def test_the_cpus_of_a_node_are_one_pool_for_groups_too():
+    specs = {role: {"num": 1, "resource": {"cpu": 0.75}} for role in ("ACTOR", "ROLLOUT")}
+    assert placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").total == {"cpu": 2.0}
+    specs = {"ACTOR": {"resource": {"cpu": 1.5}}, "ROLLOUT": {}}
+    (rollout,) = placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").slots["ROLLOUT"]
+    assert rollout.resources == {"cpu": 0.5}, "what the others leave of their last core"
+
+
+# -- fractions, other resources ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fraction", "members", "devices"), [(0.1, 20, 2), (0.3, 6, 2), (0.5, 8, 4), (0.25, 12, 3), (1 / 3, 6, 2)]
+)
+def test_fractions_fill_devices_exactly(fraction, members, devices):
+    roles = {"ACTOR": {"num": members, "resource": {"gpu": fraction}}}
+    assert plan(job_of(roles, (), 1, devices))[0] is not None
+    roles["ACTOR"]["num"] += 1
+    assert plan(job_of(roles, (), 1, devices))[0] is None
+
+
+def test_a_fraction_of_a_gpu_is_not_put_together_from_two():
+    roles = {"ACTOR": {"num": 3, "resource": {"gpu": 0.6}}}
+    assert "ACTOR needs 0.6 more on one node, free are [0.8]" in refused(roles, (), 1, 2)
+    roles = {"ACTOR": {"num": 3, "resource": {"cpu": 0.6}}}
+    assert placed(roles, (), 1, 2, "CPU").total == {"cpu": 1.8}
+
+
+def test_memory_and_custom_resources_are_reserved():
+    roles = {"ACTOR": {"num": 2, "resource": {"memory": 4096, "disk": 100, "cpu": 16}}}
+    placement = placed(roles, (), 1, 2)
+    assert placement.slots["ACTOR"][0].resources == {"memory": 4096.0, "disk": 100.0, "cpu": 16.0, "gpu": 1.0}
+    assert placement.total == {"memory": 8192.0, "disk": 200.0, "cpu": 32.0, "gpu": 2.0}
+
+
+def test_a_member_may_take_several_devices_or_none():
+    roles = {"ACTOR": {"num": 1, "resource": {"gpu": 2}}, "REWARD": {"num": 5, "resource": {"gpu": 0, "cpu": 1}}}
+    assert placed(roles, (), 1, 2).total == {"gpu": 2.0, "cpu": 5.0}
+
+
+# -- standbys ---------------------------------------------------------------------------------------------------------
+
+
+def standbys_of(placement, role):
+    return [placement.bundles[slot.bundle].node for slot in placement.standbys[role]]
+
+
+def test_standbys_are_on_different_nodes_than_rank_0():
+    placement = placed({"ACTOR": {"num": 2, "standby": 3}, "ROLLOUT": {"num": 1, "standby": 1}}, (), 4, 4)
+    assert nodes_of(placement, "ACTOR") == [0, 0]
+    assert standbys_of(placement, "ACTOR") == [1, 2, 3]
+    assert standbys_of(placement, "ROLLOUT") == [1]
+
+
+def test_a_standby_is_beside_rank_0_when_there_is_no_other_place():
+    placement = placed({"ACTOR": {"num": 1, "standby": 1}}, (), 1, 2)
+    assert standbys_of(placement, "ACTOR") == [0]
+    placement = placed({"ACTOR": {"num": 3, "standby": 1}, "ROLLOUT": {"num": 2, "resource": {"gpu": 4}}}, (), 3, 4)
+    assert (standbys_of(placement, "ACTOR"), nodes_of(placement, "ROLLOUT")) == ([0], [1, 2])
+
+
+@pytest.mark.parametrize(("nodes", "devices", "standby"), itertools.product([1, 2, 3], [1, 2, 4], [0, 1, 2, 3]))
+def test_standbys_take_devices_like_members(nodes, devices, standby):
+    for num in range(1, nodes * devices + 1):
+        job = job_of({"ACTOR": {"num": num, "standby": standby}}, (), nodes, devices)
+        placement, problems = plan(job)
+        assert (placement is not None) == (num + standby <= nodes * devices), problems
+        if placement is not None:
+            check(job, placement)
+            assert len(placement.bundles) == num + standby
+            outside = nodes * devices - devices - max(num - devices, 0)
+            assert sum(node != 0 for node in standbys_of(placement, "ACTOR")) == min(standby, outside)
+
+
+def test_standby_of_sharing_role_takes_its_share():
+    roles = {"ACTOR": {"num": 2, "standby": 1}, "ROLLOUT": 2}
+    placement = placed(roles, [{"ACTOR": 1, "ROLLOUT": 1}], 1, 3)
+    (slot,) = placement.standbys["ACTOR"]
+    assert (slot.resources, placement.bundles[slot.bundle].resources) == ({"gpu": 0.5}, {"gpu": 0.5})
+    assert placement.total == {"gpu": 2.5}
+
+
+def test_standbys_do_not_count_for_per_node():
+    placement = placed({"ACTOR": {"num": 2, "per_node": 2, "standby": 1}}, (), 1, 3)
+    assert [slot.local_world_size for slot in placement.slots["ACTOR"]] == [2, 2]
+
+
+# -- any job, and large ones ------------------------------------------------------------------------------------------
+
+
+ROLES = ["ACTOR", "ROLLOUT", "REWARD", "CRITIC"]
+RESOURCES = st.fixed_dictionaries(
+    {}, optional={"gpu": st.sampled_from([0, 0.1, 0.25, 0.5, 0.7, 1, 2]), "memory": st.integers(0, 100)}
+)
+SPECS = st.fixed_dictionaries(
+    {"num": st.integers(1, 6), "resource": RESOURCES},
+    optional={"per_node": st.none() | st.integers(1, 4), "standby": st.integers(0, 3)},
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(st.sampled_from(ROLES), SPECS, min_size=1),
+    st.lists(st.dictionaries(st.sampled_from(ROLES), st.integers(1, 3)), max_size=2),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from(["CPU", "GPU"]),
+)
+def test_a_job_is_placed_rightly_or_refused(workloads, groups, nodes, devices, device_type):
+    grouped = [role for group in groups for role in group]
+    assume(len(grouped) == len(set(grouped)))
+    assume(all(group and set(group) <= set(workloads) for group in groups))
+    assume(all(workloads[role]["num"] % count == 0 for group in groups for role, count in group.items()))
+    job = job_of(workloads, groups, nodes, devices, device_type)
+    placement, problems = plan(job)
+    assert (placement is None) == bool(problems)
+    if placement is not None:
+        check(job, placement)
+    assert plan(job) == (placement, problems), "the same job, the same placement"
+
+
+def fits_somehow(sizes, free):
+    """Try everything to fit workers of these sizes on nodes with ``free`` left."""
+    if not sizes:
+        return True
+    first, *smaller = sizes
+    return any(
+        left >= first and fits_somehow(smaller, (*free[:index], left - first, *free[index + 1 :]))
+        for index, left in enumerate(free)
+        if left not in free[:index]
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(
+        st.sampled_from(ROLES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 4])), min_size=1, max_size=4
+    ),
+    st.integers(1, 3),
+    st.integers(1, 7),
+)
+def test_members_of_1_2_or_4_devices_are_placed_if_possible(roles, nodes, devices):
+    job = job_of(
+        {role: {"num": num, "resource": {"gpu": size}} for role, (num, size) in roles.items()}, (), nodes, devices
+    )
+    sizes = sorted((size for num, size in roles.values() for _ in range(num)), reverse=True)
+    assert (plan(job)[0] is not None) == fits_somehow(sizes, (devices,) * nodes)
+
+
+@pytest.mark.parametrize(
+    ("workloads", "groups"),
+    [
+        ({"ACTOR": 8000}, ()),
+        ({"ACTOR": 4000, "ROLLOUT": 4000}, ()),
+        ({"ACTOR": {"num": 4000, "per_node": 4}, "ROLLOUT": 4000}, ()),
+        ({"ACTOR": 4000, "ROLLOUT": 4000}, [{"ACTOR": 8, "ROLLOUT": 8}]),
+        ({"ACTOR": {"num": 8000, "resource": {"gpu": 0.5}}}, ()),
+        ({"ACTOR": 4000, "REWARD": {"num": 4000, "resource": {"gpu": 0, "cpu": 1}}}, ()),
+        ({"ACTOR": {"num": 7900, "standby": 100}}, ()),
+        ({f"ROLE_{index}": 1 for index in range(8000)}, ()),
+    ],
+)
+def test_8000_members_are_placed_on_1000_nodes_within_a_second(workloads, groups):
+    job = job_of(workloads, groups, nodes=1000, devices=8)
+    began_s = time.process_time()
+    placement, problems = plan(job)
+    took_s = time.process_time() - began_s
+    assert not problems
+    assert sum(map(len, (*placement.slots.values(), *placement.standbys.values()))) == 8000
+    assert took_s < 1.0
+    check(job, placement)
+
+
+def test_8001_members_are_refused_by_1000_nodes_within_a_second():
+    job = job_of({"ACTOR": 8001}, (), nodes=1000, devices=8)
+    began_s = time.process_time()
+    placement, (problem,) = plan(job)
+    assert time.process_time() - began_s < 1.0
+    assert placement is None
+    assert str(problem).endswith("ACTOR needs 1 more on one node, free are [0 on 1000 nodes]")

@@ -84,14 +84,14 @@ def test_a_standby_takes_one_place():
     assert run.commands == (StartMembers("ROLLOUT", ((0, 2),)),)
 
 
-def test_one_death_that_many_tell_of_is_recovered_once():
+def test_death_reported_often_is_recovered_once():
     run = Run(*OPEN, lost("ROLLOUT", 1))
     for late in (lost("ROLLOUT", 1), node_lost("zzz"), lost("ROLLOUT", 1, 1, CauseKind.HUNG), started("ROLLOUT", 1, 1)):
         run(late)
     assert (run.state.recoveries, run.number("ROLLOUT[1]")) == ({"ROLLOUT": 1}, 2)
 
 
-def test_a_replacement_that_dies_is_replaced_after_a_back_off():
+def test_lost_replacement_is_replaced_after_back_off():
     run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), terms=LOOSE)
     assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
     assert run.phase("ROLLOUT[1]") == "waiting"
@@ -100,7 +100,7 @@ def test_a_replacement_that_dies_is_replaced_after_a_back_off():
     assert run.ignores(WaitOver("ROLLOUT[1]#3"))
 
 
-def test_the_back_off_doubles_up_to_a_minute_and_progress_ends_it():
+def test_back_off_doubles_to_a_minute_until_progress():
     run = Run(*OPEN, terms=ALONE)
     waits = []
     for number in range(1, 11):
@@ -132,20 +132,20 @@ def test_an_old_streak_does_not_count():
 # -- a group ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_rank_restarts_its_group_and_nobody_else():
+def test_lost_rank_restarts_only_its_group():
     run = Run(*OPEN, lost("ACTOR", 1))
     assert run.commands == (Kill(ProcessId("ACTOR", 0), 1), StartMembers("ACTOR", ((0, 2), (1, 2))))
-    assert [run.number(who) for who in run.state.members] == [2, 2, 1, 1]
+    assert [run.number(each) for each in run.state.members] == [2, 2, 1, 1]
     assert (run.state.recoveries, run.state.epoch) == ({"ACTOR": 1}, 1)
 
 
-def test_ranks_that_are_lost_together_are_one_recovery():
+def test_ranks_lost_together_are_one_recovery():
     run = Run(*OPEN, lost("ACTOR", 1))
     assert run.ignores(lost("ACTOR", 0))
     assert run.ignores(lost("ACTOR", 1))
 
 
-def test_a_rank_lost_while_its_group_starts_restarts_the_group_again():
+def test_rank_lost_in_groups_start_restarts_group_again():
     run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), lost("ACTOR", 1, 2), terms=LOOSE)
     assert run.commands == (Kill(ProcessId("ACTOR", 0), 2), Wait("ACTOR#3", 1.0))
     assert run(WaitOver("ACTOR#3")).commands == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
@@ -175,7 +175,7 @@ def test_the_other_ranks_of_a_group_keep_their_processes():
     assert run.state.members[ProcessId("ACTOR", 0)].first == 1
 
 
-def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
+def test_group_lost_again_gets_new_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
     run(*(started("ACTOR", rank, 2, born=int(rank != 1)) for rank in range(3)), lost("ACTOR", 0, 2))
     assert run.commands[:2] == (Kill(ProcessId("ACTOR", 1), 2), Kill(ProcessId("ACTOR", 2), 2))
@@ -183,12 +183,12 @@ def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
 
 
 @pytest.mark.parametrize("kind", [CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED])
-def test_what_may_be_wrong_in_other_ranks_too_gives_all_new_processes(kind):
+def test_device_or_unknown_fault_gives_group_new_processes(kind):
     run = Run(*KEEPING_UP, lost("ACTOR", 1, kind=kind), terms=KEEPING)
     assert [command.process_id.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].rejoining == ()
 
 
-def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
+def test_rank_on_excluded_node_leaves_it():
     run = Run(*KEEPING_UP, node_lost("b"), terms=KEEPING)
     assert run.commands[-2].rejoining == (0, 2)
     run = Run(*KEEPING_UP, terms=KEEPING)
@@ -199,13 +199,13 @@ def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
     )
 
 
-def test_only_ranks_that_are_up_keep_their_processes():
+def test_ranks_not_up_get_new_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
     run(lost("ACTOR", 1, 2))
     assert run.commands[0] == Kill(ProcessId("ACTOR", 2), 2) and run.commands[-1].rejoining == (0,)
 
 
-def test_a_master_that_comes_back_gives_ranks_that_were_leaving_new_processes():
+def test_master_back_gives_leaving_ranks_new_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), started("ACTOR", 0, 2, born=1), MasterStarted(), terms=KEEPING)
     assert run.commands[0] == Kill(ProcessId("ACTOR", 0), 2) and run.commands[-1].rejoining == ()
 
@@ -218,7 +218,7 @@ def test_a_lost_trainer_restarts_alone_in_the_next_epoch():
     again = StartTrainer(2, fresh=False, restarts=1, reason="trainer: it is gone")
     assert run.commands == (Kill(TRAINER_ID, 1), again)
     assert (run.state.phase, run.state.opened, run.state.recoveries) == (Phase.RUNNING, True, {"trainer": 1})
-    assert [run.number(who) for who in run.state.members] == [1, 1, 1, 1]
+    assert [run.number(each) for each in run.state.members] == [1, 1, 1, 1]
 
 
 def test_an_older_trainer_is_not_heard():
@@ -227,14 +227,14 @@ def test_an_older_trainer_is_not_heard():
         assert run.ignores(event)
 
 
-def test_a_trainer_that_dies_again_waits():
+def test_trainer_lost_again_waits():
     run = Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE)
     assert run.commands == (Kill(TRAINER_ID, 2), Wait("trainer#3", 1.0))
     assert run.ignores(trainer_lost(3))
     assert run(WaitOver("trainer#3")).commands == (StartTrainer(3, False, 2, "trainer: it is gone"),)
 
 
-def test_losses_while_the_trainer_restarts_are_recovered_by_scope():
+def test_losses_in_trainers_restart_are_recovered_by_scope():
     run = Run(*OPEN, trainer_lost(1), lost("ROLLOUT", 1))
     assert (run.state.phase, run.state.recoveries) == (Phase.RUNNING, {"trainer": 1, "ROLLOUT": 1})
 
@@ -242,7 +242,7 @@ def test_losses_while_the_trainer_restarts_are_recovered_by_scope():
 # -- a node -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_takes_everything_on_it_at_once_and_is_not_used_again():
+def test_lost_node_loses_all_on_it_and_is_excluded():
     run = Run(*OPEN, node_lost("a"))
     assert run.commands == (
         Kill(ProcessId("ACTOR", 1), 1),
@@ -254,7 +254,7 @@ def test_a_lost_node_takes_everything_on_it_at_once_and_is_not_used_again():
     assert run.state.recoveries == {"ACTOR": 1, "ROLLOUT": 1}
 
 
-def test_members_lost_with_their_node_start_together_and_are_charged_once():
+def test_members_lost_with_node_are_charged_once():
     together = [*members_up(nodes=("b", "b", "a", "a")), TrainerStarted(1, Process("c", 1)), StepsOpened(1)]
     run = Run(OPEN[0], *together, node_lost("a"))
     assert run.commands == (StartMembers("ROLLOUT", ((0, 2), (1, 2)), excluded=("a",)),)
@@ -273,7 +273,7 @@ def test_a_lost_node_takes_the_standbys_too():
     assert run.state.recoveries == {}
 
 
-def test_a_lost_node_takes_the_member_that_a_standby_there_was_becoming():
+def test_lost_node_loses_member_of_standby_taking_over():
     run = Run(*OPEN, lost("ROLLOUT", 1), node_lost("d"), terms=LOOSE)
     assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
     assert run.state.standbys["ROLLOUT"] == {}
@@ -290,7 +290,7 @@ def test_a_lost_node_restarts_the_job_once_before_steps():
     assert run(Released(1)).commands[0].excluded == ("a",)
 
 
-def test_a_node_that_loses_too_many_processes_is_excluded():
+def test_node_with_too_many_losses_is_excluded():
     run = Run(*OPEN, lost("ROLLOUT", 0), lost("ACTOR", 0), terms=replace(LOOSE, node_max_failures=2))
     assert run.state.excluded == ("a",)
     assert run.commands[-1].excluded == ("a",)
@@ -303,7 +303,7 @@ def test_a_node_may_be_named_by_the_loss_itself():
 
 
 @pytest.mark.parametrize("kind", [CauseKind.RETRYABLE_ERROR, CauseKind.PREEMPTED])
-def test_what_is_not_the_nodes_fault_is_not_counted_against_it(kind):
+def test_loss_not_by_node_is_not_counted_against_it(kind):
     run = Run(
         *OPEN, lost("ROLLOUT", 0, kind=kind), lost("ACTOR", 0, kind=kind), terms=replace(LOOSE, node_max_failures=1)
     )
@@ -330,7 +330,7 @@ STEADY = replace(LOOSE, node_max_failures=3, window_s=HOUR_S)
         (1.1 * HOUR_S, "aab", 17),
     ],
 )
-def test_blame_of_steady_losses_excludes_node_that_stands_out(every_s, nodes, excluded):
+def test_blame_of_steady_losses_excludes_outstanding_node(every_s, nodes, excluded):
     state, count = Run(*OPEN, terms=STEADY).state, 0
     while not state.excluded and count < 140 * len(nodes):
         turn, place = divmod(count, len(nodes))
@@ -349,7 +349,7 @@ def test_blame_of_steady_losses_leaves_more_nodes_than_it_takes():
 
 def test_the_only_node_in_use_is_not_excluded():
     terms = replace(ALONE, node_max_failures=1)
-    only = [started(*who, node="a") for who in (("ACTOR", 0), ("ACTOR", 1), ("ROLLOUT", 0), ("ROLLOUT", 1))]
+    only = [started(*rank, node="a") for rank in (("ACTOR", 0), ("ACTOR", 1), ("ROLLOUT", 0), ("ROLLOUT", 1))]
     run = Run(OPEN[0], *only, TrainerStarted(1, Process("a", 1)), StepsOpened(1), lost("ROLLOUT", 0), terms=terms)
     assert run.state.excluded == ()
 
@@ -369,7 +369,7 @@ def test_a_lost_standby_is_replaced_and_the_job_does_not_notice():
     assert (run.state.recoveries, run.state.causes) == ({}, ())
 
 
-def test_standbys_that_keep_dying_are_given_up():
+def test_standbys_lost_too_often_are_given_up():
     run = Run(*OPEN, terms=LOOSE)
     for number in range(STANDBY_TRIES - 1):
         run(standby_lost(number), WaitOver(f"ROLLOUT-standby[{number + 1}]#0"))
@@ -398,7 +398,7 @@ def test_a_standby_lost_while_taking_over_is_the_members_loss():
     assert run.ignores(standby_lost(0))
 
 
-def test_a_member_lost_while_its_standby_takes_over_takes_that_along():
+def test_member_lost_in_takeover_loses_its_standby():
     run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), terms=LOOSE)
     assert run.state.standbys["ROLLOUT"] == {}
     assert run.ignores(standby_lost(0))
@@ -464,7 +464,7 @@ def test_progress_gives_one_restart_back():
     assert run.state.outcome is Phase.FAILED, "one, and not all"
 
 
-def test_eleven_losses_of_spot_nodes_in_an_hour_are_no_reason_to_end_a_job():
+def test_eleven_lost_spot_nodes_in_an_hour_end_no_job():
     run = Run(*OPEN, terms=replace(ALONE, job_max_restart=10, window_s=3600.0))
     for number in range(1, 12):
         node = f"spot-{number}"
@@ -474,7 +474,7 @@ def test_eleven_losses_of_spot_nodes_in_an_hour_are_no_reason_to_end_a_job():
     assert run.state.phase is Phase.RUNNING
 
 
-def test_a_node_that_fails_again_and_again_between_commits_is_excluded():
+def test_node_failing_again_between_commits_is_excluded():
     run = Run(*OPEN, terms=replace(ALONE, node_max_failures=12, window_s=3600.0, job_max_restart=1))
     for number in range(1, 13):
         assert run.state.excluded == ()
@@ -487,11 +487,11 @@ def test_a_node_that_fails_again_and_again_between_commits_is_excluded():
 # -- errors that may be the machine's ---------------------------------------------------------------------------------
 
 
-def raised(words, who="ROLLOUT[1]", kind=CauseKind.UNKNOWN_ERROR):
-    return Cause(kind, who, words)
+def raised(words, name="ROLLOUT[1]", kind=CauseKind.UNKNOWN_ERROR):
+    return Cause(kind, name, words)
 
 
-def test_an_unknown_error_of_a_member_is_tried_once_more_in_fresh_processes_of_it_and_of_the_trainer():
+def test_members_unknown_error_restarts_it_and_trainer_once():
     run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd at 0x12")), terms=ALONE)
     assert run.commands == (
         Kill(ProcessId("ROLLOUT", 1), 1),
@@ -504,7 +504,7 @@ def test_an_unknown_error_of_a_member_is_tried_once_more_in_fresh_processes_of_i
     assert run.state.reason == "ROLLOUT[1]: RuntimeError: odd at 0x99 (again, in fresh processes)"
 
 
-def test_an_unknown_error_of_a_rank_restarts_its_group_and_the_trainer():
+def test_ranks_unknown_error_restarts_group_and_trainer():
     run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd", "ACTOR[1]")), terms=ALONE)
     assert [command for command in run.commands if isinstance(command, Kill)] == [
         Kill(ProcessId("ACTOR", 1), 1),
@@ -529,21 +529,21 @@ def test_before_steps_an_unknown_error_restarts_the_job_once():
     assert (run.state.outcome, run.state.failure.kind) == (Phase.FAILED, CauseKind.START_FAILED)
 
 
-def test_a_failed_device_is_left_by_its_process_and_counts_against_its_node():
+def test_failed_device_ends_process_and_blames_node():
     device = raised("RuntimeError: CUDA error: uncorrectable ECC error encountered", kind=CauseKind.DEVICE_FAILED)
     run = Run(*OPEN, MemberLost("ROLLOUT", 1, 1, device), terms=replace(LOOSE, node_max_failures=1))
     assert run.commands[0] == Kill(ProcessId("ROLLOUT", 1), 1)
     assert run.state.excluded == ("b",)
 
 
-def test_a_failed_link_is_left_by_its_processes_and_is_nobodys_fault():
+def test_failed_link_ends_processes_and_blames_no_node():
     link = raised("DistBackendError: NCCL error", "ACTOR[0]", CauseKind.LINK_FAILED)
     run = Run(*OPEN, MemberLost("ACTOR", 0, 1, link), terms=replace(LOOSE, node_max_failures=1))
     assert run.commands[:2] == (Kill(ProcessId("ACTOR", 0), 1), Kill(ProcessId("ACTOR", 1), 1))
     assert run.state.excluded == ()
 
 
-def test_a_job_that_fails_tells_the_first_cause_since_its_last_progress():
+def test_failed_job_has_first_cause_since_progress():
     terms = replace(ALONE, trainer_max_restart=1)
     run = Run(
         *OPEN, lost("ACTOR", 1), Progressed(1, 5), lost("ROLLOUT", 1), trainer_lost(1), trainer_lost(2), terms=terms
@@ -561,35 +561,35 @@ def test_the_first_and_the_newest_causes_are_kept():
     run = Run(*OPEN, lost("ACTOR", 0), terms=replace(ALONE, job_max_restart=9999))
     fill(run, MAX_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
     assert len(run.state.causes) == MAX_CAUSES
-    assert {found.who for found in run.state.causes[1:]} == {"ROLLOUT[1]"}
+    assert {cause.who for cause in run.state.causes[1:]} == {"ROLLOUT[1]"}
     assert run.state.causes[0] == cause("ACTOR[0]")
 
 
 # -- a master that comes back -----------------------------------------------------------------------------------------
 
 
-def test_what_is_up_stays_as_it_is():
+def test_master_back_keeps_processes_up():
     run = Run(*OPEN, MasterStarted("m", 7))
     assert (run.state.master_starts, run.commands, outstanding(run.state)) == (1, (), ())
     up_now = {"ACTOR[0]", "ACTOR[1]", "ROLLOUT[0]", "ROLLOUT[1]", "trainer", "ROLLOUT-standby[0]"}
     assert set(map(str, processes(run.state))) == up_now
 
 
-def test_what_was_starting_starts_anew_under_the_next_number():
+def test_master_back_starts_again_under_next_number():
     run = Run(*OPEN, lost("ROLLOUT", 1), trainer_lost(1), MasterStarted())
     expected = (StartMembers("ROLLOUT", ((1, 3),)), StartTrainer(3, False, 2, "trainer: it is gone"))
     assert outstanding(run.state) == expected
     assert run.commands == (Kill(ProcessId("ROLLOUT", 1), 2), expected[0], Kill(TRAINER_ID, 2), expected[1])
-    assert run.state.recoveries == {"ROLLOUT": 1, "trainer": 1}, "nobody is charged"
+    assert run.state.recoveries == {"ROLLOUT": 1, "trainer": 1}, "none is charged"
 
 
-def test_a_group_of_which_a_part_was_starting_starts_anew_as_a_whole():
+def test_master_back_restarts_partly_started_group():
     run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), MasterStarted())
     assert outstanding(run.state) == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
     assert run.commands[:2] == (Kill(ProcessId("ACTOR", 0), 2), Kill(ProcessId("ACTOR", 1), 2))
 
 
-def test_a_first_trainer_that_was_starting_may_have_used_the_members():
+def test_master_back_restarts_job_with_starting_trainer():
     run = Run(*OPEN[:5], MasterStarted())
     assert StartTrainer(2, fresh=False, restarts=1) in outstanding(run.state)
     assert StartStandby("ROLLOUT", 0) in outstanding(run.state)

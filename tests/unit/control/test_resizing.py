@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another number of workers for a role, while the job runs."""
+"""Changes of the number of workers of a role while the job runs."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def of(kind, commands):
     return [command for command in commands if isinstance(command, kind)]
 
 
-def test_a_role_that_grows_begins_anew_with_its_trainer_and_nothing_else_does():
+def test_growing_role_restarts_only_it_and_trainer():
     run = Run(*OPEN)(Resized("ROLLOUT", 3))
     assert of(Kill, run.commands) == ALL_OF_ROLLOUT
     (start,) = of(StartMembers, run.commands)
@@ -41,7 +41,7 @@ def test_a_role_that_grows_begins_anew_with_its_trainer_and_nothing_else_does():
     assert run.state.restarts == 0 and not run.state.history and not run.state.recoveries
 
 
-def test_a_role_that_shrinks_loses_its_last_ranks():
+def test_shrinking_role_loses_its_last_ranks():
     run = Run(*OPEN)(Resized("ROLLOUT", 1))
     assert ProcessId("ROLLOUT", 1) not in run.state.members
     assert of(Kill, run.commands) == ALL_OF_ROLLOUT
@@ -74,11 +74,11 @@ def test_no_process_has_the_number_of_an_earlier_one():
         ([*OPEN, StopRequested("enough")], Resized("ROLLOUT", 3)),
     ],
 )
-def test_what_cannot_be_changes_nothing(events, event):
+def test_impossible_resize_changes_nothing(events, event):
     assert Run(*events).ignores(event)
 
 
-def test_a_member_in_its_back_off_starts_at_once_and_its_timer_is_forgotten():
+def test_resize_ends_back_off_of_member():
     run = Run(*OPEN, lost("ROLLOUT", 1), started("ROLLOUT", 1, 2, standby=0), lost("ROLLOUT", 1, 2))
     assert any(timer.startswith("ROLLOUT[1]") for timer in run.state.waits)
     run(Resized("ROLLOUT", 3))
@@ -94,7 +94,7 @@ def test_a_trainer_in_its_back_off_starts_after_that():
     assert run.state.epoch == epoch and run.state.waits == waits and not of(StartTrainer, run.commands)
 
 
-def test_a_master_that_comes_back_starts_what_was_starting():
+def test_master_back_starts_resized_role():
     run = Run(*OPEN)(Resized("ROLLOUT", 3))
     state, commands = step(run.state, MasterStarted(), 99.0)
     (start,) = of(StartMembers, commands)
@@ -132,7 +132,7 @@ def test_places_beyond_the_plan_leave_its_numbers_as_they_are():
     assert placement.with_places({}) == placement.with_places({"ROLLOUT": 1}) == placement
 
 
-# -- roles that may go on with fewer workers --------------------------------------------------------------------------
+# -- roles that may continue with fewer workers ------------------------------------------------------------------------
 
 ELASTIC = replace(TERMS, roles={**TERMS.roles, "ROLLOUT": replace(TERMS.roles["ROLLOUT"], standby=0, least=1)})
 
@@ -141,7 +141,7 @@ def no_place(rank, incarnation, role="ROLLOUT"):
     return Unplaced(role, rank, incarnation, Cause(CauseKind.NO_RESOURCES, "job", "there is no node"))
 
 
-def test_without_a_place_for_a_member_the_role_goes_on_with_fewer_and_grows_again():
+def test_role_without_place_shrinks_and_grows_again():
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC)
     assert run.state.phase is Phase.RUNNING and run.state.wanted == {"ROLLOUT": 2}
     assert of(StartMembers, run.commands)[0].members == ((0, 3),)
@@ -152,13 +152,13 @@ def test_without_a_place_for_a_member_the_role_goes_on_with_fewer_and_grows_agai
     assert len(of(StartMembers, run.commands)[0].members) == 2 and run.state.wanted == {}
 
 
-def test_a_user_who_resizes_a_role_that_lacks_members_decides():
+def test_users_resize_of_lacking_role_decides():
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), Resized("ROLLOUT", 2), no_place(1, 2), terms=ELASTIC)
     assert run.state.wanted == {"ROLLOUT": 2}
     assert run(Resized("ROLLOUT", 3)).state.wanted == {}
 
 
-def test_with_fewer_than_the_least_the_job_fails_for_want_of_resources():
+def test_role_below_its_least_fails_job():
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), no_place(0, 3), terms=ELASTIC)
     assert run.state.outcome is Phase.FAILED and run.state.failure.kind is CauseKind.NO_RESOURCES
     assert Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2)).state.outcome is Phase.FAILED, "a role that needs all"
@@ -170,7 +170,7 @@ def test_a_job_may_begin_with_fewer_members():
     assert of(StartTrainer, run(started("ROLLOUT", 0, 2)).commands)
 
 
-def test_before_steps_a_trainer_that_has_begun_is_not_replaced_alone():
+def test_missing_place_before_steps_restarts_or_fails_job():
     assert Run(*up(), lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC).state.phase is not Phase.RUNNING
     assert Run(*up(), no_place(0, 1), terms=ELASTIC).state.outcome is Phase.FAILED
 
@@ -189,6 +189,6 @@ def test_resize_keeps_back_offs_of_standbys_and_other_roles():
     assert len(before) == 2 and run(Resized("ROLLOUT", 3)).state.waits == before
 
 
-def test_what_is_no_longer_so_is_ignored():
+def test_outdated_missing_place_is_ignored():
     run = Run(*OPEN, lost("ROLLOUT", 0), terms=ELASTIC)
     assert run.ignores(no_place(0, 1)) and run.ignores(no_place(7, 1)) and run.ignores(no_place(0, 2, "JUDGE"))
