@@ -18,8 +18,8 @@ TESTS = {
     _COMMITS: ("runtime/ray/test_node_commits.py",),
     _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
-    _MASTER: ("master/test_status.py", "master/test_job_metrics.py", "master/test_run_claim.py"),
-    _STATUS: ("master/test_status.py", "master/test_brain.py"),
+    _MASTER: ("master/test_rl_master.py", "master/test_job_metrics.py"),
+    _STATUS: ("master/test_brain.py",),
 }
 
 BUGS = {

@@ -81,7 +81,7 @@ TESTS = {
     ),
     "runtime/ray/placement.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
     "runtime/ray/cluster/api.py": ("runtime/ray/test_reservations.py", _MASTERS),
-    "master/process/rl_master.py": ("master/test_rl_master.py", "master/test_replacement.py", _MASTERS),
+    "master/process/rl_master.py": ("master/test_rl_master.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
     "control/state.py": ("control/test_members.py",),
 }

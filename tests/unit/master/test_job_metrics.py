@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported of a job, against its journal; what dashboard and alerts read, against what is exported."""
+"""The metrics of a job, against its journal; dashboard and alerts, against the metrics; the endpoint."""
 
+import http.client
 import json
+import os
 import re
+import socket
+import ssl
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.python.rl import metrics as package
+from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.events import CauseKind, Progressed, Released, RoleSettings, TrainerFinished
 from dlrover.python.rl.control.machine import step
@@ -21,11 +28,14 @@ from dlrover.python.rl.master.process.metrics import (
     MAX_MEMBER_SERIES,
     STEP_METRICS,
     JobMetrics,
+    MetricsEndpoint,
     ServiceMetrics,
     TimeUse,
+    tls_context,
 )
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.support import control_runs as runs
+from tests.support.certificates import write_certificate
 
 FILES = Path(package.__path__[0])
 
@@ -37,9 +47,9 @@ def timed(events, every_s=1.0, from_s=1000.0):
     return [(from_s + every_s * at, event) for at, event in enumerate(events)]
 
 
-def told(events, now_s=2000.0):
+def metrics_of(timed_events, now_s=2000.0):
     metrics = JobMetrics("job", "0a1b", lambda: now_s)
-    metrics.replay(timed(events))
+    metrics.replay(timed_events)
     return metrics
 
 
@@ -54,7 +64,7 @@ def exported(registry):
 
 
 def test_numbers_are_those_of_the_journal():
-    samples = exported(told(STORY).registry)
+    samples = exported(metrics_of(timed(STORY)).registry)
     assert samples["rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")] == 1
     assert samples["rl_job_phase", ("phase", "running")] == 1
     assert samples["rl_job_committed_step",] == 2
@@ -63,27 +73,26 @@ def test_numbers_are_those_of_the_journal():
     assert samples["rl_job_recovery_seconds_sum", ("role", "ROLLOUT")] == 1.0
 
 
-def account_of(events):
-    metrics = JobMetrics("job", "0a1b", lambda: 0.0)
-    metrics.replay(events)
-    return metrics.account
-
-
-def test_told_one_by_one_is_told_from_the_journal():
+def test_events_taken_one_by_one_export_like_a_replay():
     metrics, state = JobMetrics("job", "0a1b", lambda: 2000.0), JobState()
     for at_s, event in timed(STORY):
         before, (state, _) = state, step(state, event, at_s)
         metrics.take(at_s, before, state, event)
-    assert exported(metrics.registry) == exported(told(STORY).registry)
+    assert exported(metrics.registry) == exported(metrics_of(timed(STORY)).registry)
 
 
 def test_a_failure_told_twice_counts_once():
     events = [*STORY[:-1], runs.lost("ROLLOUT", 0)]  # of the former process
-    assert exported(told(events).registry)["rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")] == 1
+    assert (
+        exported(metrics_of(timed(events)).registry)[
+            "rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")
+        ]
+        == 1
+    )
 
 
 def test_the_shares_of_time_add_up():
-    account = account_of(timed(STORY))
+    account = metrics_of(timed(STORY)).account
     opened = len(runs.OPEN) - 1  # of the events, StepsOpened
     assert account.spent_s(TimeUse.START) == opened
     assert account.seconds[TimeUse.RECOVERY, "process_died"] == 2  # lost, started, progressed
@@ -93,11 +102,11 @@ def test_the_shares_of_time_add_up():
 
 
 def test_time_goes_on_between_events_and_ends_with_the_job():
-    samples = exported(told(STORY, now_s=1000.0 + len(STORY) - 1 + 50).registry)
+    samples = exported(metrics_of(timed(STORY), now_s=1000.0 + len(STORY) - 1 + 50).registry)
     assert samples["rl_job_time_seconds_total", ("cause", ""), ("use", "useful")] == 52
     assert samples["rl_job_time_seconds_total", ("cause", "process_died"), ("use", "recovery")] == 2
     ended = [*STORY, TrainerFinished(1), Released(1)]
-    account = account_of(timed(ended))
+    account = metrics_of(timed(ended)).account
     assert account.over and account.seconds[TimeUse.ENDING, ""] == 1
     account.book(9999.0)
     assert account.seconds[TimeUse.ENDING, ""] == 1
@@ -105,7 +114,7 @@ def test_time_goes_on_between_events_and_ends_with_the_job():
 
 def test_a_restart_of_the_whole_job_is_a_loss_of_its_own():
     events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
-    account = account_of([*timed(events), (1100.0, Progressed(1, 1))])
+    account = metrics_of([*timed(events), (1100.0, Progressed(1, 1))]).account
     assert account.spent_s(TimeUse.RESTART) + account.spent_s(TimeUse.RECOVERY) > 80
 
 
@@ -113,14 +122,16 @@ def test_time_is_lost_to_the_failure_with_which_the_loss_began():
     opened = STORY[:-3]
     hung = runs.lost("ROLLOUT", 0, kind=CauseKind.HUNG)
     events = [*opened, hung, runs.trainer_lost(kind=CauseKind.OUT_OF_MEMORY), Progressed(2, 1)]
-    account = account_of(timed(events))
+    account = metrics_of(timed(events)).account
     assert {cause for use, cause in account.seconds if use is TimeUse.RECOVERY} == {"hung"}
-    failed = account_of(timed([*opened, runs.trainer_lost(kind=CauseKind.USER_ERROR), Released(1)]))
+    failed = metrics_of(timed([*opened, runs.trainer_lost(kind=CauseKind.USER_ERROR), Released(1)])).account
     assert failed.seconds[TimeUse.ENDING, "user_error"] == 1
 
 
 def test_restarts_are_counted_by_cause():
-    samples = exported(told([runs.TERMS, *runs.up(), runs.lost("ACTOR", 0, kind=CauseKind.NODE_LOST)]).registry)
+    samples = exported(
+        metrics_of(timed([runs.TERMS, *runs.up(), runs.lost("ACTOR", 0, kind=CauseKind.NODE_LOST)])).registry
+    )
     restarts = {key[1:]: value for key, value in samples.items() if key[0] == "rl_job_restarts_total"}
     assert restarts[("cause", "node_lost"),] == sum(restarts.values()) == 1
     assert len(restarts) == len(CauseKind)
@@ -144,12 +155,12 @@ def test_each_member_is_up_or_not_and_was_heard_so_long_ago():
 
 def test_members_of_a_huge_job_make_a_bounded_number_of_series():
     many = replace(runs.TERMS, roles={"ROLLOUT": RoleSettings(3 * MAX_MEMBER_SERIES)})
-    samples = exported(told([many]).registry)
+    samples = exported(metrics_of(timed([many])).registry)
     assert sum(name == "rl_job_member_up" for name, *_ in samples) == MAX_MEMBER_SERIES
 
 
 def test_bytes_and_commits_add_up_over_the_steps():
-    metrics = told(STORY)
+    metrics = metrics_of(timed(STORY))
     for number, sync_bytes in enumerate([100.0, float("nan"), 50.0], 1):
         values = {"weights/sync_bytes": sync_bytes, "time/commit": 0.2, "sandbox/limits": 2.0}
         metrics.report(StepReport(number, 3, values, commit_bytes=1000))
@@ -163,7 +174,7 @@ def test_bytes_and_commits_add_up_over_the_steps():
 
 
 def test_steps_and_calls_are_counted():
-    metrics = told(STORY)
+    metrics = metrics_of(timed(STORY))
     for number in range(1, 4):
         calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
         values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}
@@ -183,7 +194,7 @@ def test_steps_and_calls_are_counted():
 
 
 def test_methods_with_ever_new_names_make_a_bounded_number_of_series():
-    metrics = told(STORY)
+    metrics = metrics_of(timed(STORY))
     for number in range(2 * MAX_CALL_SERIES):
         metrics.report(StepReport(number, 0, {}, {("ACTOR", f"method_{number}"): (1.0, *(0.0,) * 13, 0.1)}))
     samples = exported(metrics.registry)
@@ -196,7 +207,7 @@ def test_methods_with_ever_new_names_make_a_bounded_number_of_series():
 
 def everything():
     """Names of all metrics, and the labels of each, as a busy job and service export them."""
-    job = told(STORY)
+    job = metrics_of(timed(STORY))
     values = {source: 1.0 for sources in STEP_METRICS.values() for source in sources[:1]}
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
@@ -231,3 +242,124 @@ def test_dashboard_and_alerts_read_what_is_exported(where, expression):
         assert set(re.findall(r"(\w+)\s*=~?", selectors)) <= labels[name], where
     for _, grouped in re.findall(r"\b(by|on) \(([^)]*)\)", expression):
         assert set(re.split(r",\s*", grouped)) <= set.union(*(labels[name] for name in names)), where
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------------------
+
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def registry():
+    registry = CollectorRegistry()
+    Gauge("rl_answer", "For the test.", registry=registry).set(42)
+    return registry
+
+
+@pytest.fixture
+def serve(registry):
+    opened = []
+
+    def serve(host="127.0.0.1", token="", tls=None):
+        opened.append(MetricsEndpoint(registry, host, 0, token, tls))
+        return opened[-1].address.replace("0.0.0.0", "127.0.0.1")
+
+    yield serve
+    for endpoint in opened:
+        endpoint.close()
+
+
+def ask(address, method="GET", path="/metrics", trusted=None, **headers):
+    """``trusted``: the certificates with which it is asked over HTTPS."""
+    if trusted is None:
+        connection = http.client.HTTPConnection(address, timeout=10)
+    else:
+        context = ssl.create_default_context(cafile=trusted)
+        connection = http.client.HTTPSConnection(address, timeout=10, context=context)
+    with closing(connection):
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_metrics_are_served(serve):
+    status, body = ask(serve())
+    assert status == 200 and "rl_answer 42.0" in body
+
+
+REFUSED = [
+    *((method, "/metrics", {}, 405) for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")),
+    *(("GET", path, {}, 404) for path in ("/", "/metrics/../secret", "/debug", "/metrics?x=1")),
+    *(("GET", "/metrics", {name: value}, 403) for name, value in (("Host", "evil.example:80"), ("Host", ""))),
+    ("GET", "/metrics", {"Origin": "http://evil.example"}, 403),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "expected"), REFUSED, ids=str)
+def test_endpoint_refuses_other_requests(serve, method, path, headers, expected):
+    status, body = ask(serve(), method, path, **headers)
+    assert status == expected and "rl_answer" not in body
+
+
+def test_a_token_is_needed_where_there_is_one(serve):
+    address = serve(token=TOKEN)
+    assert ask(address)[0] == ask(address, Authorization="Bearer wrong")[0] == 401
+    assert ask(address, Authorization=TOKEN)[0] == ask(address, Authorization="Bearer \xff")[0] == 401
+    assert ask(address, Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return write_certificate(tmp_path_factory.mktemp("tls"), "own")
+
+
+def test_beyond_loopback_a_token_and_tls_are_needed(serve, registry, certificate):
+    tls = tls_context(*certificate)
+    for token, context in (("", None), ("", tls), (TOKEN, None)):
+        with pytest.raises(CallError, match=r"beyond loopback.*metrics_tls_cert.*proxy"):
+            MetricsEndpoint(registry, "0.0.0.0", 0, token, context)
+    address = serve("0.0.0.0", TOKEN, tls)
+    assert ask(address, trusted=certificate[0], Host="cluster.example")[0] == 401
+    headers = {"Host": "cluster.example", "Authorization": f"Bearer {TOKEN}"}
+    assert ask(address, trusted=certificate[0], **headers)[0] == 200
+
+
+def test_with_tls_a_token_does_not_travel_in_the_clear(serve, certificate):
+    address = serve(token=TOKEN, tls=tls_context(*certificate))
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        ask(address, Authorization=f"Bearer {TOKEN}")
+    assert ask(address, trusted=certificate[0], Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_a_client_that_does_not_finish_its_handshake_keeps_nobody_waiting(serve, certificate):
+    address = serve(tls=tls_context(*certificate))
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10):
+        assert ask(address, trusted=certificate[0])[0] == 200
+
+
+def test_clients_need_a_certificate_where_a_ca_for_them_is_given(serve, certificate):
+    address = serve(tls=tls_context(*certificate, certificate[0]))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        ask(address, trusted=certificate[0])
+
+
+@pytest.mark.slow
+def test_clients_that_say_nothing_do_not_fill_it(serve):
+    """Twenty at once are answered; more are cut off, and none of them takes memory or threads."""
+    address = serve()
+    host, port = address.split(":")
+    silent = [socket.create_connection((host, int(port)), timeout=10) for _ in range(60)]
+    try:
+        assert len(os.listdir("/proc/self/task")) < 60
+    finally:
+        for connection in silent:
+            connection.close()
+    for _ in range(100):
+        try:
+            assert ask(address)[0] == 200
+            return
+        except (ConnectionError, http.client.HTTPException):
+            continue
+    raise AssertionError("it does not recover")

@@ -23,18 +23,13 @@ def test_a_metrics_port_that_is_taken_is_one_line():
     served.close()
 
 
-def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_started_again(monkeypatch):
+async def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_started_again(monkeypatch):
     monkeypatch.setattr(serve, "_LOOK_S", 0.01)
     looks = iter(["", "gcs_server", "", "raylet", "raylet"])
 
-    async def body():
-        with pytest.raises(
-            ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"
-        ):
-            async with asyncio.timeout(20):
-                await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
-
-    asyncio.run(body())
+    with pytest.raises(ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"):
+        async with asyncio.timeout(20):
+            await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
 
 
 @pytest.mark.parametrize(

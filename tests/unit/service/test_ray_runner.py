@@ -100,17 +100,14 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
     assert swept == [("job", "r1")] * 3
 
 
-def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
-    async def scenario():
-        runner = RayJobRunner(grace_s=60.0)
-        runner._driven["r1"] = driven
-        runner.stop(driven.record)
-        await asyncio.sleep(0.01)
-        driven.stop.cancel()  # as the end of the run does
-        await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
+async def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
+    runner = RayJobRunner(grace_s=60.0)
+    runner._driven["r1"] = driven
+    runner.stop(driven.record)
+    await asyncio.sleep(0.01)
+    driven.stop.cancel()  # as the end of the run does
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
@@ -135,7 +132,7 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
 # -- only this run ----------------------------------------------------------------------------------------------------
 
 
-def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driven, cluster, monkeypatch):
+async def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driven, cluster, monkeypatch):
     cluster.master = another = Master("r2")
     launching, goes_on, own = threading.Event(), threading.Event(), Master("r1")
 
@@ -148,24 +145,21 @@ def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driv
             time.sleep(0.01)
         raise MasterLost("the master is gone")
 
-    async def scenario():
-        runner, seen = RayJobRunner(grace_s=60.0), []
-        monkeypatch.setattr(runner, "_check", checked_at_once)
-        runner.attach(seen.append)
-        runner.run(driven.record, driven.description)
-        await until(launching.is_set)
-        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, hard=True, reason="stopped by ann"))
-        await until(lambda: len(cluster.swept) > 1)
-        assert not another.is_ended and set(cluster.swept) == {("job", "r1")}
-        goes_on.set()
-        await until(lambda: seen)
-        assert own.is_ended and not another.is_ended
-        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by ann")
-        await runner.close()
-
     monkeypatch.setattr(ray_runner, "MasterCalls", lambda handle: own)
     monkeypatch.setattr(ray_runner, "start_master", start_master)
-    asyncio.run(scenario())
+    runner, seen = RayJobRunner(grace_s=60.0), []
+    monkeypatch.setattr(runner, "_check", checked_at_once)
+    runner.attach(seen.append)
+    runner.run(driven.record, driven.description)
+    await until(launching.is_set)
+    runner.stop(replace(driven.record, phase=JobPhase.STOPPING, hard=True, reason="stopped by ann"))
+    await until(lambda: len(cluster.swept) > 1)
+    assert not another.is_ended and set(cluster.swept) == {("job", "r1")}
+    goes_on.set()
+    await until(lambda: seen)
+    assert own.is_ended and not another.is_ended
+    assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by ann")
+    await runner.close()
 
 
 @pytest.mark.parametrize(
@@ -264,27 +258,24 @@ def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluste
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(driven, cluster, monkeypatch):
-    async def scenario():
-        runner, seen, checking = RayJobRunner(), [], asyncio.Event()
+async def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(driven, cluster, monkeypatch):
+    runner, seen, checking = RayJobRunner(), [], asyncio.Event()
 
-        async def check(job):
-            checking.set()
-            await asyncio.sleep(WITHIN_S)
+    async def check(job):
+        checking.set()
+        await asyncio.sleep(WITHIN_S)
 
-        monkeypatch.setattr(runner, "_check", check)
-        runner.attach(seen.append)
-        runner.run(replace(driven.record, reason=""), driven.description)
-        await checking.wait()
-        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, reason="stopped by admin"))
-        await until(lambda: seen)
-        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by admin")
-        await runner.close()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(runner, "_check", check)
+    runner.attach(seen.append)
+    runner.run(replace(driven.record, reason=""), driven.description)
+    await checking.wait()
+    runner.stop(replace(driven.record, phase=JobPhase.STOPPING, reason="stopped by admin"))
+    await until(lambda: seen)
+    assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by admin")
+    await runner.close()
 
 
-def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
+async def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
     """The service ends, and its next process goes on with the job."""
     asked = []
 
@@ -295,15 +286,12 @@ def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster,
     async def lost(*_):
         raise MasterLost("the master is gone")
 
-    async def scenario():
-        runner, seen = RayJobRunner(), []
-        monkeypatch.setattr(runner, "_find_or_start", lost)
-        runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
-        runner.run(driven.record, driven.description)
-        await until(lambda: seen)
-        assert seen == [(JobPhase.FAILED, 3)]
-        await runner.close()
-
     monkeypatch.setattr(ray_runner, "lost_process", lost_process)
     monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
-    asyncio.run(scenario())
+    runner, seen = RayJobRunner(), []
+    monkeypatch.setattr(runner, "_find_or_start", lost)
+    runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
+    runner.run(driven.record, driven.description)
+    await until(lambda: seen)
+    assert seen == [(JobPhase.FAILED, 3)]
+    await runner.close()
