@@ -27,7 +27,7 @@ TESTS = {
         "config/test_secrets.py",
     ),
     _INTERRUPTS: ("runtime/test_interrupts.py",),
-    _FILES: ("runtime/test_log_copy.py", "runtime/test_result_files.py", "master/test_ray_logs.py"),
+    _FILES: ("runtime/test_log_copy.py", "runtime/test_result_files.py", "master/test_jobs_elsewhere.py"),
     _HEALTH: ("runtime/test_try_devices.py", "runtime/ray/test_cluster_health.py"),
     _MEMBER: (
         "runtime/ray/test_member_actor.py",
