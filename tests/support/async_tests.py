@@ -15,5 +15,10 @@ def pytest_pyfunc_call(pyfuncitem):
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), WITHIN_S))
+
+    async def run():
+        async with asyncio.timeout(WITHIN_S):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run())
     return True

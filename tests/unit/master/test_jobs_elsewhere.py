@@ -63,7 +63,7 @@ def asked_addresses(tmp_path, monkeypatch):
 def run(*looks, overrides=()):
     WHILE_IT_RUNS.extend(looks)
     job = load_job_text(TEXT.format(module=__name__), "mine", overrides, (str(Path(__file__).parent),))
-    status = run_here(check_job(job))
+    status = run_here(check_job(job, local=True))
     assert status.phase.value == "finished", status.reason
 
 
