@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, scripts and manifests pass the checks of the tools that read them."""
+"""Images, scripts, manifests and skeletons of jobs pass the checks of the tools that read them."""
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import yaml
 
 from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
 from dlrover.python.rl.cli.serve import serve
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.load import load_job
 from tests.support.kuberay import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
@@ -102,7 +105,7 @@ def test_what_is_mounted_to_be_written_is_the_users_in_the_image(file):
 
 @pytest.mark.parametrize("overlay", ["base", "spot", "service"])
 def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
-    """By default each mount gives all files of a volume to its group, and a token that others can read is refused."""
+    """A mount gives all files of a volume to its group by default, and a token that others can read is refused."""
     resources = resources_of(written["kuberay"] / overlay)
     clusters = [resource for resource in resources if resource["kind"] == "RayCluster"]
     pods = [template["spec"] for cluster in clusters for template in templates_of(cluster)]
@@ -145,22 +148,24 @@ def test_scripts_pass_shellcheck(written, tmp_path):
 def resources_of(folder):
     """The resources of a kustomization, with its patches applied: what these files use of kustomize."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    found = []
+    resources = []
     for name in kustomization["resources"]:
         path = folder / name
-        found += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
+        resources += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for generator in kustomization.get("configMapGenerator", ()):
         data = {Path(file).name: (folder / file).read_text() for file in generator["files"]}
-        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data})
+        resources.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
+        )
     for patch in kustomization.get("patches", ()):
         (target,) = [
             resource
-            for resource in found
+            for resource in resources
             if (resource["kind"], resource["metadata"]["name"]) == (patch["target"]["kind"], patch["target"]["name"])
         ]
         for change in yaml.safe_load((folder / patch["path"]).read_text()):
             apply(target, change)
-    return found
+    return resources
 
 
 def apply(resource, change):
@@ -193,37 +198,31 @@ def templates_of(resource):
     return [group["template"] for group in groups]
 
 
-@pytest.mark.parametrize("overlay", ["base", "spot"])
-def test_manifests_are_what_their_definitions_say(written, overlay):
+@pytest.mark.parametrize(
+    ("overlay", "kinds"),
+    [
+        ("base", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
+        ("spot", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
+        ("service", {"Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy"}),
+    ],
+)
+def test_manifests_follow_their_definitions(written, overlay, kinds):
     resources = resources_of(written["kuberay"] / overlay)
-    assert {resource["kind"] for resource in resources} >= {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}
-    assert {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")} == {
-        "spelling"
-    }
-    for resource in resources:
-        assert faults_of(resource) == [], resource["kind"]
+    assert {resource["kind"] for resource in resources} >= kinds
+    names = {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")}
+    assert names == (set() if overlay == "service" else {"spelling"})
+    assert {resource["kind"]: faults_of(resource) for resource in resources if faults_of(resource)} == {}
 
 
-def test_the_manifests_of_the_service_are_what_their_definitions_say(written):
+def test_deployment_of_the_service_names_existing_resources(written):
     resources = resources_of(written["kuberay"] / "service")
-    assert {resource["kind"] for resource in resources} == {
-        "Deployment",
-        "Service",
-        "PersistentVolumeClaim",
-        "NetworkPolicy",
-    }
-    for resource in resources:
-        assert faults_of(resource) == [], resource["kind"]
-    names = {resource["metadata"]["name"] for resource in resources_of(written["kuberay"] / "base")}
-    pod = next(resource for resource in resources if resource["kind"] == "Deployment")["spec"]["template"]["spec"]
-    own = {resource["metadata"]["name"] for resource in resources}
-    for volume in pod["volumes"]:
-        if "persistentVolumeClaim" in volume:
-            assert volume["persistentVolumeClaim"]["claimName"] in names | own
-    assert pod["priorityClassName"] in names
-    wrong = copy.deepcopy(next(resource for resource in resources if resource["kind"] == "Deployment"))
-    wrong["spec"]["template"]["spec"]["containers"][0]["port"] = []
-    assert faults_of(wrong)
+    names = {item["metadata"]["name"] for item in [*resources, *resources_of(written["kuberay"] / "base")]}
+    (deployment,) = [resource for resource in resources if resource["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    claims = [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    assert {pod["priorityClassName"], *(claim["claimName"] for claim in claims)} <= names
+    pod["containers"][0]["port"] = []
+    assert faults_of(deployment)
 
 
 def test_wrong_manifests_are_found(written):
@@ -265,3 +264,53 @@ def test_a_pod_has_time_to_be_drained(written):
         spec = group["template"]["spec"]
         environment = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"]}
         assert int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20 <= spec["terminationGracePeriodSeconds"]
+
+
+# -- init --------------------------------------------------------------------------------------------------------------
+
+
+CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_skeleton_has_the_name_and_no_other(written, cluster):
+    folder = written[cluster]
+    texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    assert len(texts) >= 4
+    assert not any("my-job" in text for text in texts)
+    (job,) = folder.rglob("job.yaml") if cluster != "kuberay" else [folder / "base" / "files" / "job.yaml"]
+    assert load_job(job).name == "spelling"
+    assert all(os.access(path, os.X_OK) for path in folder.rglob("*.s[hb]*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("My_Job", "name: "), ("../out", "name: "), ("", "name: "), ("spelling", "spelling already exists")],
+)
+def test_skeleton_of_a_wrong_or_taken_name_is_not_written(empty_folder, name, message):
+    (empty_folder / "spelling").mkdir()
+    with pytest.raises(InvalidJob, match=message):
+        write_skeleton(name, "local")
+    assert list(empty_folder.rglob("*")) == [empty_folder / "spelling"]
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_run(empty_folder):
+    for command in ([*CLI, "init", "spelling"], [*CLI, "init", "spelling", "--cluster", "kubray"]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    commands = [
+        line.split("#")[0].split() for line in Path("spelling/README.md").read_text().splitlines() if line[:4] == "    "
+    ]
+    assert len(commands) == 5
+    for program, *arguments in commands[:4]:
+        line = [sys.executable, *arguments] if program == "python" else [*CLI, *arguments]
+        done = subprocess.run(line, cwd="spelling", capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "finished" in done.stderr
