@@ -238,16 +238,16 @@ def test_the_class_of_a_script_goes_along(tmp_path):
     """The process that judges imports neither the script nor torch."""
     file = tmp_path / "own.py"
     file.write_text(OWN.format(root=str(ROOT), folder=str(tmp_path)), encoding="utf-8")
-    made = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    asked = (
+    script = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert script.returncode == 0, script.stderr
+    program = (
         f"import sys, json; sys.path.insert(0, {str(ROOT)!r})\n"
         "from dlrover.python.rl.environment.core.functions import load_function\n"
-        f"judge = load_function({made.stdout.strip()!r})\n"
+        f"judge = load_function({script.stdout.strip()!r})\n"
         "print(judge('four', None, {'split': 'train', 'number': 0}), 'torch' in sys.modules)\n"
     )
-    judged = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
-    assert judged.stdout == "6.5 False\n", judged.stderr
+    judge = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert judge.stdout == "6.5 False\n", judge.stderr
 
 
 def test_a_folder_with_odd_letters_is_found(tmp_path):

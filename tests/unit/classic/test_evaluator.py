@@ -120,15 +120,15 @@ VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_WORKER_MULTIPROC_METHOD")
 
 
 @pytest.mark.feature(132)
-@pytest.mark.parametrize("given", [None, "TRITON_ATTN"])
-def test_arguments_and_missing_variables_reach_vllm(model, tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("backend", [None, "TRITON_ATTN"])
+def test_arguments_and_missing_variables_reach_vllm(model, tmp_path, monkeypatch, backend):
     monkeypatch.setitem(ROLLOUT_ENGINES.builtin, "vllm", f"{__name__}:NotVllm")
     monkeypatch.setattr(NotVllm, "calls", [])
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    if given:
-        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", given)
+    if backend:
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", backend)
     arguments = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 64, "swap_space": 1}
     figures = evaluator(model, asked("Ada"), tmp_path, engine="vllm", vllm_args=arguments, batch_size=3).evaluate()
     assert figures["num_samples"] == 1
@@ -136,7 +136,7 @@ def test_arguments_and_missing_variables_reach_vllm(model, tmp_path, monkeypatch
     assert folder == model
     assert (settings.tensor_parallel_size, settings.gpu_memory_utilization, settings.max_batch) == (2, 0.5, 3)
     assert settings.backend == {"engine_args": {"max_model_len": 64, "swap_space": 1}}
-    assert variables == {VARIABLES[0]: given or "FLASH_ATTN", VARIABLES[1]: "spawn"}
+    assert variables == {VARIABLES[0]: backend or "FLASH_ATTN", VARIABLES[1]: "spawn"}
 
 
 @pytest.mark.feature(14)

@@ -438,10 +438,10 @@ LAUNCHERS = {
 def launched(launcher, *arguments):
     """Run the script in the processes of a launcher; what it printed."""
     module = ["-m", *LAUNCHERS[launcher].format(port=free_port()).split()] if launcher else []
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
     child = subprocess.Popen(
         [sys.executable, *module, str(ROOT / "tests/support/launched_script.py"), *map(str, arguments)],
-        env={**known, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -466,7 +466,7 @@ def distance(one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_two_processes_train_and_evaluate_like_one(launcher, model, tmp_path):
-    """One script, several trainers after each other: the effective batch is that of one process with twice the size."""
+    """One script, several trainers after each other: the effective batch is as in one process with twice the size."""
     if launcher == "accelerate":
         pytest.importorskip("accelerate")
     write_tiny_model(f"{model}-teacher", hidden=32, layers=2, max_positions=96, seed=7)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``doctor`` finds, and says to do."""
+"""The checks of ``doctor`` and its advice."""
 
 import fcntl
 import os
@@ -54,8 +54,8 @@ def test_further_ports_are_checked_where_they_are_named(tmp_path):
 
 def test_little_shared_memory_is_bad(monkeypatch):
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
-    found = health.check_shared_memory(Path("/dev/shm"))
-    assert found.ok is False and "64 MB" in found.result and "--shm-size" in found.advice
+    check = health.check_shared_memory(Path("/dev/shm"))
+    assert check.ok is False and "64 MB" in check.result and "--shm-size" in check.advice
 
 
 def test_what_is_advised_for_little_shared_memory_is_a_setting_that_there_is(monkeypatch, tmp_path):
@@ -86,8 +86,8 @@ SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
 )
 def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
     monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
-    found = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
-    assert found.ok is ok and words in found.result
+    check = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
+    assert check.ok is ok and words in check.result
 
 
 def test_a_driver_that_does_not_answer_is_bad(monkeypatch):

@@ -305,9 +305,9 @@ def cli(folder, line):
 
 
 def recipe(folder, line, *launcher):
-    given = "model=model data.train=train.jsonl data.eval_rows=4 steps=1 prompts_per_step=4"
+    data = "model=model data.train=train.jsonl data.eval_rows=4 steps=1 prompts_per_step=4"
     sizes = "rollout.samples_per_prompt=2 rollout.max_new_tokens=4"
-    return answer(folder, *launcher, "-m", "dlrover.python.rl.recipe.grpo", *f"{given} {sizes} {line}".split())
+    return answer(folder, *launcher, "-m", "dlrover.python.rl.recipe.grpo", *f"{data} {sizes} {line}".split())
 
 
 def errors_in(printed):
@@ -356,8 +356,8 @@ def test_a_check_looks_up_no_name_on_the_hub(inputs):
 )
 @pytest.mark.parametrize("runtime", ["dlrover-rl", "recipe"])
 def test_run_with_wrong_inputs_fails_without_own_traceback(inputs, tmp_path, runtime, override, expected):
-    given = f"{override} job_dir={tmp_path}/out"
-    code, printed = cli(inputs, f"run --local job.yaml {given}") if runtime != "recipe" else recipe(inputs, given)
+    settings = f"{override} job_dir={tmp_path}/out"
+    code, printed = cli(inputs, f"run --local job.yaml {settings}") if runtime != "recipe" else recipe(inputs, settings)
     assert code == 1, printed
     assert printed.count(expected) == 1
     raised = override.startswith("reward")

@@ -50,11 +50,11 @@ def test_the_image_passes_hadolint(tmp_path):
 
 
 def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert all((ROOT / path).exists() for path in kept)
+    context = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / path).exists() for path in context)
     copies = re.findall(r"^COPY ((?!-).*) \S+$", (DOCKER / "Dockerfile").read_text(), re.M)
     copied = {path for line in copies for path in line.split()}
-    assert "requirements" in copied and copied <= set(kept)
+    assert "requirements" in copied and copied <= set(context)
     install = (DOCKER / "install.sh").read_text()
     for path in re.findall(r"requirements/[\w.-]+", install):
         assert (ROOT / path).exists(), path
@@ -72,8 +72,8 @@ def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_
     tested = {name.lower().replace("_", "-"): version for name, version in lines}
     assert locked == {name: tested.get(name) for name in locked}
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
-    assert asked - locked.keys() == {"torch"}
+    required = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
+    assert required - locked.keys() == {"torch"}
     assert "--require-hashes --requirement requirements/core.lock" in (DOCKER / "install.sh").read_text()
 
 
@@ -96,11 +96,13 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
 @pytest.mark.parametrize("file", ["compose.yaml", "service.compose.yaml"])
 def test_what_is_mounted_to_be_written_is_the_users_in_the_image(file):
     """Docker makes a folder that the image lacks as root, where this user writes nothing."""
-    (made,) = re.findall(r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M)
+    (folders,) = re.findall(
+        r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M
+    )
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
     mounts = [mount for service in services.values() for mount in service["volumes"]]
     written = {mount.rpartition(":")[2] for mount in mounts if not mount.endswith(":ro")}
-    assert written and written <= set(made.split())
+    assert written and written <= set(folders.split())
 
 
 @pytest.mark.parametrize("overlay", ["base", "spot", "service"])

@@ -59,8 +59,8 @@ def running(job, *more, collectives=()):
     """The state of a job of which everything is up, after further events."""
     brain = Brain(StateStore())
     members = [MemberStarted(str(role), rank, 1, Process(f"node-{rank}", 7)) for role, rank in job.members()]
-    begun = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
-    for event in (*begun, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):
+    events = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
+    for event in (*events, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):
         brain.handle(event)
     return brain.state
 

@@ -75,7 +75,7 @@ def test_a_job_finishes(run):
 
 
 @pytest.mark.parametrize(
-    ("classes", "kind", "who", "message", "detail"),
+    ("classes", "kind", "process", "message", "detail"),
     [
         ({"trainer": "FailingInit"}, "USER_ERROR", "trainer", r"ValueError: the user's own words$", "in init"),
         ({"trainer": "CallsFail"}, "USER_ERROR", "ACTOR[1]", r"ACTOR\[1\].fail on .*ValueError: the user's", "in fail"),
@@ -87,15 +87,15 @@ def test_a_job_finishes(run):
         ({"actor": "ExitingStart"}, "START_FAILED", "ACTOR[0]", r"SystemExit: gone$", "__init__"),
     ],
 )
-def test_failure_has_its_process_message_and_line(run, classes, kind, who, message, detail):
+def test_failure_has_its_process_message_and_line(run, classes, kind, process, message, detail):
     status = run(**classes)
     assert (status.phase, status.restarts) == (Phase.FAILED, 0)
-    assert (status.cause.kind, status.cause.who) == (CauseKind[kind], who)
+    assert (status.cause.kind, status.cause.who) == (CauseKind[kind], process)
     assert re.match(message, status.cause.message), status.cause.message
     assert detail in status.cause.detail
-    assert status.reason.startswith(f"{who}: ") and "is not retried)" in status.reason
+    assert status.reason.startswith(f"{process}: ") and "is not retried)" in status.reason
     assert run.closed() == {"FailingStart": NAMES[:1], "ExitingStart": []}.get(classes.get("actor"), NAMES)
-    assert not (who == "trainer" or "RG_ACTOR" in detail) or "dlrover/python/rl" not in status.cause.detail
+    assert not (process == "trainer" or "RG_ACTOR" in detail) or "dlrover/python/rl" not in status.cause.detail
 
 
 def test_ctrl_c_stops_in_good_order(run):
@@ -214,8 +214,8 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def builder(trainer="Loop"):
-    made = RLJobBuilder().device_type("CPU").device_per_node(4).config({"steps": 2})
-    return made.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", "Adder").total(2)
+    draft = RLJobBuilder().device_type("CPU").device_per_node(4).config({"steps": 2})
+    return draft.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", "Adder").total(2)
 
 
 def test_a_described_job_has_its_spec_and_nothing_is_started(empty_folder):
@@ -276,8 +276,8 @@ def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
 @pytest.mark.parametrize("local", [True, False])
 def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
     def job(steps, members):
-        made = toy_job(tmp_path / "out", members=members, steps=steps)
-        return replace(made, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(__file__).parents[3]),))
+        toy = toy_job(tmp_path / "out", members=members, steps=steps)
+        return replace(toy, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(__file__).parents[3]),))
 
     def run(checked):
         reports = []

@@ -149,8 +149,8 @@ async def test_beat_of_a_kept_member_names_its_lost_peer(make_master):
     master = make_master()
     await has_begun(master)
     state = runs.Run(*runs.OPEN).state
-    kept = replace(state.members[FIRST], incarnation=2, born=1)
-    master._run.brain.state = replace(state, members={**state.members, FIRST: kept})
+    member = replace(state.members[FIRST], incarnation=2, born=1)
+    master._run.brain.state = replace(state, members={**state.members, FIRST: member})
     answers = [await master.beat(Heartbeat(FIRST, number)) for number in (1, 2)]
     assert answers == [BeatAnswer.PEER_LOST, BeatAnswer.CURRENT]
 

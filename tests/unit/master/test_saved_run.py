@@ -61,7 +61,7 @@ def started(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ended(started):
-    """The same after a failure."""
+    """The job ``started``, failed."""
     claim(started, IN_PROCESS, bound=True).end(FAILED)
     return started
 
@@ -261,9 +261,9 @@ def test_each_attempt_is_a_new_run_in_the_same_folder(play):
     status, attempts, lines = play([0, 7])
     assert status.phase is Phase.FINISHED
     assert lines == ["resuming from the beginning", "resuming after step 7"]
-    (first, is_again), *others = attempts
+    (first, is_again), *later = attempts
     assert first.overwrite and not is_again
-    for job, is_again in others:
+    for job, is_again in later:
         assert is_again and job.job_dir == first.job_dir and not job.overwrite
         assert job.checkpoint.resume == "latest"
     assert len({job.run for job, _ in attempts}) == 3

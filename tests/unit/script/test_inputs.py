@@ -38,9 +38,9 @@ class Milder(GRPO):
 
 @pytest.fixture
 def config(tmp_path):
-    def make(keys=None, **given):
-        given = {"model": "m", "train": "d.jsonl", "eval": None, **given}
-        return write_inputs(tmp_path / "inputs", keys or {}, given)
+    def make(keys=None, **arguments):
+        arguments = {"model": "m", "train": "d.jsonl", "eval": None, **arguments}
+        return write_inputs(tmp_path / "inputs", keys or {}, arguments)
 
     return make
 
@@ -82,17 +82,17 @@ def test_a_table_is_as_its_file(config, tmp_path, kind, rows, keys):
     library = pytest.importorskip(kind)
     table = library.Dataset.from_list(rows) if kind == "datasets" else library.DataFrame(rows)
     table.to_parquet(str(tmp_path / "table.parquet"))
-    given = rows_of(config(train=table)["data.train"], keys)
-    assert given == rows_of(tmp_path / "table.parquet", keys)
+    rows_of_table = rows_of(config(train=table)["data.train"], keys)
+    assert rows_of_table == rows_of(tmp_path / "table.parquet", keys)
     if kind == "pandas":
         again = library.read_parquet(tmp_path / "table.parquet")
-        assert rows_of(config(train=again)["data.train"], keys) == given
+        assert rows_of(config(train=again)["data.train"], keys) == rows_of_table
     if keys:
-        last = given[1]["messages"][1]["tool_calls"][0]["function"]
+        last = rows_of_table[1]["messages"][1]["tool_calls"][0]["function"]
         assert last == {"name": "add", "arguments": {"first": 1, "second": [{"of": 2}]}}
     else:
-        assert given[0] == {"prompt": "a", "score": 0.5, "on": "2024-01-02T03:00:00", "price": "1.50"}
-        assert given[1] == {"prompt": "b"}
+        assert rows_of_table[0] == {"prompt": "a", "score": 0.5, "on": "2024-01-02T03:00:00", "price": "1.50"}
+        assert rows_of_table[1] == {"prompt": "b"}
 
 
 def test_nan_in_a_table_is_nothing(config):
@@ -129,7 +129,7 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"train": 3}, "dataset: must be a file, a hub name or rows, not int"),
         ({"eval": [3]}, "eval_dataset: row 1 is int, not a dict"),
@@ -140,9 +140,9 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
         ({"model": GRPO()}, "model: is a GRPO, but must be a folder or a hub name"),
     ],
 )
-def test_argument_of_a_wrong_type_is_refused(config, given, message):
+def test_argument_of_a_wrong_type_is_refused(config, arguments, message):
     with pytest.raises(InvalidJob, match=message):
-        config(**given)
+        config(**arguments)
 
 
 @pytest.mark.parametrize(

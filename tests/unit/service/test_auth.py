@@ -203,7 +203,7 @@ def test_many_addresses_take_no_more_memory_than_some():
         assert limit.take(f"address-{number}")
         limit.take("steady")
     assert len(limit._left) == 3
-    assert not limit.take("steady")  # one that goes on failing is not forgotten
+    assert not limit.take("steady")  # one that still fails is not forgotten
 
 
 def test_the_address_that_failed_longest_ago_is_forgotten():

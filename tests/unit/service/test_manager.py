@@ -43,9 +43,9 @@ async def test_a_job_runs_to_its_end(tmp_path):
         assert (ended.phase, ended.step, ended.reward, ended.reason) == (
             JobPhase.FINISHED, 2, 1.0, "all steps done",
         )  # fmt: skip
-        told = await events(manager, "job")
-        assert [event.kind for event in told] == ["submitted", "starting", "running", "step", "step", "finished"]
-        assert [event.number for event in told] == [1, 2, 3, 4, 5, 6]
+        seen = await events(manager, "job")
+        assert [event.kind for event in seen] == ["submitted", "starting", "running", "step", "step", "finished"]
+        assert [event.number for event in seen] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
@@ -374,7 +374,7 @@ STOPPED_WITHIN_S = 5.0
 
 
 class SlowRunner(StillRunner):
-    """Jobs that have not begun to run when they are asked to end, and end in good order a while later."""
+    """Jobs that have not begun to run when they are asked to end, and end a while later."""
 
     def run(self, record, description):
         self.begun.append(record.run)

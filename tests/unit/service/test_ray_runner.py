@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a service on Ray, without Ray: a job that is to be ended is ended, whatever fails meanwhile, and no
-other run of its name."""
+"""The runner of a service on Ray, without Ray."""
 
 import asyncio
 import threading
@@ -50,19 +49,19 @@ class Master:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """What the runner finds: ``master`` has the name of the job, ``left`` are the actors of each swept run."""
-    found = SimpleNamespace(master=None, left={}, swept=[])
+    """The cluster of the runner: ``master`` has the name of the job, ``left`` are the actors of each swept run."""
+    cluster = SimpleNamespace(master=None, left={}, swept=[])
 
     async def find_master(name):
-        return found.master
+        return cluster.master
 
     def sweep(name, run):
-        found.swept.append((name, run))
-        return found.left.get(run, [])
+        cluster.swept.append((name, run))
+        return cluster.left.get(run, [])
 
     monkeypatch.setattr(ray_runner, "find_master", find_master)
     monkeypatch.setattr(ray_runner, "sweep", sweep)
-    return found
+    return cluster
 
 
 async def no_master(name):
@@ -113,10 +112,10 @@ async def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
 @pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
 def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_folder(driven, monkeypatch, run, goes_on):
     job = load_job_text(JOB, "job")
-    begun = []
+    modes = []
 
     async def start(driven, job):
-        begun.append(job.checkpoint.resume)
+        modes.append(job.checkpoint.resume)
 
     owner = None if run is None else SimpleNamespace(run=run, state="running")
     monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: job)
@@ -126,7 +125,7 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
     runner = RayJobRunner()
     monkeypatch.setattr(runner, "_start", start)
     asyncio.run(runner._find_or_start(driven, 0))
-    assert begun == ["latest" if goes_on else "never"]
+    assert modes == ["latest" if goes_on else "never"]
 
 
 # -- only this run ----------------------------------------------------------------------------------------------------
@@ -276,12 +275,12 @@ async def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it
 
 
 async def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
-    """The service ends, and its next process goes on with the job."""
-    asked = []
+    """The service ends, and its next process continues the job."""
+    looks = []
 
     def lost_process():
-        asked.append(True)
-        return "raylet" if len(asked) < 3 else ""
+        looks.append(True)
+        return "raylet" if len(looks) < 3 else ""
 
     async def lost(*_):
         raise MasterLost("the master is gone")
@@ -290,7 +289,7 @@ async def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cl
     monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
     runner, seen = RayJobRunner(), []
     monkeypatch.setattr(runner, "_find_or_start", lost)
-    runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
+    runner.attach(lambda observed: seen.append((observed.phase, len(looks))))
     runner.run(driven.record, driven.description)
     await until(lambda: seen)
     assert seen == [(JobPhase.FAILED, 3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service over gRPC on loopback, in a process of its own, with jobs in memory."""
+"""The service over gRPC on loopback, in a separate process, with jobs in memory."""
 
 import asyncio
 import io
@@ -331,11 +331,11 @@ def test_health_needs_no_token_and_reflection_does(shared):
 
     with grpc.insecure_channel(shared.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
-        assert health.Check(asked, timeout=WITHIN_S).status == health_pb2.HealthCheckResponse.SERVING
+        check = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
+        assert health.Check(check, timeout=WITHIN_S).status == health_pb2.HealthCheckResponse.SERVING
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        for ask in (lambda: stub.ServerReflectionInfo(iter([request]), timeout=WITHIN_S), lambda: health.Watch(asked)):
+        for ask in (lambda: stub.ServerReflectionInfo(iter([request]), timeout=WITHIN_S), lambda: health.Watch(check)):
             with pytest.raises(grpc.RpcError) as refused:
                 next(ask())
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -346,16 +346,16 @@ def test_health_needs_no_token_and_reflection_does(shared):
 
 def test_a_job_that_takes_a_name_meanwhile_is_not_stopped_with_the_right_to_stop_the_one_before():
     """The new job is saved between the check of the old one's owner and the decision."""
-    old, asked = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED), []
+    old, stopped_runs = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED), []
 
     async def ask(operation):
-        asked.append(operation.run)
+        stopped_runs.append(operation.run)
         return old
 
     server = JobServer.__new__(JobServer)
     server._manager = SimpleNamespace(get=lambda name: old, ask=ask)
     asyncio.run(server._stop(wire.StopRequest(name="job"), Caller("mallory", AccessRole.SUBMIT)))
-    assert asked == ["old"]
+    assert stopped_runs == ["old"]
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def many_bad_tokens(service):
 
 
 def one_stream_too_many(service):
-    """The last of those that one caller opens; others, and its short calls, are answered all the same."""
+    """The last of the streams that one caller opens; others, and its short calls, are answered all the same."""
     other = service.token_of("other", AccessRole.READ)
     with service.client() as client, grpc.insecure_channel(service.address) as channel:
         client.submit(JOB, name="job")
@@ -519,7 +519,7 @@ def test_a_new_certificate_is_used_without_a_restart(tmp_path):
         key.unlink()
         assert answers(old)
         new_key.replace(key)
-        assert answers(old)  # the certificate is still that of another key
+        assert answers(old)  # the certificate still belongs to another key
         own.write_bytes(new.read_bytes())
         assert answers(new) and not answers(old)
 

@@ -130,10 +130,10 @@ async def test_place_of_a_gone_caller_is_held_while_its_file_is_read(reader, tmp
 
 async def test_a_process_reads_what_a_thread_reads(tmp_path):
     readers = [SubmissionReader(), SubmissionReader(in_a_process)]
-    found = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
+    submitted = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
     for reader in readers:
         reader.close()
-    assert repr(found[0]) == repr(found[1]) and found[0].job.owner == "ann"
+    assert repr(submitted[0]) == repr(submitted[1]) and submitted[0].job.owner == "ann"
 
 
 def test_places_are_those_of_a_caller_and_come_back():
