@@ -5,14 +5,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from dlrover.python.rl.common.errors import ServiceUnavailable
-from dlrover.python.rl.service.jobs.records import (
-    JobDescription,
-    JobPhase,
-    JobRecord,
-    Observed,
-    StopJob,
-    SubmitJob,
-)
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
@@ -43,13 +36,7 @@ class StillRunner(MemoryRunner):
 
 
 def submission(name="job", token=None, run_folders="", **values):
-    values = {
-        "owner": "ann",
-        "fingerprint": f"of {name}",
-        "resources": {"cpu": 1.0},
-        "roles": {"ROLLOUT": 2},
-        **values,
-    }
+    values = {"owner": "ann", "fingerprint": f"of {name}", "resources": {"cpu": 1.0}, "roles": {"ROLLOUT": 2}, **values}
     job = JobRecord(name, "", client_token=token or f"token-{name}", **values)
     return SubmitJob(job, JobDescription("text"), run_folders)
 

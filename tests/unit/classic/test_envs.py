@@ -62,7 +62,7 @@ def test_each_sample_is_asked_for_once():
         ({"prompt": ASKED, "answer": True}, "not bool"),
     ],
 )
-def test_what_is_no_sample_is_named_by_its_number(sample, fault):
+def test_wrong_sample_is_named_by_its_number(sample, fault):
     with pytest.raises(ValueError, match=r"train_dataset\[1\]") as caught:
         load_samples([EnvBase(ASKED), sample], "train_dataset")
     assert fault in str(caught.value)
@@ -227,7 +227,7 @@ def test_a_sample_without_rewards_has_none(tmp_path):
         judge(name, "4", row)
 
 
-def test_what_cannot_be_pickled_is_said(tmp_path):
+def test_unpicklable_sample_is_refused(tmp_path):
     sample = Counting(QUESTION)
     sample.lock = threading.Lock()
     with pytest.raises(TypeError, match="the samples of train cannot be pickled"):

@@ -31,7 +31,7 @@ def results(folder):
 
 
 @pytest.mark.feature(131)
-def test_evaluate_writes_each_sample_and_metrics_that_agree(model, tmp_path):
+def test_evaluate_writes_samples_and_matching_metrics(model, tmp_path):
     figures = evaluator(model, asked("Ada", "Grace", "Mary", kind=Length), tmp_path / "new", batch_size=2).evaluate()
     rows = results(tmp_path / "new")
     assert [row["prompt"][0]["content"] for row in rows] == ["Ada", "Grace", "Mary"]
@@ -47,7 +47,7 @@ def test_evaluate_writes_each_sample_and_metrics_that_agree(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.feature(131)
-def test_reward_that_hangs_or_raises_counts_as_failed(model, tmp_path):
+def test_hanging_or_raising_reward_counts_as_failed(model, tmp_path):
     began_s = time.monotonic()
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     figures = evaluator(model, dataset, tmp_path, reward_timeout_s=2.0).evaluate()

@@ -75,7 +75,7 @@ def test_evaluation_comes_every_eval_steps_and_changes_nothing(model, tmp_path):
 
 
 @pytest.mark.feature(129)
-def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_exponential(model, tmp_path):
+def test_cross_entropy_is_the_mean_over_labelled_tokens(model, tmp_path):
     held_out = asked("Alan", "Kurt") + [EnvBase(asked("Emil")[0].prompt, "a much longer answer")]
     trainer = sft(model, tmp_path, eval_steps=4, eval_dataset=held_out)
     trainer.train()
@@ -96,7 +96,7 @@ def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_e
 
 
 @pytest.mark.feature(130)
-def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
+def test_rewards_need_completions_drawn_to_evaluate(model, tmp_path):
     evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
     drawing = {"eval_sample_completions": True, "max_new_tokens": 4}
     for folder, more in (("without", {}), ("with", drawing)):
@@ -124,7 +124,7 @@ def test_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
     assert torch.equal(*logits)
 
 
-def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model, tmp_path):
+def test_too_long_rows_are_left_out_of_the_same_steps(model, tmp_path):
     dataset = [*asked("Ada", "Grace"), EnvBase(asked("Ada")[0].prompt, "x" * 60)]
     sft(model, tmp_path, train_dataset=dataset, max_seq_len=60, num_steps=5).train()
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -144,7 +144,7 @@ def test_arguments_decide_the_tokens_of_the_loss(model, tmp_path):
 
 
 @pytest.mark.feature(134)
-def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
+def test_interrupted_run_resumes_at_its_step(model, tmp_path):
     sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
     sft(model, tmp_path / "parts", num_steps=3, saving_steps=3).train()
     first_rows = metrics(tmp_path / "parts")
@@ -184,7 +184,7 @@ def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, tmp_path):
+def test_hanging_or_raising_reward_costs_its_samples_only(model, tmp_path):
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
     (row,) = metrics(tmp_path)
@@ -249,7 +249,7 @@ class FakeRun:
 
 
 @pytest.mark.feature(136)
-def test_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_path, monkeypatch):
+def test_wandb_run_has_project_name_and_steps_from_1(model, tmp_path, monkeypatch):
     wandb, run, inits = ModuleType("wandb"), FakeRun(), []
     wandb.init = lambda **arguments: inits.append(arguments) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -263,7 +263,7 @@ def test_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_
 
 
 @pytest.mark.feature(136)
-def test_without_the_package_there_is_one_warning(model, tmp_path, monkeypatch, capsys):
+def test_missing_wandb_is_one_warning(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     sft(model, tmp_path, num_steps=2, enable_wandb=True).train()
     assert capsys.readouterr().err.count("wandb is not installed") == 1
@@ -488,7 +488,7 @@ def test_two_processes_train_and_evaluate_like_one(launcher, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_rank_0_refuses_ends_all(model, tmp_path):
+def test_refusal_by_rank_0_ends_all_ranks(model, tmp_path):
     with pytest.raises(AssertionError, match="no such folder") as caught:
         launched("torchrun", "/no/such/model", tmp_path, 4, "grpo")
     assert "rank 0: has started nothing" in str(caught.value)

@@ -65,7 +65,7 @@ def refused(shell, text, *args, commands=(("check", "--local"), ("run", "--local
 # -- jobs that run ----------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_finishes_exits_with_0(shell):
+def test_finished_run_exits_with_0(shell):
     code, out, err = shell("run", "--local", write())
     assert (code, out) == (0, "")
     assert "step 3/3  loss 12" in err
@@ -85,14 +85,14 @@ def test_a_job_that_finishes_exits_with_0(shell):
         ("trainer.class=DataFault", "DataError: data: row 3 is empty", False),
     ],
 )
-def test_run_that_fails_exits_with_1(shell, override, expected, is_traced):
+def test_failed_run_exits_with_1(shell, override, expected, is_traced):
     code, _, err = shell("run", "--local", write(), override)
     assert code == 1
     assert expected in err
     assert ("Traceback (most recent call last):" in err) == ("toy_jobs.py" in err) == is_traced
 
 
-def test_a_job_that_is_interrupted_exits_with_130(shell):
+def test_interrupted_run_exits_with_130(shell):
     code, _, err = shell("run", "--local", write(), "trainer.class=InterruptedFit")
     assert code == 130
     assert "job: stopped, interrupted" in err
@@ -164,7 +164,7 @@ def resolved(*options):
     return Path("runs/mine/latest/job.yaml").read_text()
 
 
-def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, monkeypatch):
+def test_options_of_submit_override_fields_of_the_job(shell, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "GOOD", f"{GOOD}restart: {{job_max_restart: 3, backoff_s: 0.5}}\n")
     assert "job_max_restart: 3\n  trainer_max_restart: 10" in resolved()
     text = resolved(
@@ -240,7 +240,7 @@ def test_bad_job_is_refused_with_the_place_and_right_name(shell, before, after, 
     assert expected in message
 
 
-def test_all_problems_of_placement_classes_and_checks_come_in_one_message(shell):
+def test_placement_classes_and_checks_fail_in_one_message(shell):
     text = GOOD.replace("Loop", "Picky").replace("num: 2", "num: 9").replace("class: Adder}", "class: Addr}")
     message = refused(shell, text, "steps=0")
     assert message.splitlines()[0] == "4 errors in the job:"
@@ -293,7 +293,7 @@ def test_check_shows_overridden_keys_and_with_full_all(shell, recipe):
         assert line in full
 
 
-def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
+def test_check_warns_of_a_gpu_job_without_a_gpu(shell, recipe):
     write(recipe)
     code, about, _ = shell("check", "--local", "job.yaml", "trainer.device_type=GPU")
     assert code == 0
@@ -378,7 +378,7 @@ class Gets(Loop):
 """
 
 
-def test_local_run_that_calls_ray_starts_no_cluster(tmp_path):
+def test_local_run_calling_ray_starts_no_cluster(tmp_path):
     pytest.importorskip("ray")
     (tmp_path / "guide.py").write_text(USES_RAY)
     text = GOOD.replace("module: tests.support.toy_jobs, class: Loop", "module: guide, class: Gets")

@@ -30,14 +30,14 @@ def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_bad(tmp_path):
+def test_unwritable_folder_is_bad(tmp_path):
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "file")])
     assert done.exit_code == 1 and "BAD" in done.output and "name a folder that can be written" in done.output
     assert check_folder(Path("/proc/nowhere")).ok is False
 
 
-def test_a_port_that_is_taken_is_bad():
+def test_taken_port_is_bad():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert check_port(port).ok is False
@@ -58,7 +58,7 @@ def test_little_shared_memory_is_bad(monkeypatch):
     assert check.ok is False and "64 MB" in check.result and "--shm-size" in check.advice
 
 
-def test_what_is_advised_for_little_shared_memory_is_a_setting_that_there_is(monkeypatch, tmp_path):
+def test_advice_for_little_shared_memory_is_a_real_setting(monkeypatch, tmp_path):
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
     advice = health.check_shared_memory(Path("/dev/shm")).advice
     monkeypatch.undo()
@@ -90,7 +90,7 @@ def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
     assert check.ok is ok and words in check.result
 
 
-def test_a_driver_that_does_not_answer_is_bad(monkeypatch):
+def test_silent_driver_is_bad(monkeypatch):
     def hang(*_, **__):
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
 

@@ -115,7 +115,7 @@ def desk(tmp_path, monkeypatch):
 # -- status and explain -----------------------------------------------------------------------------------------------
 
 
-def test_status_has_every_process_with_its_devices_and_the_pace_of_the_last_steps(desk):
+def test_status_has_processes_devices_and_pace(desk):
     lost = {"recoveries": {"ROLLOUT": 1}, "last_failure": "ROLLOUT[1]: process_died: it is gone"}
     run = desk.begin(step=10, total_steps=100, members=MEMBERS, step_s=2.0, **lost)
     output = desk("status", "job")
@@ -132,7 +132,7 @@ def test_status_has_every_process_with_its_devices_and_the_pace_of_the_last_step
     assert json.loads(desk("status", "job", "--json"))["members"] == []
 
 
-def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
+def test_explain_has_the_time_failures_and_log_of_a_job(desk):
     results = desk.folder / "root/results"
     (results / "logs").mkdir(parents=True)
     (results / "logs/rollout-1.log").write_text("a line\n")
@@ -153,7 +153,7 @@ def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
 
 
-def test_list_has_all_that_run_and_says_how_many_older_ones_it_leaves_out(desk, monkeypatch):
+def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):
     monkeypatch.setattr(server_module, "_LISTED", 2)
     desk.begin("long-runner")
     for name in ("first", "second"):
@@ -256,7 +256,7 @@ def test_eval_submits_an_evaluation_of_the_newest_run_of_a_name(desk):
 # -- serve and enqueue -------------------------------------------------------------------------------------------------
 
 
-def test_a_metrics_port_that_is_taken_is_one_line():
+def test_taken_metrics_port_is_refused_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobConflict, match=f"^cannot serve metrics at 127.0.0.1:{port}: Address already in use$"):

@@ -11,12 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import (
-    GptOssConfig,
-    MambaConfig,
-    Qwen2_5_VLConfig,
-    Qwen3NextConfig,
-)
+from transformers import GptOssConfig, MambaConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from dlrover.python.rl.cli.commands import main
 from dlrover.python.rl.engine.api.registry import EngineInfo
@@ -387,7 +382,7 @@ def test_refusal_ends_every_rank_of_torchrun_with_its_reason(inputs, override, e
     assert printed.count("exitcode  : 2") == 2, printed
 
 
-def test_ctrl_c_while_the_command_is_being_loaded_is_answered_in_one_line(inputs):
+def test_ctrl_c_during_imports_is_answered_in_one_line(inputs):
     process = start(inputs, "-c", CLI, "run", "--local", "job.yaml")
     wait_for(lambda: "/_pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
@@ -396,7 +391,7 @@ def test_ctrl_c_while_the_command_is_being_loaded_is_answered_in_one_line(inputs
 
 
 @slow
-def test_a_run_on_a_full_disk_says_that_it_waits_and_then_that_there_is_no_space(inputs, tmp_path):
+def test_run_on_a_full_disk_waits_then_fails_with_no_space(inputs, tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip("no small disk can be mounted here")

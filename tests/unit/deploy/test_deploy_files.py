@@ -49,7 +49,7 @@ def test_the_image_passes_hadolint(tmp_path):
     assert run(BIN / "hadolint", tmp_path / "Dockerfile")[0] == 1
 
 
-def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
+def test_image_gets_every_constraints_file_and_no_missing_path():
     context = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all((ROOT / path).exists() for path in context)
     copies = re.findall(r"^COPY ((?!-).*) \S+$", (DOCKER / "Dockerfile").read_text(), re.M)
@@ -62,7 +62,7 @@ def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
         assert file.stem in install or file.stem in ("peers", "verl", "openrlhf", "real_model"), file
 
 
-def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_tested():
+def test_core_is_installed_from_a_lock_of_tested_versions():
     entry = r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)"
     text = (ROOT / "requirements/core.lock").read_text()
     locked = {name: version for name, version, _ in re.findall(entry, text, re.M)}
@@ -94,7 +94,7 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "service.compose.yaml"])
-def test_what_is_mounted_to_be_written_is_the_users_in_the_image(file):
+def test_written_mounts_belong_to_the_user_of_the_image(file):
     """Docker makes a folder that the image lacks as root, where this user writes nothing."""
     (folders,) = re.findall(
         r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M
@@ -122,7 +122,7 @@ def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
             assert "chmod -R go= /state/service" in command.partition("dlrover-rl serve")[0]
 
 
-def test_what_is_served_in_containers_is_what_the_command_line_takes(written):
+def test_containers_serve_with_options_of_the_command(written):
     """The options of the service in compose file and manifest are its own; nothing is published beyond loopback."""
     compose = yaml.safe_load((DOCKER / "service.compose.yaml").read_text())["services"]
     deployment = next(item for item in resources_of(written["kuberay"] / "service") if item["kind"] == "Deployment")
@@ -243,7 +243,7 @@ def test_wrong_manifests_are_found(written):
     assert all(wrong)
 
 
-def test_what_the_manifests_name_is_there(written):
+def test_manifests_name_existing_resources(written):
     resources = resources_of(written["kuberay"] / "spot")
     names = {(resource["kind"], resource["metadata"]["name"]) for resource in resources}
     for template in (

@@ -58,7 +58,7 @@ def saved(store):
     return [event for _, event in decode(store.read())]
 
 
-def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
+def test_event_is_saved_with_its_time_before_its_commands():
     store, clock = StateStore(), ManualClock(12.5)
     brain = Brain(store, clock, clock)
     assert brain.handle(SUBMITTED) == (Place(1),)
@@ -86,14 +86,14 @@ def test_handle_all_decides_one_by_one_and_saves_at_once():
 
 
 @pytest.mark.parametrize("events", [[SUBMITTED], RUNNING], ids=["one", "several"])
-def test_events_that_cannot_be_saved_have_no_effect(events):
+def test_unsaved_events_have_no_effect(events):
     brain = Brain(FullDisk())
     with pytest.raises(OSError, match="no space"):
         brain.handle_all(events)
     assert brain.state == JobState()
 
 
-def test_an_event_that_changes_nothing_is_not_saved():
+def test_event_without_effect_is_not_saved():
     store = StateStore()
     brain = Brain(store)
     for event in (SUBMITTED, SUBMITTED, Placed(7), WaitOver("job#2"), Placed(1), Placed(1), Released(1)):
@@ -147,7 +147,7 @@ def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s
 # -- submissions -----------------------------------------------------------------------------------------------
 
 
-def test_the_submission_says_what_the_machine_needs(tmp_path):
+def test_submission_has_roles_limits_and_its_run(tmp_path):
     brain, run = Brain(StateStore()), new_run()
     event = submission(toy_job(tmp_path), run, Inspection(), brain)
     assert event == Submitted(
@@ -197,7 +197,7 @@ def submitted(job, run="run"):
     return brain.state
 
 
-def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
+def test_restarted_master_finds_its_journal(tmp_path):
     job = toy_job(tmp_path / "out")
     assert earlier_journal(job, "run") is None
     state = submitted(job)
@@ -209,7 +209,7 @@ def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
     back.store.close()
 
 
-def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
+def test_restarted_run_numbers_its_processes_higher(tmp_path):
     job = toy_job(tmp_path / "out")
     assert (submitted(job).epoch, submitted(job).epoch, submitted(job).epoch) == (1, 2, 3)
     brain = Brain(FileStateStore(tmp_path / "out" / "journal.jsonl"))
@@ -238,7 +238,7 @@ def test_the_journal_of_another_run_is_not_its_own(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"journal.1.jsonl"}
 
 
-def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp_path):
+def test_restarted_master_refuses_a_damaged_journal(tmp_path):
     job = toy_job(tmp_path / "out")
     submitted(job)
     journal = tmp_path / "out" / "journal.jsonl"
@@ -273,7 +273,7 @@ def test_the_status_of_a_job():
     assert status.reason == "trainer: words (user_error is not retried)"
 
 
-def test_the_status_counts_what_was_recovered_and_names_the_standbys():
+def test_status_counts_recoveries_and_names_the_standbys():
     roles = {"ACTOR": RoleSettings(1, standby=1)}
     brain = Brain(StateStore())
     for event in (replace(SUBMITTED, roles=roles), *RUNNING[1:], StepsOpened(1), LOST):
@@ -309,7 +309,7 @@ def test_recoveries_of_an_event_are_lines_of_the_log(event, lines):
     assert list(recoveries(before, before, event)) == [], "it changed nothing"
 
 
-def test_status_shows_a_standby_that_takes_over_once(tmp_path):
+def test_status_shows_a_standby_taking_over_once(tmp_path):
     process = Process("a", 7, "host")
     members = {ProcessId("ACTOR", 0): Member(2, MemberPhase.UP, process, standby=0)}
     standbys = {

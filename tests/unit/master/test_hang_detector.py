@@ -91,7 +91,7 @@ def test_a_standby_may_live_as_long_as_the_job_knows_of_it(job):
     assert not detector.take(beat("CRITIC-standby[0]", 0), state)
 
 
-def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
+def test_member_in_a_long_call_hangs(job):
     state, detector = running(job), detector_of(job)
     detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S - 1.0, 3), state)
     detector.take(beat("ACTOR[1]", 1, "update", LIMIT_S + 1.0, 3), state)
@@ -179,7 +179,7 @@ def test_process_without_a_current_call_does_not_hang(job, before, status, after
     assert hangs(detector, running(job, *after)) == []
 
 
-def test_a_standby_that_hangs_is_lost_too(job):
+def test_standby_in_a_long_call_hangs(job):
     state, detector = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), detector_of(job)
     detector.take(beat("REWARD-standby[0]", 0, "warm_up", LIMIT_S + 1.0), state)
     (lost,) = hangs(detector, state)
@@ -228,7 +228,7 @@ def test_taking_stacks_is_no_pause_of_the_master(job):
     assert hung_at_s["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
 
 
-def test_hang_of_a_group_is_that_of_its_odd_rank(job):
+def test_hang_of_a_group_is_blamed_on_its_odd_rank(job):
     """All are in their calls for too long; the others wait for the one that began first."""
     state, detector = running(job, collectives=("ACTOR",)), detector_of(job)
     assert state.settings.roles["ACTOR"].scope is RecoveryScope.GROUP
@@ -239,7 +239,7 @@ def test_hang_of_a_group_is_that_of_its_odd_rank(job):
     assert "odd one out: ACTOR[1], in update" in lost.cause.message
 
 
-def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
+def test_members_without_collectives_hang_one_by_one(job):
     state, detector = running(job), detector_of(job)
     for rank in (0, 1):
         detector.take(beat(f"REWARD[{rank}]", 1, "score", LIMIT_S + 1.0, 3), state)
@@ -247,7 +247,7 @@ def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_slow_member_is_named_and_replaced_if_the_job_wants_that(job, caplog, replaces):
+def test_slow_member_is_named_and_replaced_on_request(job, caplog, replaces):
     job = replace(job, liveness=replace(job.liveness, replace_slow=replaces))
     state, detector, lost = running(job), detector_of(job), []
     for turn in range(1, 8):

@@ -81,7 +81,7 @@ def test_events_taken_one_by_one_export_like_a_replay():
     assert exported(metrics.registry) == exported(metrics_of(timed(STORY)).registry)
 
 
-def test_a_failure_told_twice_counts_once():
+def test_repeated_failure_counts_once():
     events = [*STORY[:-1], runs.lost("ROLLOUT", 0)]  # of the former process
     assert (
         exported(metrics_of(timed(events)).registry)[
@@ -101,7 +101,7 @@ def test_the_shares_of_time_add_up():
     assert account.goodput == pytest.approx(2 / (len(STORY) - 1))
 
 
-def test_time_goes_on_between_events_and_ends_with_the_job():
+def test_time_counts_between_events_until_the_job_ends():
     samples = exported(metrics_of(timed(STORY), now_s=1000.0 + len(STORY) - 1 + 50).registry)
     assert samples["rl_job_time_seconds_total", ("cause", ""), ("use", "useful")] == 52
     assert samples["rl_job_time_seconds_total", ("cause", "process_died"), ("use", "recovery")] == 2
@@ -112,7 +112,7 @@ def test_time_goes_on_between_events_and_ends_with_the_job():
     assert account.seconds[TimeUse.ENDING, ""] == 1
 
 
-def test_a_restart_of_the_whole_job_is_a_loss_of_its_own():
+def test_restart_of_the_whole_job_is_lost_time():
     events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
     account = metrics_of([*timed(events), (1100.0, Progressed(1, 1))]).account
     assert account.spent_s(TimeUse.RESTART) + account.spent_s(TimeUse.RECOVERY) > 80
@@ -193,7 +193,7 @@ def test_steps_and_calls_are_counted():
     assert samples["rl_job_call_seconds_bucket", ("le", "0.1"), *generate] == 6
 
 
-def test_methods_with_ever_new_names_make_a_bounded_number_of_series():
+def test_new_method_names_make_a_bounded_number_of_series():
     metrics = metrics_of(timed(STORY))
     for number in range(2 * MAX_CALL_SERIES):
         metrics.report(StepReport(number, 0, {}, {("ACTOR", f"method_{number}"): (1.0, *(0.0,) * 13, 0.1)}))
@@ -233,7 +233,7 @@ def expressions():
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)
-def test_dashboard_and_alerts_read_what_is_exported(where, expression):
+def test_dashboard_and_alerts_read_exported_metrics(where, expression):
     labels = everything()
     names = re.findall(r"\brl_[a-z_]+", expression)
     assert names, where
@@ -302,7 +302,7 @@ def test_endpoint_refuses_other_requests(serve, method, path, headers, expected)
     assert status == expected and "rl_answer" not in body
 
 
-def test_a_token_is_needed_where_there_is_one(serve):
+def test_endpoint_with_a_token_refuses_others(serve):
     address = serve(token=TOKEN)
     assert ask(address)[0] == ask(address, Authorization="Bearer wrong")[0] == 401
     assert ask(address, Authorization=TOKEN)[0] == ask(address, Authorization="Bearer \xff")[0] == 401
@@ -332,7 +332,7 @@ def test_with_tls_a_token_does_not_travel_in_the_clear(serve, certificate):
     assert ask(address, trusted=certificate[0], Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-def test_a_client_that_does_not_finish_its_handshake_keeps_nobody_waiting(serve, certificate):
+def test_unfinished_handshake_does_not_delay_others(serve, certificate):
     address = serve(tls=tls_context(*certificate))
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=10):
@@ -346,7 +346,7 @@ def test_clients_need_a_certificate_where_a_ca_for_them_is_given(serve, certific
 
 
 @pytest.mark.slow
-def test_clients_that_say_nothing_do_not_fill_it(serve):
+def test_silent_clients_do_not_fill_the_endpoint(serve):
     """Twenty at once are answered; more are cut off, and none of them takes memory or threads."""
     address = serve()
     host, port = address.split(":")

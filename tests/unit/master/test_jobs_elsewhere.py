@@ -139,7 +139,7 @@ def test_verbs_take_the_folder_of_a_run(asked_addresses):
     assert asked_addresses == []
 
 
-def test_argument_that_is_no_run_is_refused(asked_addresses):
+def test_argument_without_a_run_is_refused(asked_addresses):
     run(overrides=["job_dir=out/first"])
     Path("out/empty").mkdir()
     for name in ("job.yaml", "owner.1.json"):

@@ -115,25 +115,25 @@ def test_on_end_has_the_outcome_of_an_unfinished_run(run, monkeypatch, trainer, 
     assert outcomes == expected
 
 
-def test_what_a_trainer_raises_when_it_is_told_of_its_end_does_not_hide_its_error(run, monkeypatch):
+def test_error_of_on_end_does_not_hide_the_first(run, monkeypatch):
     monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: self.nothing)
     assert run("DataFault").cause.message == "DataError: data: row 3 is empty"
 
 
-def test_a_workload_that_cannot_close_does_not_keep_the_others_from_it(run):
+def test_workload_failing_to_close_lets_the_others_close(run):
     status = run(actor="FailingClose")
     assert status.phase is Phase.FINISHED
     assert run.closed() == NAMES
 
 
-def test_a_member_that_is_lost_outside_of_steps_restarts_the_job(run):
+def test_member_lost_outside_of_steps_restarts_the_job(run):
     status = run("LosesMember")
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
     left = [name for name in NAMES if name != "ACTOR-1/1"]
     assert run.closed() == [*left, *(f"{member}/2" for member in MEMBERS)]
 
 
-def test_a_member_that_is_lost_inside_of_steps_is_replaced_alone(run):
+def test_member_lost_inside_of_steps_is_replaced_alone(run):
     status = run("LosesMemberInAStep")
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
     assert [report.metrics["loss"] for report in run.reports] == [2.0, 6.0, 12.0]
@@ -159,7 +159,7 @@ def test_a_crash_loop_ends_with_its_cause(run):
     assert "the limit of 2 restarts" in status.reason
 
 
-def test_a_breakpoint_in_a_workload_is_reached_in_the_callers_thread(run, monkeypatch):
+def test_breakpoint_of_a_workload_is_in_the_callers_thread(run, monkeypatch):
     reached = []
 
     def hook(*args, **kwargs):
@@ -260,7 +260,7 @@ def test_submit_without_options_keeps_those_of_the_job(empty_folder):
     assert "master:\n  cpu: 1.0\n  memory: 0.0" in text
 
 
-def test_a_job_that_is_not_waited_for_needs_a_cluster_of_its_own():
+def test_submit_without_waiting_needs_an_address():
     with pytest.raises(CallError, match=r"submit\(blocking=False\) needs address="):
         builder().build().submit("my-job", blocking=False)
 
@@ -274,7 +274,7 @@ def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False])
-def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
+def test_copy_of_other_members_is_not_resumed_and_stays(tmp_path, local):
     def job(steps, members):
         toy = toy_job(tmp_path / "out", members=members, steps=steps)
         return replace(toy, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(__file__).parents[3]),))

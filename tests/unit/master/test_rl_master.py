@@ -233,7 +233,7 @@ async def test_renew_names_the_oom_killer_of_the_members_host(make_master):
     ("outcome", "error"),
     [("done", None), ("restarted", "'job' was restarted"), ("no place", "stays as it is: the cluster is full")],
 )
-async def test_resize_that_is_not_done_is_an_error(make_master, monkeypatch, outcome, error):
+async def test_refused_resize_is_an_error(make_master, monkeypatch, outcome, error):
     monkeypatch.setattr(rl_master, "inspect_in_child", lambda job: Inspection())
     monkeypatch.setattr(rl_master, "_NEXT_STEP_S", 0.0)
 

@@ -59,7 +59,7 @@ def test_runs_of_one_file_have_separate_folders_and_a_latest(desk):
 
 
 @pytest.mark.slow
-def test_old_runs_lose_their_checkpoints_only_and_check_names_them_first(desk):
+def test_check_names_the_checkpoints_of_runs_to_be_removed(desk):
     for _ in range(3):
         desk.run("run", "job.yaml", HERE)
     first, second, third = folders(desk)
@@ -76,7 +76,7 @@ def test_old_runs_lose_their_checkpoints_only_and_check_names_them_first(desk):
 
 
 @pytest.mark.slow
-def test_a_folder_in_use_is_refused_with_who_holds_it_and_its_run_goes_on(desk):
+def test_folder_in_use_is_refused_with_its_owner(desk):
     first = desk.held("out", HERE)
     owner = desk.owner("out")
     for more in ((), ("overwrite=true",), ("checkpoint.resume=latest",)):
@@ -125,7 +125,7 @@ def test_going_on_comes_before_replacing(desk):
 
 
 @pytest.mark.slow
-def test_what_failed_before_its_first_step_is_no_result(desk):
+def test_run_failed_before_its_first_step_is_no_result(desk):
     desk.run("run", "job.yaml", HERE, "job_dir=out", "steps=wrong", code=1)
     desk.run("run", "job.yaml", HERE, "job_dir=out")
     assert desk.steps("out") == ALL_STEPS
@@ -135,7 +135,7 @@ def test_what_failed_before_its_first_step_is_no_result(desk):
 
 
 @pytest.mark.parametrize("commit_to", [pytest.param("memory", marks=pytest.mark.slow), "job_dir"])
-def test_a_killed_run_is_not_begun_again_by_accident_and_goes_on_after_its_last_step(desk, commit_to):
+def test_killed_run_resumes_only_on_request_after_its_last_step(desk, commit_to):
     kill(desk.held("out", HERE, f"checkpoint.commit_to={commit_to}"))
     assert "has the results of" in desk.run("run", "job.yaml", HERE, "job_dir=out", code=2)
     output = desk.run("resume", "out", "hold=0")
@@ -145,7 +145,7 @@ def test_a_killed_run_is_not_begun_again_by_accident_and_goes_on_after_its_last_
 
 
 @pytest.mark.slow
-def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clears_the_memory(desk):
+def test_last_step_of_a_killed_run_survives_runs_of_its_name(desk):
     kill(desk.held("out", HERE))
     desk.run("run", "job.yaml", HERE, "job_dir=other")
     assert not list((desk.folder / "memory").rglob("step-*"))
@@ -165,7 +165,7 @@ def test_steps_after_the_last_commit_are_repeated_on_resume(desk, changed):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk, number):
+def test_stop_by_a_signal_prints_a_working_resume_command(desk, number):
     process = desk.held("out", HERE)
     process.send_signal(number)
     output = desk.end(process)
@@ -180,7 +180,7 @@ def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk,
 
 
 @pytest.mark.slow
-def test_a_run_is_found_by_its_jobs_name_and_a_wrong_one_gets_the_nearest(desk):
+def test_resume_takes_a_job_name_or_gives_the_nearest(desk):
     desk.run("run", "job.yaml", HERE, "steps=3")
     assert "did you mean 'held'" in desk.run("resume", "hold", code=2)
     desk.run("resume", "held", "steps=5")
@@ -202,7 +202,7 @@ def test_secrets_are_not_saved_and_come_from_the_environment(desk):
 
 
 @pytest.mark.slow
-def test_a_start_that_another_machine_has_lost_is_waited_for(desk):
+def test_start_waits_for_a_lost_owner_on_another_machine(desk):
     kill(desk.held("out", HERE, "liveness.lease_s=8"))
     record = record_elsewhere(desk)
     process = desk.start("run", "job.yaml", HERE, "job_dir=out", "checkpoint.resume=latest", "hold=0")
@@ -215,7 +215,7 @@ def test_a_start_that_another_machine_has_lost_is_waited_for(desk):
 
 
 @pytest.mark.slow
-def test_another_machines_run_is_alive_as_long_as_its_record_is_touched(desk):
+def test_run_elsewhere_is_alive_while_its_record_is_touched(desk):
     kill(desk.held("out", HERE))
     record = record_elsewhere(desk)
     assert "on node-7" in desk.run("resume", "out", code=2)

@@ -80,7 +80,7 @@ def commit(store, step):
         ("copies", "resume after its last committed step: "),
     ],
 )
-def test_how_to_go_on_names_the_last_commit_and_the_command(ended, monkeypatch, committed, beginning):
+def test_advice_names_the_last_commit_and_the_command(ended, monkeypatch, committed, beginning):
     if committed == "memory":
         (memory_path(ended.name, ended.run) / "step-00000010.e1").mkdir(parents=True)
 
@@ -140,7 +140,7 @@ def test_link_in_a_run_folder_is_not_read(ended, name):
     assert name != "journal.jsonl" or "symbolic links" in str(refused.value)
 
 
-def test_how_to_go_on_with_a_dead_disk_names_memory(ended):
+def test_advice_with_a_dead_disk_names_memory(ended):
     folder = ended.job_dir / "checkpoints" / ended.run / "step-00000010.e1"
     folder.mkdir(parents=True)
     (folder / "manifest.json").symlink_to("/proc/self/mem")  # EIO
@@ -172,7 +172,7 @@ def test_saved_job_keeps_its_folder_and_name(ended, override):
         saved_job(find_saved_run("out"), [override])
 
 
-def test_the_model_that_is_named_is_evaluated(ended):
+def test_evaluation_overrides_prefer_the_given_model(ended):
     changes = evaluation_overrides(JOB, ended.job_dir, True, ["config.model=other"])
     assert [change for change in changes if "config.model=" in change][-1] == "config.model=other"
 
@@ -200,7 +200,7 @@ def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, comm
     assert start.startswith(f"job: resuming in {ended.job_dir}{line}")
 
 
-def test_without_commits_a_finished_run_cannot_go_on(ended):
+def test_finished_run_without_commits_is_not_resumed(ended):
     run = find_saved_run("out")
     with pytest.raises(InvalidJob, match="there is nothing to resume"):
         describe_start(replace(run, owner=replace(run.owner, state=FINISHED)), ended, "job")
@@ -269,11 +269,11 @@ def test_each_attempt_is_a_new_run_in_the_same_folder(play):
     assert len({job.run for job, _ in attempts}) == 3
 
 
-def test_commits_in_between_let_it_go_on_as_often_as_it_takes(play):
+def test_attempts_with_commits_between_are_not_limited(play):
     assert play([1, 1, 2, 2, 3, 3])[0].phase is Phase.FINISHED
 
 
-def test_without_one_it_ends_and_says_how_to_go_on(play):
+def test_attempts_without_commits_end_with_the_resume_command(play):
     with pytest.raises(MasterLost, match="3 times in a row after step 1; to resume: dlrover-rl resume"):
         play([1, 1, 1])
 
@@ -305,7 +305,7 @@ if number == 3:
 """
 
 
-def test_a_job_ends_after_children_that_are_lost(tmp_path, monkeypatch):
+def test_supervisor_survives_lost_children(tmp_path, monkeypatch):
     """One child ends without a word, one finds no cluster; each leaves a process in a separate session."""
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     job = toy_job(tmp_path / "out")

@@ -232,7 +232,7 @@ def test_a_run_has_its_model_and_steps(written, tmp_path):
     assert result.metrics["eval/reward"].dropna().to_dict() == {0: 0.25}
 
 
-def test_an_evaluation_has_no_steps_and_its_model_is_the_one_it_was_of(written):
+def test_evaluation_has_no_steps_and_the_evaluated_model(written):
     result = written("org/name")
     assert str(result.model) == "org/name"
     assert (result.steps, result.samples, result.summary["eval/reward"]) == ([], [], 0.5)

@@ -102,7 +102,7 @@ def test_a_name_has_one_role_and_a_file_is_not_overwritten(folder):
     assert len(json.loads((folder / "tokens.json").read_text())["tokens"]) == 2
 
 
-def test_what_each_role_may_do():
+def test_role_includes_the_rights_below_it():
     def allows(role, needed):
         with suppress(AccessDenied):
             auth.Caller("x", role).check(needed)
@@ -112,7 +112,7 @@ def test_what_each_role_may_do():
     assert table == {"read": ["read"], "submit": ["read", "submit"], "admin": ["read", "submit", "admin"]}
 
 
-def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
+def test_secrets_are_not_compared_with_operators():
     """``==`` and ``in`` end at the first difference."""
     tree = ast.parse(Path(auth.__file__).read_text())
     secret = {"token", "digest", "sha256"}
@@ -126,7 +126,7 @@ def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
 # -- several writers, and a crash -------------------------------------------------------------------------------------
 
 
-def test_of_tokens_that_are_added_and_removed_at_once_none_is_lost_and_none_comes_back(folder):
+def test_concurrent_changes_of_tokens_are_all_kept(folder):
     def add_and_remove(number):
         for round_ in range(5):
             add_token(folder, f"kept-{number}-{round_}", AccessRole.READ, folder / f"kept-{number}-{round_}")
@@ -148,7 +148,7 @@ def test_two_first_starts_at_once_make_one_token(tmp_path):
 
 
 @pytest.mark.parametrize("written", [0, 1])
-def test_a_first_start_that_was_killed_between_its_files_is_done_again(tmp_path, monkeypatch, written):
+def test_killed_first_start_is_repeated(tmp_path, monkeypatch, written):
     class Killed(BaseException):
         """Ends the process wherever it is."""
 
@@ -185,7 +185,7 @@ def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
 # -- failures of an address --------------------------------------------------------------------------------------------
 
 
-def test_an_address_fails_ten_times_at_once_and_then_once_in_a_second():
+def test_address_fails_ten_times_then_once_in_a_second():
     clock = ManualClock()
     limit = FailureLimit(now_s=clock)
     assert [limit.take("a") for _ in range(12)] == [True] * 10 + [False] * 2
@@ -206,7 +206,7 @@ def test_many_addresses_take_no_more_memory_than_some():
     assert not limit.take("steady")  # one that still fails is not forgotten
 
 
-def test_the_address_that_failed_longest_ago_is_forgotten():
+def test_address_with_the_oldest_failure_is_forgotten():
     limit = FailureLimit(burst=1, most=2, now_s=ManualClock())
     assert [limit.take(address) for address in "abac"] == [True, True, False, True]
     assert not limit.take("a") and limit.take("b")

@@ -21,7 +21,7 @@ def job(number, cpus=1.0, **values):
     return JobRecord(name=f"job-{number}", run=f"r{number}", client_token=f"t{number}", **values)
 
 
-def test_jobs_start_in_the_order_of_their_submission_while_there_is_room():
+def test_jobs_start_in_order_of_submission_while_they_fit():
     starts, waits = schedule([job(3), job(1), job(2)], {"cpu": 2}, LIMITS)
     assert starts == ["r1", "r2"]
     assert waits == {"r3": "the cluster is full: 1 cpu needed, 0 available"}
@@ -38,19 +38,19 @@ def test_a_large_job_is_not_overtaken_by_small_ones():
     assert waits == {"r2": "the cluster is full: 4 cpu needed, 1 available", "r3": "behind 'job-2' in the queue"}
 
 
-def test_a_job_that_the_cluster_can_never_hold_blocks_nobody():
+def test_job_larger_than_the_cluster_blocks_no_other():
     starts, waits = schedule([job(1, 64), job(2)], {"cpu": 4}, LIMITS)
     assert starts == ["r2"]
     assert waits == {"r1": "the cluster has too little: 64 cpu needed, 4 available"}
 
 
-def test_a_kind_that_the_cluster_does_not_have_is_named():
+def test_missing_kind_of_resource_is_named():
     assert schedule([job(1, resources={"gpu": 1.0})], {"cpu": 4}, LIMITS)[1] == {
         "r1": "the cluster has too little: 1 gpu needed, 0 available"
     }
 
 
-def test_an_owner_at_the_quota_blocks_nobody_else():
+def test_owner_at_the_quota_blocks_no_other():
     limits = QueueLimits(max_running_per_owner=1)
     starts, waits = schedule([job(1), job(2), job(3, owner="bob")], {"cpu": 9}, limits)
     assert starts == ["r1", "r3"]

@@ -82,7 +82,7 @@ async def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
         assert [record.run for record in manager.list_jobs(ended=True)] == [second.run, first.run]
 
 
-async def test_a_list_has_every_job_that_has_not_ended_before_the_newest_of_the_others(tmp_path):
+async def test_list_has_all_live_jobs_before_the_newest_ended(tmp_path):
     async with serving(tmp_path, StillRunner(cpus=1)) as manager:
         for name in ("long", "first", "second", "third"):
             await manager.ask(submission(name))
@@ -125,7 +125,7 @@ async def test_a_full_queue_refuses_in_one_line(tmp_path):
             await manager.ask(submission("four", owner="eve"))
 
 
-async def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
+async def test_hard_stop_of_an_ended_job_changes_nothing(tmp_path):
     async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
         await begin(manager)
         assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
@@ -179,7 +179,7 @@ async def test_a_role_is_resized_while_the_job_runs(tmp_path):
             await manager.resize("job", "ROLLOUT", 2)
 
 
-async def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_runs(tmp_path):
+async def test_grown_role_keeps_its_share_of_the_cluster(tmp_path):
     """Four CPUs: two jobs of two workers, one of which grows, leave no room for a third."""
 
     async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:
@@ -197,7 +197,7 @@ async def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_th
         await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
 
 
-async def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
+async def test_restarted_service_continues_from_its_store(tmp_path):
     runner = StillRunner(cpus=2)
     async with serving(tmp_path, runner) as manager:
         for name in ("one", "two", "three"):
@@ -241,7 +241,7 @@ async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_utc, p
         assert manager.get("job").folder == record.folder
 
 
-async def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
+async def test_stopped_job_has_the_reason_of_its_stop(tmp_path):
     class Stopping(StillRunner):
         def stop(self, record):
             pass
@@ -268,7 +268,7 @@ async def test_reports_of_an_earlier_run_change_nothing(tmp_path):
         assert manager.get("job").phase is JobPhase.RUNNING
 
 
-async def test_resize_that_cannot_be_saved_is_an_error(tmp_path):
+async def test_unsaved_resize_is_an_error(tmp_path):
     store = FullDisk(tmp_path)
     async with serving(tmp_path, MemoryRunner(step_s=60), store=store) as manager:
         await begin(manager)
@@ -278,7 +278,7 @@ async def test_resize_that_cannot_be_saved_is_an_error(tmp_path):
         store.full = False
 
 
-async def test_change_that_cannot_be_saved_has_not_happened(tmp_path):
+async def test_unsaved_change_has_not_happened(tmp_path):
     store = FullDisk(tmp_path)
     async with serving(tmp_path, StillRunner(), store=store) as manager:
         record = await begin(manager)
@@ -323,7 +323,7 @@ async def test_reports_during_a_full_disk_keep_their_order(tmp_path):
         assert kinds[3:] == ["resized", "step"] * 3 + ["finished"]
 
 
-async def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
+async def test_returning_watchers_see_each_event_once(tmp_path):
     async def watch(manager, seen):
         """Leaves and comes back after each third page."""
         while not seen or not (seen[-1].name == "last" and seen[-1].phase.ended):
@@ -463,7 +463,7 @@ async def test_an_ended_job_keeps_no_description(tmp_path):
             manager._store.description(record.run)
 
 
-async def test_numbers_that_json_does_not_have_are_read_back(tmp_path):
+async def test_nan_and_infinity_are_read_back(tmp_path):
     async with serving(tmp_path, StillRunner()) as manager:
         record = await begin(manager)
         manager._runner.report(record, step=1, metrics={"loss": float("nan"), "reward": float("inf")})
@@ -487,7 +487,7 @@ async def test_events_on_disk_come_in_pages_of_any_size(tmp_path, monkeypatch, p
         assert await events(manager, "job", after=2) == recent[2:]
 
 
-async def test_a_cluster_that_was_away_is_looked_at_again(tmp_path):
+async def test_capacity_is_read_again_after_an_error(tmp_path):
     class Growing(StillRunner):
         looks = 0
 

@@ -72,7 +72,7 @@ async def checked_at_once(job):
     return SimpleNamespace(job=job)
 
 
-def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(driven, monkeypatch):
+def test_failing_end_of_a_job_is_repeated_until_done(driven, monkeypatch):
     swept = []
 
     def sweep(name, run):
@@ -99,7 +99,7 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
     assert swept == [("job", "r1")] * 3
 
 
-async def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
+async def test_job_ended_within_the_grace_leaves_no_task(driven):
     runner = RayJobRunner(grace_s=60.0)
     runner._driven["r1"] = driven
     runner.stop(driven.record)
@@ -110,7 +110,7 @@ async def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
 
 
 @pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
-def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_folder(driven, monkeypatch, run, goes_on):
+def test_run_resumes_its_own_commits_only(driven, monkeypatch, run, goes_on):
     job = load_job_text(JOB, "job")
     modes = []
 
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
 # -- only this run ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driven, cluster, monkeypatch):
+async def test_hard_stop_before_the_launch_spares_other_runs(driven, cluster, monkeypatch):
     cluster.master = another = Master("r2")
     launching, goes_on, own = threading.Event(), threading.Event(), Master("r1")
 
@@ -166,7 +166,7 @@ async def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alon
     [("r1", [], True), ("r2", ["job/r1/trainer/1"], False), (None, [], False), (None, ["job/r1/trainer/1"], True)],
     ids=["its own", "of another run", "of an unknown run", "that does not answer and has workers of this run"],
 )
-def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs(driven, cluster, run, left, ends):
+def test_kill_all_ends_a_master_of_the_run_only(driven, cluster, run, left, ends):
     cluster.master, cluster.left = Master(run), {"r1": left}
     driven.job = load_job_text(JOB, "job")
     driven.job = replace(driven.job, run="r1")
@@ -174,7 +174,7 @@ def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs
     assert cluster.master.is_ended is ends and cluster.swept == [("job", "r1")]
 
 
-def test_a_sweep_of_a_run_removes_what_is_its_own(monkeypatch):
+def test_sweep_of_a_run_removes_its_actors_and_groups(monkeypatch):
     names = ["job/master", "job/r1/trainer/1", "job/r2/trainer/1", "job-2/r1/trainer/1"]
     groups = [SimpleNamespace(id=name, name=name, state="CREATED") for name in ("job/r1/1/node-0", "job/r2/1/node-0")]
     removed, forgotten = [], []
@@ -219,7 +219,7 @@ def in_zone(monkeypatch):
 
 
 @pytest.mark.parametrize("fixed", ["folder", "results"])
-def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in_zone, fixed):
+def test_recorded_folder_is_used_in_every_time_zone(driven, in_zone, fixed):
     in_zone("UTC")
     before = _load_job(replace(driven.record, submitted_s=1e9), driven.description).job_dir
     assert before.name == "20010909-014640-r1"
@@ -247,7 +247,7 @@ def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_pa
             use()
 
 
-def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluster):
+def test_folder_from_a_master_does_not_replace_the_record(driven, cluster):
     driven.record = replace(driven.record, folder="/of/the/record")
     cluster.master = Master("r1", "/etc")
     asyncio.run(RayJobRunner()._find_master(driven, replace(load_job_text(JOB, "job"), run="r1")))
@@ -257,7 +257,7 @@ def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluste
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(driven, cluster, monkeypatch):
+async def test_job_stopped_during_its_check_has_the_reason(driven, cluster, monkeypatch):
     runner, seen, checking = RayJobRunner(), [], asyncio.Event()
 
     async def check(job):
@@ -274,7 +274,7 @@ async def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it
     await runner.close()
 
 
-async def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
+async def test_failure_of_a_lost_cluster_is_reported_after_a_look(driven, cluster, monkeypatch):
     """The service ends, and its next process continues the job."""
     looks = []
 

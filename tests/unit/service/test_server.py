@@ -108,7 +108,7 @@ def test_a_role_is_resized(tmp_path):
 
 
 @pytest.mark.slow
-def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_path):
+def test_requests_wait_for_a_restart_without_losing_events(tmp_path):
     service = Service(tmp_path, **ENDLESS)
     service.start()
     with service.client(patience_s=WITHIN_S) as client:
@@ -137,7 +137,7 @@ def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_pa
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["is_gone", "has_gone_silent"])
-def test_streams_end_when_the_service_is_away_for_longer_than_the_patience(tmp_path, monkeypatch, end):
+def test_streams_end_once_the_patience_is_over(tmp_path, monkeypatch, end):
     faster = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 100, "grpc.http2.ping_timeout_ms": 100}
     assert sum(dict(client_module._OPTIONS)[name] for name in faster) <= 60_000
     monkeypatch.setattr(client_module, "_OPTIONS", tuple((dict(client_module._OPTIONS) | faster).items()))
@@ -176,7 +176,7 @@ class _Seen:
         return iter(self._stream)
 
 
-def test_a_watcher_has_its_whole_patience_in_each_outage_after_a_long_time_without_events(tmp_path, monkeypatch):
+def test_watcher_has_its_whole_patience_in_each_outage(tmp_path, monkeypatch):
     service, past_s, opened = Service(tmp_path, steps=1, step_s=3600.0), 0.0, queue.Queue()
     service.start()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + past_s, sleep=time.sleep)
@@ -280,7 +280,7 @@ def test_open_service_answers_without_a_token(tmp_path):
         assert codes["List"] is grpc.StatusCode.OK
 
 
-def test_every_method_has_a_right_and_one_without_is_refused_to_everybody(tmp_path):
+def test_method_without_a_right_is_refused(tmp_path):
     assert set(RIGHTS) == set(METHODS)
     server = JobServer.__new__(JobServer)
     server._tokens = None
@@ -344,7 +344,7 @@ def test_health_needs_no_token_and_reflection_does(shared):
         assert SERVICE.full_name in [row.name for row in answer.list_services_response.service]
 
 
-def test_a_job_that_takes_a_name_meanwhile_is_not_stopped_with_the_right_to_stop_the_one_before():
+def test_stop_does_not_reach_a_newer_job_of_the_name():
     """The new job is saved between the check of the old one's owner and the decision."""
     old, stopped_runs = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED), []
 
@@ -432,13 +432,13 @@ def code_of(opened):
     return refused.value.code()
 
 
-def test_a_call_without_a_token_is_refused_before_its_message_has_come(shared, unsent):
+def test_call_without_a_token_is_refused_before_its_message(shared, unsent):
     with grpc.insecure_channel(shared.address) as channel:
         assert code_of(unsent(channel, [])) is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.slow
-def test_calls_whose_messages_do_not_come_hold_places_of_their_caller_only_and_not_for_long(tmp_path, unsent):
+def test_calls_without_messages_hold_places_of_their_caller_only(tmp_path, unsent):
     off = [("server", "_CALLS_EACH", 3), ("server", "_MESSAGE_S", 2.0)]
     with serving(tmp_path, off=off) as service, grpc.insecure_channel(service.address) as channel:
         own, other = bearer(service.token), bearer(service.token_of("other", AccessRole.READ))
@@ -464,7 +464,7 @@ def test_a_list_of_failed_jobs_fits_into_a_message():
     assert 30 < len(some) < 1000 and some == every[: len(some)]
 
 
-def test_headers_that_are_too_large_are_refused(shared):
+def test_too_large_headers_are_refused(shared):
     with grpc.insecure_channel(shared.address) as channel:
         code = call(channel, "List", [("authorization", "Bearer " + "x" * 1_000_000)])
         assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
@@ -472,7 +472,7 @@ def test_headers_that_are_too_large_are_refused(shared):
         client.list_jobs()
 
 
-def test_a_client_does_not_send_its_token_in_the_clear_beyond_loopback():
+def test_client_sends_no_clear_token_beyond_loopback():
     with pytest.raises(CallError, match="beyond loopback"):
         ServiceClient("10.0.0.1:8470", "token")
 
@@ -480,7 +480,7 @@ def test_a_client_does_not_send_its_token_in_the_clear_beyond_loopback():
 # -- TLS --------------------------------------------------------------------------------------------------------------
 
 
-def test_with_tls_only_clients_that_know_its_ca_are_answered(tmp_path):
+def test_tls_service_answers_clients_with_its_ca_only(tmp_path):
     own, key = write_certificate(tmp_path / "certs", "own")
     other, _ = write_certificate(tmp_path / "certs", "other")
     with serving(tmp_path, tls=[str(own), str(key)]) as service:
@@ -572,7 +572,7 @@ def test_results_are_listed_and_fetched_without_internal_files(files):
         files.fetch("job", "model/weight", copy)
 
 
-def test_what_is_not_there_leaves_no_folder_for_it(files, tmp_path, monkeypatch):
+def test_fetch_of_a_missing_path_leaves_no_folder(files, tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "connected", lambda server: nullcontext(files))
     arguments = ["--out", str(tmp_path / "new"), "--server", "its address"]
     missed = CliRunner().invoke(fetch, ["job", "modle", *arguments])
@@ -681,7 +681,7 @@ def test_logs_of_one_process_of_all_and_only_the_last_lines(files):
         list(files.logs("job", "../outside"))
 
 
-def test_a_log_is_followed_over_its_rotation_to_the_end_of_the_job(files, tmp_path):
+def test_log_is_followed_over_a_rotation_to_the_end(files, tmp_path):
     log, lines = tmp_path / "run" / "logs" / "trainer.log", []
     chunks = files.logs("job", "trainer", follow=True)
     lines.append(next(chunks).text)
@@ -698,7 +698,7 @@ def test_a_log_is_followed_over_its_rotation_to_the_end_of_the_job(files, tmp_pa
     assert list(chunks) == []
 
 
-def test_the_log_of_a_process_that_is_to_come_is_waited_for(files, tmp_path):
+def test_log_of_a_later_process_is_waited_for(files, tmp_path):
     chunks = files.logs("job", "rollout-1", follow=True)
     threading.Timer(0.5, (tmp_path / "run" / "logs" / "rollout-1.log").write_text, ["first\n"]).start()
     assert next(chunks).text == "first\n"
