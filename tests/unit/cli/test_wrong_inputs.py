@@ -92,6 +92,7 @@ def folder(tmp_path_factory):
         (path / name / "config.json").write_text(content)
     for name, rows in FILES.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "mixed.jsonl").write_text('{"prompt": "1", "answer": \n{"promt": "1", "answer": "9"}\n')
     (path / "broken.jsonl").write_text('{"prompt": "1" "answer": "2"}\n')
     return path
 
@@ -244,6 +245,60 @@ def test_check_wrong_file_is_named(check, before, after, expected):
     code, message = check(text.replace(before, after))
     assert code == 2
     assert expected in message
+
+
+def test_check_finds_problems_of_every_kind_at_once(check):
+    content = job("grpo")
+    content["trainer"]["nod_number"] = 2
+    content["workload"]["reward"]["class"] = "RewardWorkloads"
+    content["workload"]["rollout"]["num"] = 9
+    content["workload_group"] = [{"actor": 1, "refrence": 1}]
+    overrides = "prompts_per_step=-3 data.train=mixed.jsonl data.eval=goood.jsonl model=./none"
+    code, message = check(content, *overrides.split(), "+stepss=3", "+rollout.temperature=0")
+    assert code == 2
+    for line in (
+        "trainer.nod_number: unknown key 'nod_number'; did you mean 'node_number'?",
+        "workload_group.0.refrence: the job has no role 'refrence'",
+        "has no class 'RewardWorkloads'; did you mean 'RewardWorkload'?",
+        "impossible placement: ACTOR x 1, ROLLOUT x 9, REWARD x 1 do not fit 1 node(s) x 4 CPU = 4",
+        "config.prompts_per_step: input should be greater than 0, got -3",
+        "config.stepss: unknown key 'stepss'; did you mean 'steps'?",
+        "config.rollout.temperature: input should be greater than 0, got 0",
+        "goood.jsonl: no such file; did you mean 'good.jsonl'?",
+        "mixed.jsonl:1: not JSON",
+        "mixed.jsonl:2: unknown key 'promt'; did you mean 'prompt'?",
+        "config.model: no such folder: ./none",
+    ):
+        assert line in message, message
+
+
+def test_check_shows_overridden_keys_and_with_full_all(check):
+    keys = ("seed=7", "keep.save_every=3", "learning_rate=0.5", "kl.type=reward")  # the last two of other libraries
+    code, message = check(job("grpo"), *keys)
+    assert code == 0
+    assert "  seed: 7\n" in message and "save_every: 3" in message
+    assert "max_staleness" not in message
+    code, message = check(job("grpo"), "--full", *keys)
+    assert code == 0
+    for line in (
+        "  seed: 7\n",
+        "    max_staleness: 0\n",
+        "    device: cpu\n",
+        "    lr: 0.5\n",
+        "    kl_in: reward\n",
+        "algorithm:\n    name: grpo\n    clip_low: 0.2\n",
+        "model: model, 20.7 k parameters; 82.9 kB of weights to generate, 332 kB to train, activations not counted",
+        "engines: train fsdp2, rollout torch, on cpu in fp32",
+        "each step: 16 prompts x 8 samples = 128 of up to 64 new tokens; 1 update of 128",
+    ):
+        assert line in message
+
+
+@pytest.mark.parametrize(("overrides", "is_warned"), [("", True), ("engine.device=cpu", False)])
+def test_check_warns_of_a_gpu_job_without_a_gpu(check, overrides, is_warned):
+    code, message = check(job("grpo"), "trainer.device_type=GPU", *overrides.split())
+    assert code == 0
+    assert ("trainer.device_type is GPU, but this process has none and computes on the CPU" in message) is is_warned
 
 
 # -- from outside ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, scripts, manifests and skeletons of jobs pass the checks of the tools that read them."""
 
-import copy
 import os
 import re
 import subprocess
@@ -108,13 +107,10 @@ def test_written_mounts_belong_to_the_user_of_the_image(file):
 @pytest.mark.parametrize("overlay", ["base", "spot", "service"])
 def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
     """A mount gives all files of a volume to its group by default, and a token that others can read is refused."""
-    resources = resources_of(written["kuberay"] / overlay)
-    clusters = [resource for resource in resources if resource["kind"] == "RayCluster"]
-    pods = [template["spec"] for cluster in clusters for template in templates_of(cluster)]
-    pods += [item["spec"]["template"]["spec"] for item in resources if item["kind"] == "Deployment"]
-    claimed = [pod for pod in pods if any("persistentVolumeClaim" in volume for volume in pod["volumes"])]
-    assert claimed
-    for pod in claimed:
+    pods = pods_of(resources_of(written["kuberay"] / overlay))
+    claiming = [pod for pod in pods if any("persistentVolumeClaim" in volume for volume in pod["volumes"])]
+    assert claiming
+    for pod in claiming:
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
         assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
         if overlay == "service":
@@ -123,17 +119,15 @@ def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
 
 
 def test_containers_serve_with_options_of_the_command(written):
-    """The options of the service in compose file and manifest are its own; nothing is published beyond loopback."""
     compose = yaml.safe_load((DOCKER / "service.compose.yaml").read_text())["services"]
-    deployment = next(item for item in resources_of(written["kuberay"] / "service") if item["kind"] == "Deployment")
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    for text in (compose["service"]["command"][0], container["args"][0]):
+    (pod,) = pods_of(resources_of(written["kuberay"] / "service"))
+    (command,) = pod["containers"][0]["args"]
+    options = {name for option in serve.params for name in option.opts}
+    for text in (compose["service"]["command"][0], command):
         words = text.partition("dlrover-rl serve")[2].split()
-        assert words and {word for word in words if word.startswith("--")} <= {
-            name for option in serve.params for name in option.opts
-        }
-    assert not any("ports" in service for service in compose.values())
-    assert "--tls-cert" in container["args"][0] and "--host 0.0.0.0" in container["args"][0]
+        assert words and {word for word in words if word.startswith("--")} <= options
+    assert not any("ports" in service for service in compose.values()), "nothing is published beyond loopback"
+    assert "--tls-cert" in command and "--host 0.0.0.0" in command
 
 
 def test_scripts_pass_shellcheck(written, tmp_path):
@@ -200,6 +194,13 @@ def templates_of(resource):
     return [group["template"] for group in groups]
 
 
+def pods_of(resources):
+    """The pods of clusters and deployments."""
+    templates = [template for item in resources if item["kind"] == "RayCluster" for template in templates_of(item)]
+    templates += [item["spec"]["template"] for item in resources if item["kind"] == "Deployment"]
+    return [template["spec"] for template in templates]
+
+
 @pytest.mark.parametrize(
     ("overlay", "kinds"),
     [
@@ -216,48 +217,40 @@ def test_manifests_follow_their_definitions(written, overlay, kinds):
     assert {resource["kind"]: faults_of(resource) for resource in resources if faults_of(resource)} == {}
 
 
-def test_deployment_of_the_service_names_existing_resources(written):
-    resources = resources_of(written["kuberay"] / "service")
-    names = {item["metadata"]["name"] for item in [*resources, *resources_of(written["kuberay"] / "base")]}
-    (deployment,) = [resource for resource in resources if resource["kind"] == "Deployment"]
-    pod = deployment["spec"]["template"]["spec"]
-    claims = [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
-    assert {pod["priorityClassName"], *(claim["claimName"] for claim in claims)} <= names
-    pod["containers"][0]["port"] = []
-    assert faults_of(deployment)
+@pytest.mark.parametrize(
+    ("overlay", "change"),
+    [
+        ("base", lambda spec: spec.update(headGroup={})),
+        ("base", lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0})),
+        ("base", lambda spec: spec["workerGroupSpecs"][0].pop("groupName")),
+        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={})),
+        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1})),
+        ("service", lambda spec: spec["template"]["spec"]["containers"][0].update(port=[])),
+    ],
+)
+def test_wrong_manifest_has_faults(written, overlay, change):
+    resources = resources_of(written["kuberay"] / overlay)
+    (resource,) = [item for item in resources if item["kind"] in ("RayCluster", "Deployment")]
+    change(resource["spec"])
+    assert faults_of(resource)
 
 
-def test_wrong_manifests_are_found(written):
-    cluster = next(item for item in resources_of(written["kuberay"] / "base") if item["kind"] == "RayCluster")
-    wrong = []
-    for change in (
-        lambda spec: spec.update(headGroup={}),
-        lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0}),
-        lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
-        lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={}),
-        lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1}),
-    ):
-        changed = copy.deepcopy(cluster)
-        change(changed["spec"])
-        wrong.append(faults_of(changed))
-    assert all(wrong)
-
-
-def test_manifests_name_existing_resources(written):
-    resources = resources_of(written["kuberay"] / "spot")
-    names = {(resource["kind"], resource["metadata"]["name"]) for resource in resources}
-    for template in (
-        template for resource in resources if resource["kind"] == "RayCluster" for template in templates_of(resource)
-    ):
-        spec = template["spec"]
-        assert ("PriorityClass", spec["priorityClassName"]) in names
-        volumes = {volume["name"] for volume in spec["volumes"]}
-        assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == volumes
-        for volume in spec["volumes"]:
+@pytest.mark.parametrize("overlay", ["spot", "service"])
+def test_pods_name_existing_resources(written, overlay):
+    resources = resources_of(written["kuberay"] / overlay)
+    existing = {
+        (item["kind"], item["metadata"]["name"]) for item in resources + resources_of(written["kuberay"] / "base")
+    }
+    for pod in pods_of(resources):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+        references = {("PriorityClass", pod["priorityClassName"])}
+        for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
-                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+                references.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in names
+                references.add(("ConfigMap", volume["configMap"]["name"]))
+        assert references <= existing
 
 
 def test_a_pod_has_time_to_be_drained(written):

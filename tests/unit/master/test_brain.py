@@ -179,12 +179,6 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
     assert (event.window_s, event.node_max_failures) == (60.0, 5)
 
 
-def test_no_two_runs_have_the_same_name():
-    runs = {new_run() for _ in range(100)}
-    assert len(runs) == 100
-    assert all(len(run) == 8 and int(run, 16) >= 0 for run in runs)
-
-
 # -- a master that comes back -----------------------------------------------------------------------------------------
 
 

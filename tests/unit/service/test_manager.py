@@ -125,17 +125,7 @@ async def test_a_full_queue_refuses_in_one_line(tmp_path):
             await manager.ask(submission("four", owner="eve"))
 
 
-async def test_hard_stop_of_an_ended_job_changes_nothing(tmp_path):
-    async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
-        await begin(manager)
-        assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
-        ended = await manager.wait("job", WITHIN_S)
-        assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
-        again = await manager.ask(stopping(manager, hard=True))
-        assert again == ended
-
-
-async def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
+async def test_hard_stop_follows_a_graceful_one_until_the_end(tmp_path):
     class Deaf(StillRunner):
         stops = ()
 
@@ -147,11 +137,12 @@ async def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
     runner = Deaf()
     async with serving(tmp_path, runner) as manager:
         await manager.ask(submission())
-        await manager.ask(stopping(manager))
-        await manager.ask(stopping(manager))
-        await manager.ask(stopping(manager, hard=True))
-        assert (await manager.wait("job", WITHIN_S)).phase is JobPhase.STOPPED
+        for hard in (False, False, True):
+            assert (await manager.ask(stopping(manager, hard=hard))).phase is JobPhase.STOPPING
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
         assert runner.stops == (False, True)
+        assert await manager.ask(stopping(manager, hard=True)) == ended
 
 
 async def test_unknown_names_are_answered_with_the_nearest(tmp_path):

@@ -64,39 +64,27 @@ def cluster(monkeypatch):
     return cluster
 
 
-async def no_master(name):
-    return None
-
-
 async def checked_at_once(job):
     return SimpleNamespace(job=job)
 
 
-def test_failing_end_of_a_job_is_repeated_until_done(driven, monkeypatch):
-    swept = []
+async def test_failing_end_of_a_job_is_repeated_until_done(driven, cluster, monkeypatch):
+    runner = RayJobRunner(grace_s=0.01)
 
     def sweep(name, run):
-        swept.append((name, run))
-        if len(swept) < 3:
+        cluster.swept.append((name, run))
+        if len(cluster.swept) < 3:
             raise RuntimeError("the GCS is away")
         runner._driven.pop("r1")
 
-    async def scenario():
-        nonlocal runner
-        runner = RayJobRunner(grace_s=0.01)
-        runner._driven["r1"] = driven
-        runner.stop(driven.record)
-        async with asyncio.timeout(10):
-            await driven.stop
-        await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
-    monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
-    asyncio.run(scenario())
-    assert swept == [("job", "r1")] * 3
+    runner._driven["r1"] = driven
+    runner.stop(driven.record)
+    await driven.stop
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert cluster.swept == [("job", "r1")] * 3
 
 
 async def test_job_ended_within_the_grace_leaves_no_task(driven):
@@ -109,23 +97,20 @@ async def test_job_ended_within_the_grace_leaves_no_task(driven):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
-def test_run_resumes_its_own_commits_only(driven, monkeypatch, run, goes_on):
-    job = load_job_text(JOB, "job")
+@pytest.mark.parametrize(("run", "mode"), [("r1", "latest"), ("r0", "never"), (None, "never")])
+async def test_run_resumes_its_own_commits_only(driven, cluster, monkeypatch, run, mode):
     modes = []
 
     async def start(driven, job):
         modes.append(job.checkpoint.resume)
 
     owner = None if run is None else SimpleNamespace(run=run, state="running")
-    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: job)
-    monkeypatch.setattr(ray_runner, "find_master", no_master)
+    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: load_job_text(JOB, "job"))
     monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
-    monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
     runner = RayJobRunner()
     monkeypatch.setattr(runner, "_start", start)
-    asyncio.run(runner._find_or_start(driven, 0))
-    assert modes == ["latest" if goes_on else "never"]
+    await runner._find_or_start(driven, 0)
+    assert modes == [mode]
 
 
 # -- only this run ----------------------------------------------------------------------------------------------------

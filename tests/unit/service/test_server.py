@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from concurrent import futures
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from string import ascii_lowercase, digits
 from types import SimpleNamespace
 
@@ -40,16 +40,14 @@ from tests.support.hostile_paths import PATHS
 from tests.support.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
 
 
-@pytest.fixture
-def service(tmp_path):
-    with serving(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def client(service):
-    with service.client() as connected:
-        yield connected
+@contextmanager
+def running_job(folder, kind="running", **options):
+    """A service whose ``job`` runs, a client of it, and the events after the one of that ``kind``."""
+    with serving(folder, **options) as service, service.client() as client:
+        client.submit(JOB, name="job")
+        events = client.watch("job")
+        next(event for event in events if event.kind == kind)
+        yield service, client, events
 
 
 ENDLESS = {"steps": 10**6, "step_s": 0.005}
@@ -58,18 +56,18 @@ ENDLESS = {"steps": 10**6, "step_s": 0.005}
 # -- what a client sees -----------------------------------------------------------------------------------------------
 
 
-def test_a_job_is_submitted_watched_and_fetched(client):
-    job = client.submit(JOB, name="first")
-    assert (job.name, job.owner, job.phase) == ("first", "admin", wire.PHASE_QUEUED)
-    ended = client.wait("first", WITHIN_S)
-    assert phase_of(ended) is JobPhase.FINISHED and ended.step == ended.total_steps == 3
-    assert dict(ended.roles) == {"ACTOR": 1, "ROLLOUT": 2}
-    events = list(client.watch("first"))
-    assert [event.number for event in events] == list(range(1, len(events) + 1))
-    assert events[-1].kind == "finished"
-    assert [listed.name for listed in client.list_jobs()] == []
-    assert [listed.name for listed in client.list_jobs(ended=True)] == ["first"]
-    assert client.artifacts("first") == []
+def test_job_is_submitted_watched_and_listed(tmp_path):
+    with serving(tmp_path) as service, service.client() as client:
+        job = client.submit(JOB, name="first")
+        assert (job.name, job.owner, job.phase) == ("first", "admin", wire.PHASE_QUEUED)
+        ended = client.wait("first", WITHIN_S)
+        assert phase_of(ended) is JobPhase.FINISHED and ended.step == ended.total_steps == 3
+        assert dict(ended.roles) == {"ACTOR": 1, "ROLLOUT": 2}
+        events = list(client.watch("first"))
+        assert [event.number for event in events] == list(range(1, len(events) + 1))
+        assert events[-1].kind == "finished"
+        assert [[job.name for job in client.list_jobs(ended=ended)] for ended in (False, True)] == [[], ["first"]]
+        assert client.artifacts("first") == []
 
 
 def test_errors_come_back_as_their_classes(tmp_path):
@@ -94,12 +92,8 @@ def test_errors_come_back_as_their_classes(tmp_path):
         client.close()
 
 
-def test_a_role_is_resized(tmp_path):
-    with serving(tmp_path, **ENDLESS) as service, service.client() as client:
-        client.submit(JOB, name="job")
-        events = client.watch("job")
-        while next(events).kind != "step":
-            pass
+def test_role_is_resized(tmp_path):
+    with running_job(tmp_path, "step", **ENDLESS) as (_, client, events):
         client.resize("job", "rollout", 3)
         event = next(event for event in events if event.kind == "resized")
         assert event.message == "ACTOR x1, ROLLOUT x3"
@@ -111,25 +105,18 @@ def test_a_role_is_resized(tmp_path):
 def test_requests_wait_for_a_restart_without_losing_events(tmp_path):
     service = Service(tmp_path, **ENDLESS)
     service.start()
-    with service.client(patience_s=WITHIN_S) as client:
+    with service.client(patience_s=WITHIN_S) as client, futures.ThreadPoolExecutor(1) as watcher:
         job = client.submit(JOB, name="job", client_token="mine")
-        seen = []
-
-        def watch():
-            for event in client.watch("job"):
-                seen.append(event)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+        watched = watcher.submit(lambda: list(client.watch("job")))
         for end in (service.stop, service.kill):
             end()
             service.start()
             assert client.submit(JOB, name="job", client_token="mine").run == job.run
         client.stop("job")
         client.wait("job", WITHIN_S)
-        watcher.join(WITHIN_S)
-        assert [event.number for event in seen] == list(range(1, len(seen) + 1))
-        assert seen[-1].kind == "stopped"
+        events = watched.result(WITHIN_S)
+        assert [event.number for event in events] == list(range(1, len(events) + 1))
+        assert events[-1].kind == "stopped"
         assert has_ended(client.get("job"))
     service.stop()
     with service.client() as client, pytest.raises(ServiceUnavailable):
@@ -555,9 +542,7 @@ def files(tmp_path):
         (folder / name).write_bytes(content)
     (folder / "link").symlink_to(tmp_path / "outside")
     (folder / "linked").symlink_to(tmp_path)
-    with serving(tmp_path, results=str(folder)) as service, service.client() as client:
-        client.submit(JOB, name="job")
-        next(event for event in client.watch("job") if event.kind == "running")
+    with running_job(tmp_path, results=str(folder)) as (_, client, _):
         yield client
 
 
@@ -619,9 +604,7 @@ def test_idle_connections_are_closed_and_leave_clients_alone(tmp_path, limits):
 def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
     run = tmp_path / "run"
     run.mkdir()
-    with serving(tmp_path, results=str(run)) as service, service.client() as client:
-        client.submit(JOB, name="job")
-        next(event for event in client.watch("job") if event.kind == "running")
+    with running_job(tmp_path, results=str(run)) as (service, *_):
         run.rename(tmp_path / "away")
         run.symlink_to(tmp_path / "state")
         (tmp_path / "state/logs").mkdir()
