@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import GptOssConfig, MambaConfig, Qwen2_5_VLConfig, Qwen3NextConfig
+from transformers import GptOssConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from dlrover.python.rl.cli.commands import main
 from dlrover.python.rl.engine.api.registry import EngineInfo
@@ -61,7 +61,6 @@ FILES = {
     "long": [{"prompt": LONG if row == 1 else f"{row}", "answer": "2", "response": "2"} for row in range(40)],
     "talk": [{"messages": [{"role": "user", "content": LONG[:250] if row == 1 else "1"}]} for row in range(40)],
     "pairs": [{**PAIRS, "prompt": f"{row:02}"} for row in range(40)],
-    "empty": [],
 }
 
 
@@ -78,7 +77,7 @@ CONFIGS = {
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("inputs")
     write_tiny_model(path / "model", hidden=32, layers=1, max_positions=256)
-    kinds = {"gptoss": GptOssConfig, "qwen3next": Qwen3NextConfig, "qwen2.5vl": Qwen2_5_VLConfig, "mamba": MambaConfig}
+    kinds = {"gptoss": GptOssConfig, "qwen3next": Qwen3NextConfig, "qwen2.5vl": Qwen2_5_VLConfig}
     for name, kind in kinds.items():
         make_byte_tokenizer().save_pretrained(path / name)
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_local_experts": 2, "num_experts": 2}
@@ -135,12 +134,10 @@ WRONG = [
     ("grpo", "actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
     ("grpo", "train_data.path=other.jsonl", "other.jsonl: no such file"),
     ("grpo", "steps=many", "config.steps: input should be a valid integer, got 'many'"),
-    ("grpo", "algorithm.name=grp0", "did you mean 'grpo'?"),
     ("grpo", "algorithm.name=dpoo", "did you mean 'dapo'?"),
     ("grpo", "algorithm=dapo", "algorithm.name=dapo"),
     ("grpo", "workload.rollout.num=100", "do not fit"),
     ("grpo", "name=My_job", "'My_job' is not a job name: use 1 to 63 of a-z, 0-9 and '-', beginning and ending with a"),
-    ("grpo", "name=My_job", "such as 'my-job'"),
     ("grpo", "name=a/b_c", "such as 'a-b-c'"),
     # models
     ("grpo", "model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
@@ -153,12 +150,10 @@ WRONG = [
     ("grpo", "model=new", "has no model of type 'llama9'"),
     ("grpo", "model=qwen2.5vl", "config.model: Transformers has no AutoModelForCausalLM of type 'qwen2_5_vl': choose"),
     ("grpo", "model=qwen3next", "of type 'qwen3_next' keeps a state, not keys and values: the rollout"),
-    ("grpo", "model=mamba", "of type 'mamba' keeps a state"),
     ("grpo", "model=gptoss engine.train=megatron", "megatron cannot run this model: its type is 'gpt_oss'"),
     ("grpo", "engine.rollout=test_wrong_inputs:PickyEngine", "config.model: it is a qwen2 with a causal head"),
     # data
     ("grpo", "data.train=goood.jsonl", "no such file; did you mean 'good.jsonl'?"),
-    ("grpo", "data.train=empty.jsonl", "config.data.train: empty.jsonl: holds no rows"),
     ("grpo", "data.train=broken.jsonl", "broken.jsonl:1: not JSON: Expecting ',' delimiter at column 16"),
     ("grpo", "data.train=worked.jsonl", "has problem, solution, answer: write data.keys.prompt=problem (the same"),
     ("grpo", "data.train=verl.jsonl", "copy verl's reward_model.ground_truth to a column 'answer'"),
@@ -173,7 +168,6 @@ WRONG = [
     ("grpo", "data.train=alpaca.jsonl", "write data.keys.prompt=instruction data.keys.answer=output, and join"),
     ("grpo", "+data.keys.prompt=quesion data.train=question.jsonl", "did you mean 'question'?"),
     ("grpo", "data.train=bare.jsonl", f"{NEEDS.format('exact')}; it has prompt, solution: write data.keys.ans"),
-    *(("grpo", f"data.train=bare.jsonl reward.function={VERIFIERS}:{n}", NEEDS.format(n)) for n in ("gsm8k", "math")),
     ("grpo", "data.train=partly.jsonl", f"partly.jsonl:7: {NEEDS.format('exact')}"),
     ("grpo", f"reward.function={VERIFIERS}.code:python_tests", "has no 'tests', which reward.function"),
     ("grpo", "reward.function=test_wrong_inputs:jobb", "did you mean 'job'"),

@@ -47,30 +47,39 @@ def timed(events, every_s=1.0, from_s=1000.0):
     return [(from_s + every_s * at, event) for at, event in enumerate(events)]
 
 
-def metrics_of(timed_events, now_s=2000.0):
+def metrics_of(events, now_s=2000.0):
     metrics = JobMetrics("job", "0a1b", lambda: now_s)
-    metrics.replay(timed_events)
+    metrics.replay(timed(events))
     return metrics
 
 
-def exported(registry):
-    """(name, labels without the job's) to value."""
+def exported(metrics):
+    """The value of each sample, by its name and its labels without the job's."""
     samples = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "job_name"}
-            samples[sample.name, *sorted(labels.items())] = sample.value
+            labels = [f"{name}={value}" for name, value in sorted(sample.labels.items()) if name != "job_name"]
+            samples[" ".join([sample.name, *labels])] = sample.value
     return samples
 
 
-def test_numbers_are_those_of_the_journal():
-    samples = exported(metrics_of(timed(STORY)).registry)
-    assert samples["rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")] == 1
-    assert samples["rl_job_phase", ("phase", "running")] == 1
-    assert samples["rl_job_committed_step",] == 2
-    assert samples["rl_job_members", ("role", "ACTOR")] == samples["rl_job_members_wanted", ("role", "ACTOR")] == 2
-    assert samples["rl_job_recovery_seconds_count", ("role", "ROLLOUT")] == 1
-    assert samples["rl_job_recovery_seconds_sum", ("role", "ROLLOUT")] == 1.0
+def differences(samples, expected):
+    return {name: samples.get(name) for name, value in expected.items() if samples.get(name) != pytest.approx(value)}
+
+
+def test_samples_follow_the_journal():
+    expected = {
+        "rl_job_failures_total cause=process_died role=ROLLOUT": 1,
+        "rl_job_phase phase=running": 1,
+        "rl_job_committed_step": 2,
+        "rl_job_members role=ACTOR": 2,
+        "rl_job_members_wanted role=ACTOR": 2,
+        "rl_job_recovery_seconds_count role=ROLLOUT": 1,
+        "rl_job_recovery_seconds_sum role=ROLLOUT": 1.0,
+    }
+    assert differences(exported(metrics_of(STORY)), expected) == {}
+    repeated = metrics_of([*STORY[:-1], runs.lost("ROLLOUT", 0)])  # of the former process
+    assert exported(repeated)["rl_job_failures_total cause=process_died role=ROLLOUT"] == 1
 
 
 def test_events_taken_one_by_one_export_like_a_replay():
@@ -78,21 +87,11 @@ def test_events_taken_one_by_one_export_like_a_replay():
     for at_s, event in timed(STORY):
         before, (state, _) = state, step(state, event, at_s)
         metrics.take(at_s, before, state, event)
-    assert exported(metrics.registry) == exported(metrics_of(timed(STORY)).registry)
-
-
-def test_repeated_failure_counts_once():
-    events = [*STORY[:-1], runs.lost("ROLLOUT", 0)]  # of the former process
-    assert (
-        exported(metrics_of(timed(events)).registry)[
-            "rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")
-        ]
-        == 1
-    )
+    assert exported(metrics) == exported(metrics_of(STORY))
 
 
 def test_the_shares_of_time_add_up():
-    account = metrics_of(timed(STORY)).account
+    account = metrics_of(STORY).account
     opened = len(runs.OPEN) - 1  # of the events, StepsOpened
     assert account.spent_s(TimeUse.START) == opened
     assert account.seconds[TimeUse.RECOVERY, "process_died"] == 2  # lost, started, progressed
@@ -102,103 +101,109 @@ def test_the_shares_of_time_add_up():
 
 
 def test_time_counts_between_events_until_the_job_ends():
-    samples = exported(metrics_of(timed(STORY), now_s=1000.0 + len(STORY) - 1 + 50).registry)
-    assert samples["rl_job_time_seconds_total", ("cause", ""), ("use", "useful")] == 52
-    assert samples["rl_job_time_seconds_total", ("cause", "process_died"), ("use", "recovery")] == 2
-    ended = [*STORY, TrainerFinished(1), Released(1)]
-    account = metrics_of(timed(ended)).account
+    samples = exported(metrics_of(STORY, now_s=1000.0 + len(STORY) - 1 + 50))
+    expected = {
+        "rl_job_time_seconds_total cause= use=useful": 52,
+        "rl_job_time_seconds_total cause=process_died use=recovery": 2,
+    }
+    assert differences(samples, expected) == {}
+    account = metrics_of([*STORY, TrainerFinished(1), Released(1)]).account
     assert account.over and account.seconds[TimeUse.ENDING, ""] == 1
     account.book(9999.0)
     assert account.seconds[TimeUse.ENDING, ""] == 1
 
 
 def test_restart_of_the_whole_job_is_lost_time():
+    metrics = JobMetrics("job", "0a1b", lambda: 2000.0)
     events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
-    account = metrics_of([*timed(events), (1100.0, Progressed(1, 1))]).account
-    assert account.spent_s(TimeUse.RESTART) + account.spent_s(TimeUse.RECOVERY) > 80
+    metrics.replay([*timed(events), (1100.0, Progressed(1, 1))])
+    assert metrics.account.spent_s(TimeUse.RESTART) + metrics.account.spent_s(TimeUse.RECOVERY) > 80
 
 
-def test_time_is_lost_to_the_failure_with_which_the_loss_began():
-    opened = STORY[:-3]
+def test_time_is_lost_to_the_first_failure():
     hung = runs.lost("ROLLOUT", 0, kind=CauseKind.HUNG)
-    events = [*opened, hung, runs.trainer_lost(kind=CauseKind.OUT_OF_MEMORY), Progressed(2, 1)]
-    account = metrics_of(timed(events)).account
-    assert {cause for use, cause in account.seconds if use is TimeUse.RECOVERY} == {"hung"}
-    failed = metrics_of(timed([*opened, runs.trainer_lost(kind=CauseKind.USER_ERROR), Released(1)])).account
-    assert failed.seconds[TimeUse.ENDING, "user_error"] == 1
+    events = [*STORY[:-3], hung, runs.trainer_lost(kind=CauseKind.OUT_OF_MEMORY), Progressed(2, 1)]
+    assert {cause for use, cause in metrics_of(events).account.seconds if use is TimeUse.RECOVERY} == {"hung"}
+    events = [*STORY[:-3], runs.trainer_lost(kind=CauseKind.USER_ERROR), Released(1)]
+    assert metrics_of(events).account.seconds[TimeUse.ENDING, "user_error"] == 1
 
 
 def test_restarts_are_counted_by_cause():
-    samples = exported(
-        metrics_of(timed([runs.TERMS, *runs.up(), runs.lost("ACTOR", 0, kind=CauseKind.NODE_LOST)])).registry
-    )
-    restarts = {key[1:]: value for key, value in samples.items() if key[0] == "rl_job_restarts_total"}
-    assert restarts[("cause", "node_lost"),] == sum(restarts.values()) == 1
+    samples = exported(metrics_of([runs.TERMS, *runs.up(), runs.lost("ACTOR", 0, kind=CauseKind.NODE_LOST)]))
+    restarts = {name: value for name, value in samples.items() if name.startswith("rl_job_restarts_total ")}
+    assert restarts["rl_job_restarts_total cause=node_lost"] == sum(restarts.values()) == 1
     assert len(restarts) == len(CauseKind)
 
 
-def test_each_member_is_up_or_not_and_was_heard_so_long_ago():
+def test_member_has_its_state_and_the_age_of_its_beat():
     now_s = [2000.0]
     metrics = JobMetrics("job", "0a1b", lambda: now_s[0])
-    metrics.replay(timed([*STORY[:-2]]))  # ROLLOUT[0] is lost
+    metrics.replay(timed(STORY[:-2]))  # ROLLOUT[0] is lost
     metrics.beat(ProcessId("ACTOR", 1), {})
     metrics.beat(ProcessId.standby("ACTOR", 7), {})
     metrics.beat(TRAINER_ID, {"ACTOR": 5})
     now_s[0] += 3.0
-    samples = exported(metrics.registry)
-    assert samples["rl_job_member_up", ("rank", "0"), ("role", "ROLLOUT")] == 0
-    assert samples["rl_job_member_up", ("rank", "1"), ("role", "ACTOR")] == 1
-    ages = {key: value for key, value in samples.items() if key[0] == "rl_job_member_heartbeat_age_seconds"}
-    assert list(ages.values()) == [3.0] and ("role", "ACTOR") in next(iter(ages))
-    assert samples["rl_job_pending_calls", ("role", "ACTOR")] == 5
+    samples = exported(metrics)
+    expected = {
+        "rl_job_member_up rank=0 role=ROLLOUT": 0,
+        "rl_job_member_up rank=1 role=ACTOR": 1,
+        "rl_job_pending_calls role=ACTOR": 5,
+    }
+    assert differences(samples, expected) == {}
+    ages = {name: value for name, value in samples.items() if name.startswith("rl_job_member_heartbeat_age_seconds")}
+    assert list(ages.values()) == [3.0] and "role=ACTOR" in next(iter(ages))
 
 
-def test_members_of_a_huge_job_make_a_bounded_number_of_series():
-    many = replace(runs.TERMS, roles={"ROLLOUT": RoleSettings(3 * MAX_MEMBER_SERIES)})
-    samples = exported(metrics_of(timed([many])).registry)
-    assert sum(name == "rl_job_member_up" for name, *_ in samples) == MAX_MEMBER_SERIES
+def test_huge_job_makes_a_bounded_number_of_series():
+    samples = exported(metrics_of([replace(runs.TERMS, roles={"ROLLOUT": RoleSettings(3 * MAX_MEMBER_SERIES)})]))
+    assert sum(name.startswith("rl_job_member_up ") for name in samples) == MAX_MEMBER_SERIES
 
 
 def test_bytes_and_commits_add_up_over_the_steps():
-    metrics = metrics_of(timed(STORY))
+    metrics = metrics_of(STORY)
     for number, sync_bytes in enumerate([100.0, float("nan"), 50.0], 1):
         values = {"weights/sync_bytes": sync_bytes, "time/commit": 0.2, "sandbox/limits": 2.0}
         metrics.report(StepReport(number, 3, values, commit_bytes=1000))
-    samples = exported(metrics.registry)
-    assert samples["rl_job_moved_bytes_total", ("of", "weights")] == 150
-    assert samples["rl_job_moved_bytes_total", ("of", "commits")] == 3000
-    assert samples["rl_job_commit_seconds_count",] == 3
-    assert samples["rl_job_commit_seconds_sum",] == pytest.approx(0.6)
-    assert samples["rl_job_sandbox_members", ("level", "limits")] == 2
-    assert samples["rl_job_sandbox_members", ("level", "bubblewrap")] == 0
+    expected = {
+        "rl_job_moved_bytes_total of=weights": 150,
+        "rl_job_moved_bytes_total of=commits": 3000,
+        "rl_job_commit_seconds_count": 3,
+        "rl_job_commit_seconds_sum": 0.6,
+        "rl_job_sandbox_members level=limits": 2,
+        "rl_job_sandbox_members level=bubblewrap": 0,
+    }
+    assert differences(exported(metrics), expected) == {}
 
 
 def test_steps_and_calls_are_counted():
-    metrics = metrics_of(timed(STORY))
+    metrics = metrics_of(STORY)
     for number in range(1, 4):
         calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
         values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}
         metrics.report(StepReport(number, 10, values, calls, {"ROLLOUT": number, "UNKNOWN": 9}))
-    samples = exported(metrics.registry)
-    assert samples["rl_job_pending_calls", ("role", "ROLLOUT")] == 3
-    assert samples["rl_job_pending_calls", ("role", "ACTOR")] == 0
-    assert ("rl_job_pending_calls", ("role", "UNKNOWN")) not in samples
-    assert samples["rl_job_step",] == 3 and samples["rl_job_total_steps",] == 10
-    assert samples["rl_job_reward",] == 3.5 and ("rl_job_loss",) not in samples
-    assert samples["rl_job_step_seconds_count",] == 2
-    generate = ("method", "generate"), ("role", "ROLLOUT")
-    assert samples["rl_job_call_seconds_count", *generate] == 6
-    assert samples["rl_job_call_seconds_sum", *generate] == pytest.approx(0.42)
-    assert samples["rl_job_call_seconds_bucket", ("le", "0.03"), *generate] == 0
-    assert samples["rl_job_call_seconds_bucket", ("le", "0.1"), *generate] == 6
+    expected = {
+        "rl_job_pending_calls role=ROLLOUT": 3,
+        "rl_job_pending_calls role=ACTOR": 0,
+        "rl_job_step": 3,
+        "rl_job_total_steps": 10,
+        "rl_job_reward": 3.5,
+        "rl_job_step_seconds_count": 2,
+        "rl_job_call_seconds_count method=generate role=ROLLOUT": 6,
+        "rl_job_call_seconds_sum method=generate role=ROLLOUT": 0.42,
+        "rl_job_call_seconds_bucket le=0.03 method=generate role=ROLLOUT": 0,
+        "rl_job_call_seconds_bucket le=0.1 method=generate role=ROLLOUT": 6,
+    }
+    samples = exported(metrics)
+    assert differences(samples, expected) == {}
+    assert not {"rl_job_pending_calls role=UNKNOWN", "rl_job_loss"} & samples.keys()
 
 
 def test_new_method_names_make_a_bounded_number_of_series():
-    metrics = metrics_of(timed(STORY))
+    metrics = metrics_of(STORY)
     for number in range(2 * MAX_CALL_SERIES):
         metrics.report(StepReport(number, 0, {}, {("ACTOR", f"method_{number}"): (1.0, *(0.0,) * 13, 0.1)}))
-    samples = exported(metrics.registry)
-    counts = [value for (name, *_), value in samples.items() if name == "rl_job_call_seconds_count"]
+    samples = exported(metrics)
+    counts = [value for name, value in samples.items() if name.startswith("rl_job_call_seconds_count ")]
     assert len(counts) == MAX_CALL_SERIES + 1 and sum(counts) == 2 * MAX_CALL_SERIES
 
 
@@ -207,7 +212,7 @@ def test_new_method_names_make_a_bounded_number_of_series():
 
 def everything():
     """Names of all metrics, and the labels of each, as a busy job and service export them."""
-    job = metrics_of(timed(STORY))
+    job = metrics_of(STORY)
     values = {source: 1.0 for sources in STEP_METRICS.values() for source in sources[:1]}
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
