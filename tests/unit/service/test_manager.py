@@ -232,19 +232,18 @@ async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_utc, p
         assert manager.get("job").folder == record.folder
 
 
-async def test_stopped_job_has_the_reason_of_its_stop(tmp_path):
-    class Stopping(StillRunner):
+@pytest.mark.parametrize(("phase", "reason"), [(JobPhase.STOPPED, "asked to"), (JobPhase.FAILED, "no memory")])
+async def test_stopped_job_has_the_reason_of_its_stop(tmp_path, phase, reason):
+    class Deaf(StillRunner):
         def stop(self, record):
             pass
 
-    async with serving(tmp_path, Stopping()) as manager:
-        for name, phase, reason in (("one", JobPhase.STOPPED, "asked to"), ("two", JobPhase.FAILED, "no memory")):
-            record = await manager.ask(submission(name))
-            await until(lambda name=name: manager.get(name).phase is JobPhase.RUNNING)
-            await manager.ask(stopping(manager, name))
-            manager._runner.report(record, phase, reason="no memory")
-            ended = await manager.wait(name, WITHIN_S)
-            assert (ended.phase, ended.reason) == (phase, reason)
+    async with serving(tmp_path, Deaf()) as manager:
+        record = await begin(manager)
+        await manager.ask(stopping(manager))
+        manager._runner.report(record, phase, reason="no memory")
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.phase, ended.reason) == (phase, reason)
 
 
 async def test_reports_of_an_earlier_run_change_nothing(tmp_path):
@@ -338,25 +337,16 @@ async def test_returning_watchers_see_each_event_once(tmp_path):
         assert logs[0] == await events(manager, follow=False)
 
 
-async def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
+async def test_watcher_of_one_job_sees_no_events_of_others(tmp_path):
     async with serving(tmp_path, StillRunner()) as manager:
-        await manager.ask(submission("quiet"))
-        await manager.ask(submission("loud"))
-        await until(lambda: manager.get("loud").phase is JobPhase.RUNNING)
-        seen = []
-
-        async def watch():
-            async for page in manager.watch("quiet"):
-                seen.extend(event.kind for event in page)
-
-        watcher = asyncio.create_task(watch())
-        loud = manager.get("loud")
+        quiet = await manager.ask(submission("quiet"))
+        loud = await begin(manager, "loud")
+        watching = asyncio.create_task(events(manager, "quiet"))
         for step in range(1, 50):
             manager._runner.report(loud, step=step)
         await until(lambda: manager.get("loud").step == 49)
-        manager._runner.report(manager.get("quiet"), JobPhase.FINISHED)
-        await asyncio.wait_for(watcher, WITHIN_S)
-        assert seen == ["submitted", "starting", "running", "finished"]
+        manager._runner.report(quiet, JobPhase.FINISHED)
+        assert [event.kind for event in await watching] == ["submitted", "starting", "running", "finished"]
 
 
 # -- a stop in each state ---------------------------------------------------------------------------------------------
@@ -374,62 +364,50 @@ class SlowRunner(StillRunner):
         asyncio.get_running_loop().call_later(0.1, self.report, record, JobPhase.STOPPED)
 
 
-async def queued(manager):
-    await manager.ask(submission("first"))
-    await manager.ask(submission())
-    assert manager.get("job").phase is JobPhase.QUEUED
+RUNNING = {"phase": JobPhase.RUNNING, "step": 3}
+RESTARTING = {"phase": JobPhase.RUNNING, "restarts": 1, "activity": "restarting"}
+REPORTS = {
+    "queued": [],
+    "starting": [],
+    "running": [RUNNING],
+    "restarting": [RUNNING, RESTARTING],
+    "resuming": [RUNNING, RESTARTING, {"phase": JobPhase.STARTING, "activity": "resuming from the last commit"}],
+    "ending": [RUNNING],
+}
 
 
-async def starting(manager):
-    await manager.ask(submission())
-    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
-
-
-async def running(manager):
-    await starting(manager)
-    manager._runner.report(manager.get("job"), step=3)
-    await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-
-
-async def restarting(manager):
-    await running(manager)
-    manager._runner.report(manager.get("job"), restarts=1, activity="restarting")
-    await until(lambda: manager.get("job").restarts == 1)
-
-
-async def going_on_from_its_last_commit(manager):
-    await restarting(manager)
-    manager._runner.report(manager.get("job"), JobPhase.STARTING, activity="going on from the last commit")
-    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
-
-
-async def ending(manager):
-    await running(manager)
-    assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
-
-
-STATES = [queued, starting, running, restarting, going_on_from_its_last_commit, ending]
+async def bring_to(manager, state):
+    """Submit a job, and report until it is in one of the states of ``REPORTS``."""
+    if state == "queued":
+        await manager.ask(submission("first"))
+    record = await manager.ask(submission())
+    if state != "queued":
+        await until(lambda: manager.get("job").phase is JobPhase.STARTING)
+    for values in REPORTS[state]:
+        manager._runner.report(record, **values)
+        await until(lambda values=values: all(getattr(manager.get("job"), name) == values[name] for name in values))
+    if state == "ending":
+        assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "of_a_service_that_was_restarted"])
-async def test_a_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, hard, restarted):
-
-    async def stopped_in_time(manager):
+@pytest.mark.parametrize("state", REPORTS)
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same_service", "restarted_service"])
+async def test_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, hard, is_restarted):
+    async def stop_in_time(manager):
         began_s = time.monotonic()
-        answer = await manager.ask(stopping(manager, hard=hard))
-        assert answer.phase is (JobPhase.STOPPED if state is queued else JobPhase.STOPPING)
+        record = await manager.ask(stopping(manager, hard=hard))
+        assert record.phase is (JobPhase.STOPPED if state == "queued" else JobPhase.STOPPING)
         assert (await manager.wait("job", STOPPED_WITHIN_S)).phase is JobPhase.STOPPED
         assert time.monotonic() - began_s < STOPPED_WITHIN_S
 
     async with serving(tmp_path, SlowRunner(cpus=1)) as manager:
-        await state(manager)
-        if not restarted:
-            await stopped_in_time(manager)
-    if restarted:
+        await bring_to(manager, state)
+        if not is_restarted:
+            await stop_in_time(manager)
+    if is_restarted:
         async with serving(tmp_path, MemoryRunner(step_s=60, cpus=1)) as manager:
-            await stopped_in_time(manager)
+            await stop_in_time(manager)
 
 
 async def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
