@@ -156,7 +156,7 @@ def test_dataset_of_an_unfit_file_is_refused(tmp_path, kind, rows, arguments, me
         kind(path=tmp_path / "a.jsonl", **arguments)
 
 
-# -- environments travel to the processes that judge -------------------------------------------------------------------
+# -- environments travel to the processes that judge ------------------------------------------------------------------
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,7 +265,7 @@ def test_examples_carry_no_environments_and_end_with_the_answer(tmp_path):
     assert list(tmp_path.iterdir()) == [Path(file)]
 
 
-# -- the import lines of RLFusion --------------------------------------------------------------------------------------
+# -- the import lines of RLFusion -------------------------------------------------------------------------------------
 
 
 RLFUSION = """

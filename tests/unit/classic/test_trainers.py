@@ -270,7 +270,7 @@ def test_missing_wandb_is_one_warning(model, tmp_path, monkeypatch, capsys):
     assert len(metrics(tmp_path)) == 2
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 COMMON = ("num_steps", "batch_size", "saving_steps", "logging_steps", "eval_steps", "max_new_tokens", "max_grad_norm")
 OF_GRPO = ("ppo_steps", "clip_eps", "max_log_chars", "sampling_temperature")
@@ -424,7 +424,7 @@ def test_output_dir_of_a_running_script_is_refused(model, tmp_path, monkeypatch)
     assert not (tmp_path / "data").exists()
 
 
-# -- several processes -------------------------------------------------------------------------------------------------
+# -- several processes ------------------------------------------------------------------------------------------------
 
 
 ROOT = Path(__file__).parents[3]

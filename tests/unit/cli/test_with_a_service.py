@@ -253,7 +253,7 @@ def test_eval_submits_an_evaluation_of_the_newest_run_of_a_name(desk):
     assert job.job_dir != results and job.checkpoint.resume == "never"
 
 
-# -- serve and enqueue -------------------------------------------------------------------------------------------------
+# -- serve and enqueue ------------------------------------------------------------------------------------------------
 
 
 def test_taken_metrics_port_is_refused_in_one_line():

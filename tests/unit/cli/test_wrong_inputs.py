@@ -295,7 +295,7 @@ def test_check_warns_of_a_gpu_job_without_a_gpu(check, overrides, is_warned):
     assert ("trainer.device_type is GPU, but this process has none and computes on the CPU" in message) is is_warned
 
 
-# -- from outside ------------------------------------------------------------------------------------------------------
+# -- from outside -----------------------------------------------------------------------------------------------------
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -261,7 +261,7 @@ def test_a_pod_has_time_to_be_drained(written):
         assert int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20 <= spec["terminationGracePeriodSeconds"]
 
 
-# -- init --------------------------------------------------------------------------------------------------------------
+# -- init -------------------------------------------------------------------------------------------------------------
 
 
 CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]

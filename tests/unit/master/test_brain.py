@@ -144,7 +144,7 @@ def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s
     assert brain.state.phase is (Phase.RESTARTING if is_forgiven else phase)
 
 
-# -- submissions -----------------------------------------------------------------------------------------------
+# -- submissions ------------------------------------------------------------------------------------------------------
 
 
 def test_submission_has_roles_limits_and_its_run(tmp_path):
@@ -179,7 +179,7 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
     assert (event.window_s, event.node_max_failures) == (60.0, 5)
 
 
-# -- a master that comes back -----------------------------------------------------------------------------------------
+# -- a restarted master -----------------------------------------------------------------------------------------------
 
 
 def submitted(job, run="run"):

@@ -249,7 +249,7 @@ def test_dashboard_and_alerts_read_exported_metrics(where, expression):
         assert set(re.split(r",\s*", grouped)) <= set.union(*(labels[name] for name in names)), where
 
 
-# -- the endpoint ------------------------------------------------------------------------------------------------------
+# -- the endpoint -----------------------------------------------------------------------------------------------------
 
 
 TOKEN = "a-token-of-some-length"

@@ -194,7 +194,7 @@ def test_job_elsewhere_runs_while_its_record_is_touched(run_elsewhere, beat_s, a
     assert ("(Ray, on " in view.reason and view.reason.endswith("alive within the last 60 s")) == (phase == "running")
 
 
-# -- logs --------------------------------------------------------------------------------------------------------------
+# -- logs -------------------------------------------------------------------------------------------------------------
 
 
 class OneJob(RayJobs):

@@ -204,7 +204,7 @@ def test_opening_is_announced_once_the_folder_is_held(tmp_path):
     assert lines == []
 
 
-# -- jobs described and checked in Python ------------------------------------------------------------------------------
+# -- jobs described and checked in Python -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ async def test_refused_resize_is_an_error(make_master, monkeypatch, outcome, err
         await resizing
 
 
-# -- its reports -------------------------------------------------------------------------------------------------------
+# -- its reports ------------------------------------------------------------------------------------------------------
 
 
 def test_position_of_another_boot_counts_from_zero(tmp_path):
@@ -285,7 +285,7 @@ def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
     assert observed.metrics._state == brain.state
 
 
-# -- the folder of its run ---------------------------------------------------------------------------------------------
+# -- the folder of its run --------------------------------------------------------------------------------------------
 
 
 def hold_of(folder, claims=True):
@@ -333,7 +333,7 @@ async def test_hold_of_a_run_taken_by_its_next_master_leaves(tmp_path, monkeypat
     assert bool(departures) is leaves
 
 
-# -- replacements ------------------------------------------------------------------------------------------------------
+# -- replacements -----------------------------------------------------------------------------------------------------
 
 
 ROLES = {"ACTOR": RoleSettings(2, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(2)}

@@ -104,7 +104,7 @@ def test_going_on_comes_before_replacing(desk):
     assert desk.steps("out") == ALL_STEPS
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("commit_to", [pytest.param("memory", marks=pytest.mark.slow), "job_dir"])

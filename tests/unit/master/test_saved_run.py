@@ -152,7 +152,7 @@ def test_advice_with_a_dead_disk_names_memory(ended):
     assert how_to_go_on(ended, ended.job_dir) == f"{dead}step 11 is in {root}, until this machine restarts; {again}"
 
 
-# -- the run to resume -------------------------------------------------------------------------------------------------
+# -- the run to resume ------------------------------------------------------------------------------------------------
 
 
 def test_find_saved_run_of_a_name_is_its_last_run(tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_an_owner_elsewhere_is_waited_for_as_long_as_its_lease(tmp_path, monkeyp
     assert (29.0 < sum(slept) < 31.0 and not in_use(job.job_dir)) if waits else not slept
 
 
-# -- the supervisor ----------------------------------------------------------------------------------------------------
+# -- the supervisor ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

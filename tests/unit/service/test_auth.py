@@ -182,7 +182,7 @@ def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
             caller.check_owner(owner)
 
 
-# -- failures of an address --------------------------------------------------------------------------------------------
+# -- failures of an address -------------------------------------------------------------------------------------------
 
 
 def test_address_fails_ten_times_then_once_in_a_second():

@@ -187,7 +187,7 @@ def test_sweep_of_a_run_removes_its_actors_and_groups(monkeypatch):
     assert removed == [*names[:3], *(group.name for group in groups)]
 
 
-# -- where a run is ---------------------------------------------------------------------------------------------------
+# -- the folder of a run ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

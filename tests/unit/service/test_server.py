@@ -53,7 +53,7 @@ def running_job(folder, kind="running", **options):
 ENDLESS = {"steps": 10**6, "step_s": 0.005}
 
 
-# -- what a client sees -----------------------------------------------------------------------------------------------
+# -- a client ---------------------------------------------------------------------------------------------------------
 
 
 def test_job_is_submitted_watched_and_listed(tmp_path):
@@ -209,7 +209,7 @@ def test_a_watcher_gives_up_where_each_stream_opens_and_fails():
         assert 0.5 <= time.monotonic() - began_s < WITHIN_S
 
 
-# -- who may ask ------------------------------------------------------------------------------------------------------
+# -- access -----------------------------------------------------------------------------------------------------------
 
 METHODS = [method.name for method in SERVICE.methods]
 BAD_TOKENS = {

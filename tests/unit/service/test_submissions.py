@@ -146,7 +146,7 @@ def test_places_are_those_of_a_caller_and_come_back():
     assert not limit._held
 
 
-# -- random job files and messages -------------------------------------------------------------------------------------
+# -- random job files and messages ------------------------------------------------------------------------------------
 
 
 EACH_S = 1.0  # of processor time: how long it takes depends on what else the machine does
@@ -327,7 +327,7 @@ def test_hostile_job_files_are_refused_within_a_second(text, words):
     assert words in str(error) and len(str(error).splitlines()) == 1
 
 
-# -- any text in a message ---------------------------------------------------------------------------------------------
+# -- any text in a message --------------------------------------------------------------------------------------------
 
 
 TEXT = "the model wrote \ud83d"
