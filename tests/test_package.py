@@ -67,6 +67,7 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
         *(rl / "cli/skeleton").rglob("*.*"),
         *(rl / "classic").glob("*.pyi"),
         ROOT / "dlrover/rl/__init__.pyi",
+        *(rl / "config").glob("*.yaml"),
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
     }
