@@ -254,7 +254,7 @@ def test_check_finds_problems_of_every_kind_at_once(check):
         "trainer.nod_number: unknown key 'nod_number'; did you mean 'node_number'?",
         "workload_group.0.refrence: the job has no role 'refrence'",
         "has no class 'RewardWorkloads'; did you mean 'RewardWorkload'?",
-        "impossible placement: ACTOR x 1, ROLLOUT x 9, REWARD x 1 do not fit 1 node(s) x 4 CPU = 4",
+        "impossible placement: ACTOR x 1, REWARD x 1, ROLLOUT x 9 do not fit 1 node(s) x 4 CPU = 4",
         "config.prompts_per_step: input should be greater than 0, got -3",
         "config.stepss: unknown key 'stepss'; did you mean 'steps'?",
         "config.rollout.temperature: input should be greater than 0, got 0",
