@@ -11,20 +11,19 @@ TESTS = {
         "runtime/test_run_folder.py",
         "runtime/test_other_members.py",
         "master/test_saved_run.py",
-        "master/test_run_claim.py",
+        "master/test_rl_master.py",
         "master/test_local_run.py",
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
     ),
     _MACHINE: ("runtime/test_run_folder.py",),
     _SAVED: (
-        "master/test_resumption.py",
         "master/test_saved_run.py",
         "master/test_local_run.py",
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
     ),
-    _SUPERVISOR: ("master/test_supervisor.py",),
+    _SUPERVISOR: ("master/test_saved_run.py",),
 }
 
 BUGS = {

@@ -18,8 +18,8 @@ TESTS = {
     _COMMITS: ("runtime/ray/test_cluster_api.py",),
     _HEAD: ("runtime/ray/test_own_cluster.py",),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
-    _MASTER: ("master/test_status.py", "master/test_job_metrics.py", "master/test_run_claim.py"),
-    _STATUS: ("master/test_status.py", "master/test_brain.py"),
+    _MASTER: ("master/test_rl_master.py", "master/test_job_metrics.py"),
+    _STATUS: ("master/test_brain.py",),
 }
 
 BUGS = {

@@ -22,7 +22,7 @@ TESTS = {
         "config/test_secrets.py",
     ),
     _INTERRUPTS: ("runtime/test_interrupts.py",),
-    _FILES: ("runtime/test_result_files.py", "master/test_ray_logs.py"),
+    _FILES: ("runtime/test_result_files.py", "master/test_jobs_elsewhere.py"),
     _HEALTH: ("runtime/test_run_machine.py", "runtime/ray/test_cluster_health.py"),
     _MEMBER: ("runtime/ray/test_member_actor.py",),
     _ACTORS: ("runtime/ray/test_process_table.py", "config/test_secrets.py"),

@@ -9,11 +9,11 @@ _RUNNER, _SUBMITTED = "service/ray_runner.py", "service/jobs/submissions.py"
 
 TESTS = {
     _AUTH: ("service/test_auth.py", "service/test_server.py"),
-    _SUBMITTED: ("service/test_access.py", "service/test_server.py"),
-    _SERVER: ("service/test_access.py", "service/test_server.py"),
-    _MANAGER: ("service/test_manager.py", "service/test_manager_failures.py"),
-    _LEDGER: ("service/test_scheduling.py", "service/test_manager_failures.py", "service/test_manager.py"),
-    _STORE: ("service/test_manager.py", "service/test_manager_failures.py"),
+    _SUBMITTED: ("service/test_submissions.py", "service/test_server.py"),
+    _SERVER: ("service/test_auth.py", "service/test_server.py"),
+    _MANAGER: ("service/test_manager.py", "service/test_ledger.py"),
+    _LEDGER: ("service/test_ledger.py", "service/test_manager.py"),
+    _STORE: ("service/test_manager.py", "service/test_ledger.py"),
     _RUNNER: ("service/test_ray_runner.py",),
 }
 

@@ -65,7 +65,7 @@ TESTS = {
     ),
     "runtime/ray/placement.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
     "runtime/ray/cluster/api.py": ("runtime/ray/test_reservations.py", _MASTERS),
-    "master/process/rl_master.py": ("master/test_rl_master.py", "master/test_replacement.py", _MASTERS),
+    "master/process/rl_master.py": ("master/test_rl_master.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
 }
 """The files of ``tests/unit`` that are run against a bug in a file of the package."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that waits at a step for its test, run by the command line in a process of its own."""
+"""A job that waits at a step for its test, run by the command line in a separate process."""
 
 import json
 import os
@@ -11,7 +11,7 @@ TEXT = """
 name: held
 trainer: {module: held_job_classes, class: Held, device_type: CPU, device_per_node: 2}
 workload: {actor: {module: held_job_classes, class: Counter}}
-checkpoint: {commit_every: 1}  # they go on with other settings
+checkpoint: {commit_every: 1}  # they continue with other settings
 config: {steps: 6, hold: 0}
 """
 
@@ -76,12 +76,12 @@ class Desk:
         return process
 
     def end(self, process):
-        """Wait until a process has ended, and return what it said."""
+        """Wait until a process has ended, and return its output."""
         process.wait(_DEADLINE_S)
         return self.said(process)
 
     def said(self, process):
-        """What a process has said until now."""
+        """Return the output of a process until now."""
         return self._outputs[process].read_text()
 
     def kill_all(self):
@@ -91,9 +91,9 @@ class Desk:
 
     def run(self, *arguments, code=0, **env):
         process = self.start(*arguments, **env)
-        said = self.end(process)
-        assert process.returncode == code, said
-        return said
+        output = self.end(process)
+        assert process.returncode == code, output
+        return output
 
     def held(self, name, *arguments, step=4):
         """Start a run in the folder ``name`` that waits before ``step``, and return once it waits."""
@@ -108,7 +108,7 @@ class Desk:
             pass
 
     def steps(self, name):
-        """The steps that were run in a folder, in order; the totals must be those of an undisturbed run."""
+        """The steps that were run in a folder, in order; the totals must be as in an undisturbed run."""
         file = self.folder / name / "steps.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         assert all(total == step * (step + 1) // 2 for step, total in rows), rows

@@ -8,11 +8,11 @@ class Length(EnvBase):
     """Counts characters; takes for ever over Emmy, and raises over Sofia."""
 
     def get_reward(self, text):
-        who = self.prompt[0]["content"]
-        if who == "Emmy":
+        name = self.prompt[0]["content"]
+        if name == "Emmy":
             while True:
                 pass
-        if who == "Sofia":
+        if name == "Sofia":
             raise ArithmeticError("not this one")
         return len(text)
 

@@ -9,6 +9,10 @@ TEXTS = {"type": "object", "additionalProperties": TEXT}
 ANY = {"type": "object"}
 
 
+def _each(kind, names):
+    return dict.fromkeys(names.split(), kind)
+
+
 def _object(required=(), **properties):
     return {
         "type": "object",
@@ -25,75 +29,48 @@ HEAD = _object(
     template=POD_TEMPLATE,
     headService=ANY,
     enableIngress=FLAG,
-    resources=TEXTS,
-    labels=TEXTS,
-    rayStartParams=TEXTS,
     serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"]},
+    **_each(TEXTS, "resources labels rayStartParams"),
 )
 
 WORKERS = _object(
     ["groupName", "template"],
     groupName=TEXT,
     suspend=FLAG,
-    replicas=COUNT,
-    minReplicas=COUNT,
-    maxReplicas=COUNT,
-    idleTimeoutSeconds=COUNT,
-    numOfHosts=COUNT,
-    resources=TEXTS,
-    labels=TEXTS,
-    rayStartParams=TEXTS,
     template=POD_TEMPLATE,
     scaleStrategy=_object(workersToDelete={"type": "array", "items": TEXT}),
+    **_each(COUNT, "replicas minReplicas maxReplicas idleTimeoutSeconds numOfHosts"),
+    **_each(TEXTS, "resources labels rayStartParams"),
 )
 
 CLUSTER_SPEC = _object(
     ["headGroupSpec"],
-    upgradeStrategy=ANY,
     authOptions=_object(mode={"enum": ["disabled", "token"]}),
-    suspend=FLAG,
-    managedBy=TEXT,
-    autoscalerOptions=ANY,
     headServiceAnnotations=TEXTS,
-    enableInTreeAutoscaling=FLAG,
-    gcsFaultToleranceOptions=ANY,
     headGroupSpec=HEAD,
-    rayVersion=TEXT,
     workerGroupSpecs={"type": "array", "items": WORKERS},
+    **_each(FLAG, "suspend enableInTreeAutoscaling"),
+    **_each(TEXT, "managedBy rayVersion"),
+    **_each(ANY, "upgradeStrategy autoscalerOptions gcsFaultToleranceOptions"),
 )
 
 JOB_SPEC = _object(
-    activeDeadlineSeconds=COUNT,
-    backoffLimit=COUNT,
-    preRunningDeadlineSeconds=COUNT,
     rayClusterSpec=CLUSTER_SPEC,
     submitterPodTemplate=POD_TEMPLATE,
-    metadata=TEXTS,
-    clusterSelector=TEXTS,
     submitterConfig=_object(backoffLimit=COUNT),
-    managedBy=TEXT,
     deletionStrategy=ANY,
-    entrypoint=TEXT,
-    runtimeEnvYAML=TEXT,
-    jobId=TEXT,
     submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-    entrypointResources=TEXT,
-    entrypointNumCpus={"type": "number"},
-    entrypointNumGpus={"type": "number"},
-    ttlSecondsAfterFinished=COUNT,
-    shutdownAfterJobFinishes=FLAG,
-    suspend=FLAG,
+    **_each(COUNT, "activeDeadlineSeconds backoffLimit preRunningDeadlineSeconds ttlSecondsAfterFinished"),
+    **_each(TEXT, "managedBy entrypoint runtimeEnvYAML jobId entrypointResources"),
+    **_each(TEXTS, "metadata clusterSelector"),
+    **_each({"type": "number"}, "entrypointNumCpus entrypointNumGpus"),
+    **_each(FLAG, "shutdownAfterJobFinishes suspend"),
 )
 
 
 def _resource(kind, spec):
-    return _object(
-        ["apiVersion", "kind", "metadata", "spec"],
-        apiVersion={"const": "ray.io/v1"},
-        kind={"const": kind},
-        metadata=ANY,
-        spec=spec,
-    )
+    constants = {"apiVersion": {"const": "ray.io/v1"}, "kind": {"const": kind}}
+    return _object(["apiVersion", "kind", "metadata", "spec"], **constants, metadata=ANY, spec=spec)
 
 
 SCHEMAS = {"RayCluster": _resource("RayCluster", CLUSTER_SPEC), "RayJob": _resource("RayJob", JOB_SPEC)}

@@ -28,7 +28,7 @@ def main(model, out, size, *which):
         "engine": {"threads": 1},
     }
     samples, held_out = asked(*NAMES, kind=Share), asked("Alan", "Kurt", "Emil", kind=Share)
-    told = {}
+    evaluations = {}
     for name in which:
         data = {"train_dataset": samples, "eval_dataset": held_out, "output_dir": Path(out) / name, **shared}
         if name == "sft":
@@ -40,8 +40,8 @@ def main(model, out, size, *which):
                 model, teacher_model=f"{model}-teacher", max_new_tokens=6, **data
             )
         trainer.train()
-        told[name] = trainer.test()
-    (Path(out) / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(told))
+        evaluations[name] = trainer.test()
+    (Path(out) / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(evaluations))
 
 
 if __name__ == "__main__":

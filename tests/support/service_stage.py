@@ -5,7 +5,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from dlrover.python.rl.common.errors import ServiceUnavailable
-from dlrover.python.rl.service.jobs.records import JobDescription, JobRecord, StopJob, SubmitJob
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
@@ -24,14 +24,19 @@ class FullDisk(SqliteJobStore):
         super().write(*change)
 
 
+class StillRunner(MemoryRunner):
+    """Jobs that begin to run, and then only do what the test reports."""
+
+    def run(self, record, description):
+        self.begun.append(record.run)
+        self.report(record, roles={"ROLLOUT": 2})
+
+    def report(self, record, phase=JobPhase.RUNNING, **values):
+        self._sink(Observed(record.name, record.run, phase, **values))
+
+
 def submission(name="job", token=None, run_folders="", **values):
-    values = {
-        "owner": "ann",
-        "fingerprint": f"of {name}",
-        "resources": {"cpu": 1.0},
-        "roles": {"ROLLOUT": 2},
-        **values,
-    }
+    values = {"owner": "ann", "fingerprint": f"of {name}", "resources": {"cpu": 1.0}, "roles": {"ROLLOUT": 2}, **values}
     job = JobRecord(name, "", client_token=token or f"token-{name}", **values)
     return SubmitJob(job, JobDescription("text"), run_folders)
 
@@ -48,6 +53,17 @@ async def serving(folder, runner=None, limits=None, store=None):
         yield manager
     finally:
         await manager.close()
+
+
+async def begin(manager, name="job", **values):
+    """Submit a job, and wait until it runs; gives its record as submitted."""
+    record = await manager.ask(submission(name, **values))
+    await until(lambda: manager.get(name).phase is JobPhase.RUNNING)
+    return record
+
+
+async def events(manager, *arguments, **options):
+    return [event async for page in manager.watch(*arguments, **options) for event in page]
 
 
 async def until(condition, within_s=WITHIN_S):

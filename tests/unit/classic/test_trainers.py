@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constructors in one process: what they train, evaluate, keep and tell."""
+"""The constructors, in one process and launched in two: what they train, evaluate, keep and refuse."""
 
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,6 +27,7 @@ from dlrover.python.rl.classic import (
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.support.judging_envs import Length, Share, asked
+from tests.support.processes import free_port
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
 
@@ -57,7 +63,7 @@ def same(one, other):
 
 @pytest.mark.slow
 @pytest.mark.feature(128)
-def test_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_path):
+def test_evaluation_comes_every_eval_steps_and_changes_nothing(model, tmp_path):
     sft(model, tmp_path / "without").train()
     held_out = asked("Alan", "Kurt", kind=Length)
     evaluated = {"eval_steps": 2, "eval_dataset": held_out, "eval_sample_completions": True, "max_new_tokens": 4}
@@ -69,7 +75,7 @@ def test_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_
 
 
 @pytest.mark.feature(129)
-def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_exponential(model, tmp_path):
+def test_cross_entropy_is_the_mean_over_labelled_tokens(model, tmp_path):
     held_out = asked("Alan", "Kurt") + [EnvBase(asked("Emil")[0].prompt, "a much longer answer")]
     trainer = sft(model, tmp_path, eval_steps=4, eval_dataset=held_out)
     trainer.train()
@@ -82,23 +88,23 @@ def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_e
             logits = judge(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
         count += len(answer)
-    last, told = metrics(tmp_path)[-1], trainer.test()
+    last, figures = metrics(tmp_path)[-1], trainer.test()
     assert last["eval/loss"] == pytest.approx(total / count, abs=1e-5)
-    assert told["ce_loss"] == pytest.approx(total / count, abs=1e-5)
-    assert told["perplexity"] == pytest.approx(math.exp(told["ce_loss"]))
+    assert figures["ce_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["ce_loss"]))
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 
 @pytest.mark.feature(130)
-def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
+def test_rewards_need_completions_drawn_to_evaluate(model, tmp_path):
     evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
     drawing = {"eval_sample_completions": True, "max_new_tokens": 4}
     for folder, more in (("without", {}), ("with", drawing)):
         trainer = sft(model, tmp_path / folder, **evaluated, **more)
         trainer.train()
-        last, told = metrics(tmp_path / folder)[-1], trainer.test()
-        assert ("eval/reward" in last) == ("reward_mean" in told) == (folder == "with")
-        assert {"ce_loss", "perplexity"} <= told.keys()
+        last, figures = metrics(tmp_path / folder)[-1], trainer.test()
+        assert ("eval/reward" in last) == ("reward_mean" in figures) == (folder == "with")
+        assert {"ce_loss", "perplexity"} <= figures.keys()
     assert 0 <= last["eval/reward"] <= 4
     assert last["eval/failed"] == 0
     assert json.loads((tmp_path / "with/evaluation/metrics.json").read_text())["num_samples"] == 2
@@ -109,7 +115,7 @@ def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, t
 @pytest.mark.feature(133)
 def test_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
     sft(model, tmp_path).train()
-    assert sorted(found.name for found in tmp_path.glob("step_*")) == ["step_2", "step_4"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_2", "step_4"]
     assert same(tmp_path / "step_4", tmp_path / "final")
     assert not same(tmp_path / "step_2", tmp_path / "final")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
@@ -118,7 +124,7 @@ def test_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
     assert torch.equal(*logits)
 
 
-def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model, tmp_path):
+def test_too_long_rows_are_left_out_of_the_same_steps(model, tmp_path):
     dataset = [*asked("Ada", "Grace"), EnvBase(asked("Ada")[0].prompt, "x" * 60)]
     sft(model, tmp_path, train_dataset=dataset, max_seq_len=60, num_steps=5).train()
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -126,33 +132,26 @@ def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model
 
 
 @pytest.mark.slow
-def test_what_is_trained_follows_the_arguments(model, tmp_path):
-    turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "2+2"},
-    ]
-    said = {}
-    for name, arguments in {
-        "all": {},
-        "last": {"assistant_loss_mode": "last"},
-        "everything": {"mask_prompt": False},
-    }.items():
-        trainer = sft(model, tmp_path / name, train_dataset=[EnvBase(turns, 4)], num_steps=1, batch_size=1, **arguments)
-        trainer.train()
-        said[name] = metrics(tmp_path / name)[0]["loss"]
-    assert len(set(said.values())) == 3
+def test_arguments_decide_the_tokens_of_the_loss(model, tmp_path):
+    messages = (("user", "Hi"), ("assistant", "Hello"), ("user", "2+2"))
+    turns = [{"role": role, "content": content} for role, content in messages]
+    losses = set()
+    for number, arguments in enumerate([{}, {"assistant_loss_mode": "last"}, {"mask_prompt": False}]):
+        folder = tmp_path / str(number)
+        sft(model, folder, train_dataset=[EnvBase(turns, 4)], num_steps=1, batch_size=1, **arguments).train()
+        losses.add(metrics(folder)[0]["loss"])
+    assert len(losses) == 3
 
 
 @pytest.mark.feature(134)
-def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
+def test_interrupted_run_resumes_at_its_step(model, tmp_path):
     sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
     sft(model, tmp_path / "parts", num_steps=3, saving_steps=3).train()
-    begun = metrics(tmp_path / "parts")
+    first_rows = metrics(tmp_path / "parts")
     sft(model, tmp_path / "parts", num_steps=6, saving_steps=3, resume=True).train()
     rows = metrics(tmp_path / "parts")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert rows[:3] == begun
+    assert rows[:3] == first_rows
     assert same(tmp_path / "parts" / "final", tmp_path / "whole" / "final")
 
 
@@ -185,7 +184,7 @@ def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, tmp_path):
+def test_hanging_or_raising_reward_costs_its_samples_only(model, tmp_path):
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
     (row,) = metrics(tmp_path)
@@ -219,15 +218,8 @@ def test_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
     teacher = write_tiny_model(tmp_path / "teacher", hidden=32, layers=2, max_positions=96, seed=3)
     samples = asked("Ada", "Grace", "Mary", kind=kind)
     arguments = {"num_steps": 2, "batch_size": 3, "saving_steps": 2, "eval_steps": 1, "max_new_tokens": 6}
-    trainer = OnPolicyDistillationTrainer(
-        model,
-        teacher,
-        samples,
-        eval_dataset=samples[:2],
-        output_dir=tmp_path / "out",
-        engine={"threads": 1},
-        **arguments,
-    )
+    data = {"eval_dataset": samples[:2], "output_dir": tmp_path / "out", "engine": {"threads": 1}}
+    trainer = OnPolicyDistillationTrainer(model, teacher, samples, **data, **arguments)
     trainer.train()
     rows = metrics(tmp_path / "out")
     assert [row["step"] for row in rows] == [1, 2]
@@ -257,12 +249,12 @@ class FakeRun:
 
 
 @pytest.mark.feature(136)
-def test_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_path, monkeypatch):
-    wandb, run, asked_for = ModuleType("wandb"), FakeRun(), []
-    wandb.init = lambda **arguments: asked_for.append(arguments) or run
+def test_wandb_run_has_project_name_and_steps_from_1(model, tmp_path, monkeypatch):
+    wandb, run, inits = ModuleType("wandb"), FakeRun(), []
+    wandb.init = lambda **arguments: inits.append(arguments) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     sft(model, tmp_path, num_steps=2, enable_wandb=True, wandb_project="rlfusion", wandb_run_name="sft-demo").train()
-    ((arguments),) = asked_for
+    (arguments,) = inits
     assert (arguments["project"], arguments["name"]) == ("rlfusion", "sft-demo")
     assert [step for step, _ in run.logged] == [1, 2]
     assert [metrics["loss"] for _, metrics in run.logged] == [row["loss"] for row in metrics(tmp_path)]
@@ -271,61 +263,69 @@ def test_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_
 
 
 @pytest.mark.feature(136)
-def test_without_the_package_there_is_one_warning(model, tmp_path, monkeypatch, capsys):
+def test_missing_wandb_is_one_warning(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     sft(model, tmp_path, num_steps=2, enable_wandb=True).train()
     assert capsys.readouterr().err.count("wandb is not installed") == 1
     assert len(metrics(tmp_path)) == 2
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 COMMON = ("num_steps", "batch_size", "saving_steps", "logging_steps", "eval_steps", "max_new_tokens", "max_grad_norm")
 OF_GRPO = ("ppo_steps", "clip_eps", "max_log_chars", "sampling_temperature")
+STEPS = {"lr_scheduler_args": {"step_size": 2}}
 
 
-@pytest.mark.feature(147)
+@pytest.mark.feature(141, 142, 147)
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((SFTTrainer, name) for name in (*COMMON, "max_seq_len")), *((GRPOTrainer, n) for n in OF_GRPO)]
-)
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
-    with pytest.raises(ValueError, match=rf"^{name}: input should be greater than 0, got {value}"):
-        kind("model", asked("Ada"), **{name: value})
-
-
-@pytest.mark.feature(147)
-@pytest.mark.parametrize(
-    ("kind", "arguments", "error", "words"),
+    ("kind", "arguments", "message"),
     [
-        (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer: .* argument 'num_step'; did you mean 'num_steps'"),
-        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: use a function such as"),
-        (GRPOTrainer, {"group_size": 1}, ValueError, "group_size: input should be greater than or equal to 2, got 1"),
-        (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False generates the same completion"),
-        (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "input should be 'all' or 'last', got 'first'"),
-        (SFTTrainer, {"eval_steps": 2}, ValueError, "eval_steps needs an eval_dataset"),
-        (SFTTrainer, {"eval_sample_completions": True}, ValueError, "eval_sample_completions needs an eval_dataset"),
-        (SFTTrainer, {"seed": -1}, ValueError, "seed: input should be greater than or equal to 0, got -1"),
-        (SFTTrainer, {"optimizer": torch.optim.Adagrad}, ValueError, "optimizer Adagrad is not supported"),
-        (SFTTrainer, {"optimizer_args": {"lr": 0}}, ValueError, "optimizer_args.lr"),
-        (SFTTrainer, {"optimizer_args": {"lrr": 1}}, ValueError, "AdamW has no 'lrr'; did you mean 'lr'"),
-        (SFTTrainer, {"optimizer_args": {"eps": 1e-6}}, ValueError, "eps can only be 1e-08"),
-        (SFTTrainer, {"lr_scheduler_args": {"T_max": 2}}, ValueError, "lr_scheduler_args need an lr_scheduler"),
-        (GRPOTrainer, {"generation_args": {"topk": 2}}, ValueError, "generation_args has no 'topk'; did you mean"),
+        *((SFTTrainer, {n: 0}, f"^{n}: input should be greater than 0, got 0") for n in (*COMMON, "max_seq_len")),
+        *((GRPOTrainer, {n: -1}, f"^{n}: input should be greater than 0, got -1") for n in OF_GRPO),
+        (SFTTrainer, {"num_step": 2}, "SFTTrainer: .* argument 'num_step'; did you mean 'num_steps'"),
+        (GRPOTrainer, {"reward_funcs": len}, "has no reward_funcs: use a function such as"),
+        (GRPOTrainer, {"group_size": 1}, "group_size: input should be greater than or equal to 2, got 1"),
+        (GRPOTrainer, {"do_sample": False}, "do_sample=False generates the same completion"),
+        (SFTTrainer, {"assistant_loss_mode": "first"}, "input should be 'all' or 'last', got 'first'"),
+        (SFTTrainer, {"eval_steps": 2}, "eval_steps needs an eval_dataset"),
+        (SFTTrainer, {"eval_sample_completions": True}, "eval_sample_completions needs an eval_dataset"),
+        (SFTTrainer, {"seed": -1}, "seed: input should be greater than or equal to 0, got -1"),
+        (SFTTrainer, {"optimizer": torch.optim.Adagrad}, "optimizer Adagrad is not supported"),
+        (SFTTrainer, {"optimizer_args": {"lr": 0}}, "optimizer_args.lr"),
+        (SFTTrainer, {"optimizer_args": {"lrr": 1}}, "AdamW has no 'lrr'; did you mean 'lr'"),
+        (SFTTrainer, {"optimizer_args": {"eps": 1e-6}}, "eps can only be 1e-08"),
+        (
+            SFTTrainer,
+            {"optimizer": torch.optim.SGD, "optimizer_args": {"nesterov": True}},
+            "nesterov can only be False",
+        ),
+        (SFTTrainer, {"lr_scheduler_args": {"T_max": 2}}, "lr_scheduler_args need an lr_scheduler"),
+        (SFTTrainer, {"lr_scheduler": schedulers.StepLR, **STEPS}, "StepLR with .* is not supported"),
+        (
+            SFTTrainer,
+            {"lr_scheduler": schedulers.LinearLR},
+            "supported: ConstantLR without an end, LinearLR that falls",
+        ),
+        (GRPOTrainer, {"generation_args": {"topk": 2}}, "generation_args has no 'topk'; did you mean"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_constructor(kind, arguments, error, words):
-    with pytest.raises(error, match=words):
+def test_constructor_refuses_a_wrong_argument(kind, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         kind("model", asked("Ada"), **arguments)
 
 
-def test_data_sets_that_cannot_be_learned_from_are_refused_before_anything_starts(model, tmp_path):
-    with pytest.raises(ValueError, match=r"train_dataset\[0\] has no reward: EnvBase must define get_reward"):
-        grpo(model, tmp_path / "a", train_dataset=asked("Ada")).train()
-    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to train on"):
-        sft(model, tmp_path / "b", train_dataset=asked("Ada", answers=False)).train()
-    with pytest.raises(InvalidJob, match="no such folder"):
-        grpo("/no/such/model", tmp_path / "c").train()
+def test_train_refuses_unfit_data_and_models_before_it_starts(model, tmp_path):
+    for trainer, message in (
+        (
+            grpo(model, tmp_path / "a", train_dataset=asked("Ada")),
+            r"train_dataset\[0\] has no reward: EnvBase must define",
+        ),
+        (sft(model, tmp_path / "b", train_dataset=asked("Ada", answers=False)), r"\[0\] has nothing to train on"),
+        (grpo("/no/such/model", tmp_path / "c"), "no such folder"),
+    ):
+        with pytest.raises((ValueError, InvalidJob), match=message):
+            trainer.train()
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -340,14 +340,13 @@ def test_several_processes_are_refused_where_they_are_not_meant(model, tmp_path,
 
 
 def torch_rates(kind, arguments, steps, lr=1e-2):
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=lr)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler, rates = kind(optimizer, **arguments), []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return rates, kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr), **arguments)
+    return rates
 
 
 @pytest.mark.slow
@@ -360,12 +359,14 @@ def torch_rates(kind, arguments, steps, lr=1e-2):
         (schedulers.ConstantLR, {"factor": 1.0}),
     ],
 )
-def test_a_schedule_by_class_or_instance_gives_pytorchs_rates(model, tmp_path, kind, arguments):
-    expected, instance = torch_rates(kind, arguments, 4)
-    sft(model, tmp_path / "class", lr_scheduler=kind, lr_scheduler_args=arguments).train()
-    sft(model, tmp_path / "instance", lr_scheduler=instance).train()
-    for name in ("class", "instance"):
-        assert [row["lr"] for row in metrics(tmp_path / name)] == pytest.approx(expected)
+@pytest.mark.parametrize("form", ["class", "instance"])
+def test_schedule_gives_the_rates_of_pytorch(model, tmp_path, kind, arguments, form):
+    schedule = {"lr_scheduler": kind, "lr_scheduler_args": arguments}
+    if form == "instance":
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+        schedule = {"lr_scheduler": kind(optimizer, **arguments)}
+    sft(model, tmp_path, **schedule).train()
+    assert [row["lr"] for row in metrics(tmp_path)] == pytest.approx(torch_rates(kind, arguments, 4))
 
 
 @pytest.mark.feature(142)
@@ -376,20 +377,6 @@ def test_gradient_descent_by_its_class(model, tmp_path):
     tied = "lm_head.weight" in before  # counted twice
     assert float(moved) > 0
     assert tied or float(moved) == pytest.approx(0.5 * metrics(tmp_path)[0]["grad_norm"], rel=1e-3)
-
-
-@pytest.mark.feature(141, 142)
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"lr_scheduler": schedulers.StepLR, "lr_scheduler_args": {"step_size": 2}}, "StepLR with .* is not supported"),
-        ({"lr_scheduler": schedulers.LinearLR}, "supported: ConstantLR without an end, LinearLR that falls"),
-        ({"optimizer": torch.optim.SGD, "optimizer_args": {"nesterov": True}}, "nesterov can only be False"),
-    ],
-)
-def test_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        SFTTrainer("model", asked("Ada"), **arguments)
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
@@ -410,27 +397,22 @@ def test_output_dir_with_models_of_another_program_is_refused(model, tmp_path):
 
 
 def test_output_dir_links_to_the_last_run_and_keeps_earlier_ones(model, tmp_path):
-    def steps():
-        return [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-    def runs():
-        return sorted(path for path in tmp_path.glob("runs/*/2*"))
+    def state():
+        return [row["step"] for row in metrics(tmp_path)], len(list(tmp_path.glob("runs/*/2*")))
 
     sft(model, tmp_path, num_steps=2, saving_steps=1).train()
-    (first,) = runs()
+    (first,) = tmp_path.glob("runs/*/2*")
     sft(model, tmp_path, num_steps=1, saving_steps=1).train()
-    assert len(runs()) == 2
-    assert steps() == [1]
+    assert state() == ([1], 2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1"]
     assert len((first / "metrics.jsonl").read_text().splitlines()) == 2
     assert sft(model, tmp_path).model_after() == model
     again = sft(model, tmp_path, num_steps=3, saving_steps=1, resume=True)
     assert again.model_after() == tmp_path / "final"
     again.train()
-    assert steps() == [1, 2, 3]
+    assert state()[0] == [1, 2, 3]
     sft(model, tmp_path, num_steps=1, saving_steps=1, overwrite=True).train()
-    assert steps() == [1]
-    assert len(runs()) == 2
+    assert state() == ([1], 2)
 
 
 def test_output_dir_of_a_running_script_is_refused(model, tmp_path, monkeypatch):
@@ -440,3 +422,73 @@ def test_output_dir_of_a_running_script_is_refused(model, tmp_path, monkeypatch)
     with pytest.raises(JobConflict, match="is in use by"):
         sft(model, tmp_path).train()
     assert not (tmp_path / "data").exists()
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 200.0
+LAUNCHERS = {
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes=2 --main_process_port={port}",
+    "torchrun": "torch.distributed.run --nproc_per_node=2 --master_port={port}",
+}
+
+
+def launched(launcher, *arguments):
+    """Run the script in the processes of a launcher; what it printed."""
+    module = ["-m", *LAUNCHERS[launcher].format(port=free_port()).split()] if launcher else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
+    child = subprocess.Popen(
+        [sys.executable, *module, str(ROOT / "tests/support/launched_script.py"), *map(str, arguments)],
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=DEADLINE_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 0, output
+    return output
+
+
+def distance(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.feature(5, 138)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_two_processes_train_and_evaluate_like_one(launcher, model, tmp_path):
+    """One script, several trainers after each other: the effective batch is as in one process with twice the size."""
+    if launcher == "accelerate":
+        pytest.importorskip("accelerate")
+    write_tiny_model(f"{model}-teacher", hidden=32, layers=2, max_positions=96, seed=7)
+    which = ("sft", "grpo", "distill") if launcher == "accelerate" else ("sft", "grpo")
+    launched(launcher, model, tmp_path / "two", 4, *which)
+    launched(None, model, tmp_path / "one", 4, *which)
+    tests_of_ranks = [json.loads((tmp_path / "two" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert tests_of_ranks[1] == dict.fromkeys(which, {})
+    for name in which:
+        assert sorted(path.name for path in (tmp_path / "two" / name).glob("step_*")) == ["step_2"]
+        assert distance(tmp_path / "two" / name / "final", tmp_path / "one" / name / "final") < 1e-5
+        assert distance(tmp_path / "two" / name / "final", model) > 1e-4
+        both = zip(metrics(tmp_path / "two" / name), metrics(tmp_path / "one" / name), strict=True)
+        for two, one in both:  # of both ranks, not of one
+            figure = "eval/reward" if name == "sft" else "reward/mean"
+            assert two[figure] == pytest.approx(one[figure], abs=1e-6)
+            assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert tests_of_ranks[0][name]["num_samples"] == 3
+
+
+@pytest.mark.slow
+def test_refusal_by_rank_0_ends_all_ranks(model, tmp_path):
+    with pytest.raises(AssertionError, match="no such folder") as caught:
+        launched("torchrun", "/no/such/model", tmp_path, 4, "grpo")
+    assert "rank 0: has started nothing" in str(caught.value)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``doctor`` finds, and says to do."""
+"""The checks of ``doctor`` and its advice."""
 
 import fcntl
 import os
 import socket
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -22,7 +24,7 @@ from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, 
 from tests.support.served import JOB
 
 
-def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
+def test_doctor_of_a_sound_machine_has_nothing_to_fix(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "check_port", lambda port: health.Check(f"TCP port {port}", True, "free"))
     done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "runs")])
     assert done.exit_code == 0, done.output
@@ -30,45 +32,30 @@ def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_bad(tmp_path):
+def test_unwritable_folder_is_bad(tmp_path):
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "file")])
     assert done.exit_code == 1 and "BAD" in done.output and "name a folder that can be written" in done.output
     assert check_folder(Path("/proc/nowhere")).ok is False
 
 
-def test_a_port_that_is_taken_is_bad():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert check_port(port).ok is False
-    assert check_port(port).ok is True
-
-
-def test_further_ports_are_checked_where_they_are_named(tmp_path):
+def test_doctor_checks_the_named_ports_too(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = CliRunner().invoke(doctor, ["--folder", str(tmp_path), "--port", "1", "--port", str(port)])
     assert done.exit_code == 1 and f"BAD  TCP port {port}" in done.output
     assert all(f"TCP port {number}: " in done.output for number in (8470, 1))
+    assert check_port(port).ok is True
 
 
-def test_little_shared_memory_is_bad(monkeypatch):
-    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
-    found = health.check_shared_memory(Path("/dev/shm"))
-    assert found.ok is False and "64 MB" in found.result and "--shm-size" in found.advice
-
-
-def test_what_is_advised_for_little_shared_memory_is_a_setting_that_there_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
-    advice = health.check_shared_memory(Path("/dev/shm")).advice
-    monkeypatch.undo()
-    for text in (advice, health.check_shared_memory(tmp_path / "nowhere").advice):
-        setting = text.rpartition("checkpoint.")[2]
+def test_little_shared_memory_is_bad_with_a_real_setting(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(health.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=64 << 20, used=0))
+        check = health.check_shared_memory(Path("/dev/shm"))
+    assert check.ok is False and "64 MB" in check.result and "--shm-size" in check.advice
+    for advice in (check.advice, health.check_shared_memory(tmp_path / "nowhere").advice):
+        setting = advice.rpartition("checkpoint.")[2]
         assert load_job_text(f"{JOB}checkpoint: {{{setting}}}", "job").checkpoint.commit_to == "job_dir"
-
-
-def usage(free):
-    return health.shutil._ntuple_diskusage(free, 0, free)
 
 
 SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
@@ -86,11 +73,11 @@ SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
 )
 def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
     monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
-    found = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
-    assert found.ok is ok and words in found.result
+    check = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
+    assert check.ok is ok and words in check.result
 
 
-def test_a_driver_that_does_not_answer_is_bad(monkeypatch):
+def test_silent_driver_is_bad(monkeypatch):
     def hang(*_, **__):
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
 
@@ -122,28 +109,22 @@ def test_doctor_frees_the_memory_of_ended_runs_only(tmp_path, monkeypatch, state
     (root / "saved-to").symlink_to(job.job_dir / "checkpoints" / job.run)
     (step / "state").write_bytes(bytes(3 << 20))
     if "unseen" not in state:
-        claimed = claim(job, IN_PROCESS, bound=True)
-        claimed.end(FAILED)
+        claim(job, IN_PROCESS, bound=True).end(FAILED)
     if state == "owned":
         claim(replace(job, overwrite=True), IN_PROCESS, bound=True)
         step.mkdir(parents=True, exist_ok=True)
     if state == "resumed":
-        claim(
-            replace(job, run="another", overwrite=True, checkpoint=CheckpointSpec(resume="latest")),
-            IN_PROCESS,
-            bound=True,
-        )
+        resumed = replace(job, run="another", overwrite=True, checkpoint=CheckpointSpec(resume="latest"))
+        claim(resumed, IN_PROCESS, bound=True)
     if state == "unseen, old":
         for path in (root, *root.rglob("*")):
             os.utime(path, (1, 1), follow_symlinks=False)
-    lock = (root / "held").open("w") if state == "held" else None
-    if lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    title = f"memory of job-{job.run}: 3 MB of commits, of a run that has ended"
-    arguments = ["--folder", str(tmp_path / "runs")]
-    assert (title in CliRunner().invoke(doctor, arguments).output) is is_ended
-    assert step.exists()
-    freed = CliRunner().invoke(doctor, [*arguments, "--free-memory"]).output
-    assert (f"{root}: 3 MB freed" in freed, root.exists()) == (is_ended, not is_ended)
-    if lock:
-        lock.close()
+    with (root / "held").open("w") if state == "held" else nullcontext() as lock:
+        if lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        title = f"memory of job-{job.run}: 3 MB of commits, of a run that has ended"
+        arguments = ["--folder", str(tmp_path / "runs")]
+        assert (title in CliRunner().invoke(doctor, arguments).output) is is_ended
+        assert step.exists()
+        freed = CliRunner().invoke(doctor, [*arguments, "--free-memory"]).output
+        assert (f"{root}: 3 MB freed" in freed, root.exists()) == (is_ended, not is_ended)

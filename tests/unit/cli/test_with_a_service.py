@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs against a service whose jobs only do what the test reports: nothing of its disk is read."""
+"""The verbs against a service whose jobs only do what the test reports, and the service's own command."""
 
 import asyncio
 import json
-import logging
+import socket
 import threading
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
 
+from dlrover.python.rl.cli import serve
 from dlrover.python.rl.cli.commands import cli
+from dlrover.python.rl.cli.remote import check_submitted, enqueue
+from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.service import server as server_module
@@ -22,15 +27,7 @@ from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
 from tests.support.served import JOB, until
 
-
-@pytest.fixture(autouse=True)
-def log_as_before():
-    """A command sets it up for its own process."""
-    logger = logging.getLogger("dlrover")
-    kept = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = kept
-
+pytestmark = pytest.mark.usefixtures("kept_logger")
 
 MEMBERS = (
     RunningProcess("ACTOR[0]", "left", 11, "0,1"),
@@ -40,12 +37,10 @@ MEMBERS = (
 )
 
 
-class Runner(MemoryRunner):
-    """Reports ``first`` of each run, and then what the test says."""
+class FirstRunner(MemoryRunner):
+    """Reports ``first`` of each run, and then what the test reports."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = [{"phase": JobPhase.RUNNING}]
+    first = ({"phase": JobPhase.RUNNING},)
 
     def run(self, record, description):
         self.begun.append(record.run)
@@ -57,7 +52,7 @@ class Desk:
     """A service in a thread, and the command line of a machine that has its address and a token only."""
 
     def __init__(self, folder):
-        self.runner, self.folder = Runner(), folder
+        self.runner, self.folder = FirstRunner(), folder
         (folder / "root").mkdir()
         self.token = prepare(folder / "state")
         self._loop, self._began = asyncio.new_event_loop(), threading.Event()
@@ -84,9 +79,9 @@ class Desk:
 
     def __call__(self, *arguments, code=0):
         done = CliRunner().invoke(cli, [*arguments, "--server", self.address])
-        said = f"{done.output}{done.exception or ''}"
-        assert code is None or (done.exit_code == 0) == (code == 0), said
-        return said
+        output = f"{done.output}{done.exception or ''}"
+        assert code is None or (done.exit_code == 0) == (code == 0), output
+        return output
 
     def begin(self, name="job", **values):
         """Submit a job, and report ``values`` of it."""
@@ -109,24 +104,24 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    made = Desk(tmp_path)
-    monkeypatch.setenv("DLROVER_RL_TOKEN_FILE", str(made.token))
+    desk = Desk(tmp_path)
+    monkeypatch.setenv("DLROVER_RL_TOKEN_FILE", str(desk.token))
     (tmp_path / "laptop").mkdir()
     monkeypatch.chdir(tmp_path / "laptop")
-    yield made
-    made.close()
+    yield desk
+    desk.close()
 
 
 # -- status and explain -----------------------------------------------------------------------------------------------
 
 
-def test_status_has_every_process_with_its_devices_and_the_pace_of_the_last_steps(desk):
+def test_status_has_processes_devices_and_pace(desk):
     lost = {"recoveries": {"ROLLOUT": 1}, "last_failure": "ROLLOUT[1]: process_died: it is gone"}
     run = desk.begin(step=10, total_steps=100, members=MEMBERS, step_s=2.0, **lost)
-    said = desk("status", "job")
-    assert "2 s a step" in said and "about 0:03:00 left" in said
-    assert "4 processes on 2 nodes, 3 devices" in said and "ROLLOUT recovered 1 time" in said
-    assert "left pid 11 devices 0,1" in said and said.splitlines()[-1].endswith("left pid 14")
+    output = desk("status", "job")
+    assert "2 s a step" in output and "about 0:03:00 left" in output
+    assert "4 processes on 2 nodes, 3 devices" in output and "ROLLOUT recovered 1 time" in output
+    assert "left pid 11 devices 0,1" in output and output.splitlines()[-1].endswith("left pid 14")
     view = json.loads(desk("status", "job", "--json"))
     assert view["members"][1] == {"process": "ROLLOUT[0]", "node": "right", "pid": 12, "devices": "0"}
     assert (view["nodes"], view["devices"], view["step_s"], view["eta_s"]) == (2, 3, 2.0, 180.0)
@@ -137,7 +132,7 @@ def test_status_has_every_process_with_its_devices_and_the_pace_of_the_last_step
     assert json.loads(desk("status", "job", "--json"))["members"] == []
 
 
-def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
+def test_explain_has_the_time_failures_and_log_of_a_job(desk):
     results = desk.folder / "root/results"
     (results / "logs").mkdir(parents=True)
     (results / "logs/rollout-1.log").write_text("a line\n")
@@ -148,17 +143,17 @@ def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
     ended = {"reason": "ACTOR[0]: out of memory (again)", "cause": "out_of_memory", "detail": "Traceback: malloc"}
     desk.report("job", run, JobPhase.FAILED, **ended)
     (results / "journal.jsonl").write_text("none of its business")
-    said = desk("explain", "job").splitlines()
-    assert said[0].startswith("job: It has failed since 20")
-    first = said.index("Failures, the first one first:") + 1
+    output = desk("explain", "job").splitlines()
+    assert output[0].startswith("job: It has failed since 20")
+    first = output.index("Failures, the first one first:") + 1
     words = ["ROLLOUT[1]: process_died: it is gone", "trainer: hung: no step", ended["reason"]]
-    assert [line.split(maxsplit=2)[2] for line in said[first : first + 3]] == words
-    assert "Its log: dlrover-rl logs job rollout-1" in said and "  Traceback: malloc" in said
-    assert any(line.startswith("What to try: Use smaller batches") for line in said)
+    assert [line.split(maxsplit=2)[2] for line in output[first : first + 3]] == words
+    assert "Its log: dlrover-rl logs job rollout-1" in output and "  Traceback: malloc" in output
+    assert any(line.startswith("What to try: Use smaller batches") for line in output)
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
 
 
-def test_list_has_all_that_run_and_says_how_many_older_ones_it_leaves_out(desk, monkeypatch):
+def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):
     monkeypatch.setattr(server_module, "_LISTED", 2)
     desk.begin("long-runner")
     for name in ("first", "second"):
@@ -184,8 +179,8 @@ def test_the_doctor_asks_the_service(desk, monkeypatch):
 
 def test_run_submits_and_returns_or_follows_the_job_to_its_end(desk):
     desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
-    said = desk("run", "toy.yaml", "--detach", "--priority", "7", "workload.rollout.num=1")
-    assert "dlrover-rl attach" in said
+    output = desk("run", "toy.yaml", "--detach", "--priority", "7", "workload.rollout.num=1")
+    assert "dlrover-rl attach" in output
     (record,) = desk.manager.list_jobs()
     assert (record.name, record.priority, record.roles["ROLLOUT"]) == ("toy", 7, 1)
     results = desk.folder / "root/results"
@@ -193,8 +188,8 @@ def test_run_submits_and_returns_or_follows_the_job_to_its_end(desk):
     (results / "summary.json").write_text('{"best reward": 0.75}')
     common = {"results": str(results), "step": 1, "total_steps": 1}
     desk.runner.first = [{"phase": JobPhase.RUNNING, **common}, {"phase": JobPhase.FINISHED, **common}]
-    said = desk("run", "toy.yaml", "name=second")
-    assert "second: finished, step 1/1" in said and "best reward" in said and "0.75" in said
+    output = desk("run", "toy.yaml", "name=second")
+    assert "second: finished, step 1/1" in output and "best reward" in output and "0.75" in output
     desk.runner.first = [{"phase": JobPhase.FAILED, "reason": "it broke"}]
     assert "it broke" in desk("run", "toy.yaml", "name=third", code=1)
 
@@ -204,30 +199,30 @@ def test_attach_shows_nothing_of_earlier_runs_of_the_name(desk):
     desk.report("job", first, JobPhase.FAILED, step=2, reason="it broke in the first run")
     second = desk.begin(step=1, total_steps=9)
     desk.report("job", second, JobPhase.FINISHED, step=1, reason="all steps done")
-    said = desk("attach", "job")
-    assert "job: finished, step 1/9" in said and "all steps done" in said
-    assert "first run" not in said and "failed" not in said and "2/7" not in said
+    output = desk("attach", "job")
+    assert "job: finished, step 1/9" in output and "all steps done" in output
+    assert "first run" not in output and "failed" not in output and "2/7" not in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "message"),
     [
-        (("run", "toi.yaml"), "no such job file; did you mean 'toy.yaml'?"),
-        (("run", "toy.yaml", "--address", "auto"), "--address: cannot be used with --server"),
-        (("run", "toy.yaml", "--local"), "--local: cannot be used with --server"),
-        (("run", "toy.yaml", "workload.rolout.num=3", "--detach"), "rollout"),
-        (("run", "toy.yaml", "--folder", "../other", "--detach"), "outside the service's root"),
-        (("eval", "jb"), "did you mean 'job'?"),
-        (("eval", "job"), "has no model yet: pass config.model=FOLDER for another one"),
-        (("submit", "--job_name", "x", "--rl_config", JOB, "--workload_max_restart", "{'rolout': 1}"), "ROLLOUT"),
+        ("run toi.yaml", "no such job file; did you mean 'toy.yaml'?"),
+        ("run toy.yaml --address auto", "--address: cannot be used with --server"),
+        ("run toy.yaml --local", "--local: cannot be used with --server"),
+        ("run toy.yaml workload.rolout.num=3 --detach", "rollout"),
+        ("run toy.yaml --folder ../other --detach", "outside the service's root"),
+        ("eval jb", "did you mean 'job'?"),
+        ("eval job", "has no model yet: pass config.model=FOLDER for another one"),
+        ("submit --job_name x --rl_config toy.yaml --workload_max_restart {'rolout':1}", "ROLLOUT"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_right_name(desk, arguments, said):
+def test_wrong_argument_is_answered_with_the_right_name(desk, line, message):
     desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
     results = desk.folder / "root"
     (results / "job.yaml").write_text(JOB)
     desk.begin(results=str(results), step=1)
-    assert said in desk(*arguments, code=1)
+    assert message in desk(*line.split(), code=1)
     assert [record.name for record in desk.manager.list_jobs()] == ["job"]
 
 
@@ -256,3 +251,121 @@ def test_eval_submits_an_evaluation_of_the_newest_run_of_a_name(desk):
     job = load_job_text(described.text, "job-eval", described.overrides)
     assert job.config == {"model": str(results / "model"), "eval_only": True, "seed": 5}
     assert job.job_dir != results and job.checkpoint.resume == "never"
+
+
+# -- serve and enqueue ------------------------------------------------------------------------------------------------
+
+
+def test_taken_metrics_port_is_refused_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JobConflict, match=f"^cannot serve metrics at 127.0.0.1:{port}: Address already in use$"):
+            serve._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
+    served = serve._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
+    served.close()
+
+
+async def test_service_ends_with_its_raylet_and_not_with_a_gcs(monkeypatch):
+    monkeypatch.setattr(serve, "_LOOK_S", 0.01)
+    looks = iter(["", "gcs_server", "", "raylet", "raylet"])
+    message = "^the raylet of the service's Ray cluster has died: start the ser"
+    with pytest.raises(ClusterUnavailable, match=message):
+        await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--root root --state state", ""),
+        ("--root root --state root/state", "root/state is inside "),
+        ("--root root --state link/state", "link/state is inside "),
+        ("--state .", "choose another --state or --root"),
+    ],
+)
+def test_serve_takes_paths_from_its_working_directory(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    for name in ("tls.crt", "tls.key"):
+        (tmp_path / name).touch()
+    paths = []
+
+    async def note_paths(address, state, tls, options):
+        paths.extend([Path.cwd(), state, *tls[:2], options["metrics_token_file"]])
+
+    monkeypatch.setattr(serve, "_serve", note_paths)
+    files = "--tls-cert tls.crt --tls-key tls.key --metrics-token-file metrics"
+    done = CliRunner().invoke(serve.serve, f"{line} {files}".split())
+    assert message in str(done.exception or "")
+    names = [] if message else ["root", "state", "tls.crt", "tls.key", "metrics"]
+    assert paths == [tmp_path / name for name in names]
+
+
+REMOTE_JOB = """
+trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer, device_type: CPU, device_per_node: 3}
+workload: {actor: {module: of.another, class: Machine}}
+config: {model: /of/another/machine, data: {train: /of/it.jsonl}, engine: {lora: {rank: 4}}}
+"""
+
+
+def errors_of(folder, job, *overrides):
+    """Enqueue a job at an address where no service is: it is checked first."""
+    (folder / "job.yaml").write_text(job)
+    done = CliRunner().invoke(enqueue, [str(folder / "job.yaml"), *overrides, "--server", "127.0.0.1:1"])
+    assert isinstance(done.exception, InvalidJob)
+    return [str(error) for error in done.exception.errors]
+
+
+ALGORITHM = "algorithm={name: grpo, kl_coeff: 1}"
+ENGINE = "engine={train_options: {x: 1}, rollout: torch, rollout_options: {y: 1}, weight_sync_options: {foldr: z}}"
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "beginnings"),
+    [
+        (
+            REMOTE_JOB.replace("rank: 4", "rank: true"),
+            ["steps=x", "workload.actor.num=0", "sead=1"],
+            ["workload.actor.num", "config.steps", "config.engine.lora.rank", "config.sead"],
+        ),
+        (
+            REMOTE_JOB,
+            ["name=second", "steps=true"],
+            ["name: use the option --name", "config.steps: input should be a valid integer, got True"],
+        ),
+        (
+            REMOTE_JOB,
+            [ALGORITHM, ENGINE],
+            [
+                "config.algorithm.kl_coeff",
+                "config.engine.train_options.x",
+                "config.engine.rollout_options.y",
+                "config.engine.weight_sync_options.foldr",
+            ],
+        ),
+    ],
+    ids=["types", "name", "options"],
+)
+def test_enqueue_checks_a_job_before_it_asks_a_service(tmp_path, job, overrides, beginnings):
+    errors = errors_of(tmp_path, job, *overrides)
+    assert [error[: len(start)] for error, start in zip(errors, beginnings, strict=True)] == beginnings
+
+
+EXTENSIONS = "algorithm={name: not_here:Mine}", "engine={train: acme, rollout: not.here:E, weight_sync: zebra}"
+NEAR = "algorithm={name: my_grpo}", "engine={train: fsdp3, rollout: my_vllm, weight_sync: broadcast_rdma}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("dlrover.python.rl.recipe.grpo", ["steps=3"]),
+        ("dlrover.python.rl.recipe.grpo", EXTENSIONS),
+        ("dlrover.python.rl.recipe.grpo", NEAR),
+        ("of.another", ["stps=x"]),
+        ("broken_here", []),
+    ],
+)
+def test_check_submitted_needs_nothing_of_another_machine(tmp_path, recipe, overrides):
+    (tmp_path / "broken_here.py").write_text("import of_another_machine\n\nclass GRPOTrainer: ...\n")
+    check_submitted(REMOTE_JOB.replace("dlrover.python.rl.recipe.grpo", recipe), "a-job", overrides, tmp_path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, scripts and manifests pass the checks of the tools that read them."""
+"""Images, scripts, manifests and skeletons of jobs pass the checks of the tools that read them."""
 
-import copy
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +15,8 @@ import yaml
 
 from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
 from dlrover.python.rl.cli.serve import serve
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.load import load_job
 from tests.support.kuberay import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
@@ -46,12 +48,12 @@ def test_the_image_passes_hadolint(tmp_path):
     assert run(BIN / "hadolint", tmp_path / "Dockerfile")[0] == 1
 
 
-def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert all((ROOT / path).exists() for path in kept)
+def test_image_gets_every_constraints_file_and_no_missing_path():
+    context = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / path).exists() for path in context)
     copies = re.findall(r"^COPY ((?!-).*) \S+$", (DOCKER / "Dockerfile").read_text(), re.M)
     copied = {path for line in copies for path in line.split()}
-    assert "requirements" in copied and copied <= set(kept)
+    assert "requirements" in copied and copied <= set(context)
     install = (DOCKER / "install.sh").read_text()
     for path in re.findall(r"requirements/[\w.-]+", install):
         assert (ROOT / path).exists(), path
@@ -59,7 +61,7 @@ def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
         assert file.stem in install or file.stem in ("peers", "verl", "openrlhf", "real_model"), file
 
 
-def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_tested():
+def test_core_is_installed_from_a_lock_of_tested_versions():
     entry = r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)"
     text = (ROOT / "requirements/core.lock").read_text()
     locked = {name: version for name, version, _ in re.findall(entry, text, re.M)}
@@ -69,8 +71,8 @@ def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_
     tested = {name.lower().replace("_", "-"): version for name, version in lines}
     assert locked == {name: tested.get(name) for name in locked}
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
-    assert asked - locked.keys() == {"torch"}
+    required = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
+    assert required - locked.keys() == {"torch"}
     assert "--require-hashes --requirement requirements/core.lock" in (DOCKER / "install.sh").read_text()
 
 
@@ -91,25 +93,24 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "service.compose.yaml"])
-def test_what_is_mounted_to_be_written_is_the_users_in_the_image(file):
+def test_written_mounts_belong_to_the_user_of_the_image(file):
     """Docker makes a folder that the image lacks as root, where this user writes nothing."""
-    (made,) = re.findall(r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M)
+    (folders,) = re.findall(
+        r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M
+    )
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
     mounts = [mount for service in services.values() for mount in service["volumes"]]
     written = {mount.rpartition(":")[2] for mount in mounts if not mount.endswith(":ro")}
-    assert written and written <= set(made.split())
+    assert written and written <= set(folders.split())
 
 
 @pytest.mark.parametrize("overlay", ["base", "spot", "service"])
 def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
-    """By default each mount gives all files of a volume to its group, and a token that others can read is refused."""
-    resources = resources_of(written["kuberay"] / overlay)
-    clusters = [resource for resource in resources if resource["kind"] == "RayCluster"]
-    pods = [template["spec"] for cluster in clusters for template in templates_of(cluster)]
-    pods += [item["spec"]["template"]["spec"] for item in resources if item["kind"] == "Deployment"]
-    claimed = [pod for pod in pods if any("persistentVolumeClaim" in volume for volume in pod["volumes"])]
-    assert claimed
-    for pod in claimed:
+    """A mount gives all files of a volume to its group by default, and a token that others can read is refused."""
+    pods = pods_of(resources_of(written["kuberay"] / overlay))
+    claiming = [pod for pod in pods if any("persistentVolumeClaim" in volume for volume in pod["volumes"])]
+    assert claiming
+    for pod in claiming:
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
         assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
         if overlay == "service":
@@ -117,18 +118,16 @@ def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
             assert "chmod -R go= /state/service" in command.partition("dlrover-rl serve")[0]
 
 
-def test_what_is_served_in_containers_is_what_the_command_line_takes(written):
-    """The options of the service in compose file and manifest are its own; nothing is published beyond loopback."""
+def test_containers_serve_with_options_of_the_command(written):
     compose = yaml.safe_load((DOCKER / "service.compose.yaml").read_text())["services"]
-    deployment = next(item for item in resources_of(written["kuberay"] / "service") if item["kind"] == "Deployment")
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    for text in (compose["service"]["command"][0], container["args"][0]):
+    (pod,) = pods_of(resources_of(written["kuberay"] / "service"))
+    (command,) = pod["containers"][0]["args"]
+    options = {name for option in serve.params for name in option.opts}
+    for text in (compose["service"]["command"][0], command):
         words = text.partition("dlrover-rl serve")[2].split()
-        assert words and {word for word in words if word.startswith("--")} <= {
-            name for option in serve.params for name in option.opts
-        }
-    assert not any("ports" in service for service in compose.values())
-    assert "--tls-cert" in container["args"][0] and "--host 0.0.0.0" in container["args"][0]
+        assert words and {word for word in words if word.startswith("--")} <= options
+    assert not any("ports" in service for service in compose.values()), "nothing is published beyond loopback"
+    assert "--tls-cert" in command and "--host 0.0.0.0" in command
 
 
 def test_scripts_pass_shellcheck(written, tmp_path):
@@ -145,22 +144,24 @@ def test_scripts_pass_shellcheck(written, tmp_path):
 def resources_of(folder):
     """The resources of a kustomization, with its patches applied: what these files use of kustomize."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    found = []
+    resources = []
     for name in kustomization["resources"]:
         path = folder / name
-        found += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
+        resources += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for generator in kustomization.get("configMapGenerator", ()):
         data = {Path(file).name: (folder / file).read_text() for file in generator["files"]}
-        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data})
+        resources.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
+        )
     for patch in kustomization.get("patches", ()):
         (target,) = [
             resource
-            for resource in found
+            for resource in resources
             if (resource["kind"], resource["metadata"]["name"]) == (patch["target"]["kind"], patch["target"]["name"])
         ]
         for change in yaml.safe_load((folder / patch["path"]).read_text()):
             apply(target, change)
-    return found
+    return resources
 
 
 def apply(resource, change):
@@ -193,70 +194,63 @@ def templates_of(resource):
     return [group["template"] for group in groups]
 
 
-@pytest.mark.parametrize("overlay", ["base", "spot"])
-def test_manifests_are_what_their_definitions_say(written, overlay):
+def pods_of(resources):
+    """The pods of clusters and deployments."""
+    templates = [template for item in resources if item["kind"] == "RayCluster" for template in templates_of(item)]
+    templates += [item["spec"]["template"] for item in resources if item["kind"] == "Deployment"]
+    return [template["spec"] for template in templates]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "kinds"),
+    [
+        ("base", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
+        ("spot", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
+        ("service", {"Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy"}),
+    ],
+)
+def test_manifests_follow_their_definitions(written, overlay, kinds):
     resources = resources_of(written["kuberay"] / overlay)
-    assert {resource["kind"] for resource in resources} >= {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}
-    assert {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")} == {
-        "spelling"
+    assert {resource["kind"] for resource in resources} >= kinds
+    names = {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")}
+    assert names == (set() if overlay == "service" else {"spelling"})
+    assert {resource["kind"]: faults_of(resource) for resource in resources if faults_of(resource)} == {}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "change"),
+    [
+        ("base", lambda spec: spec.update(headGroup={})),
+        ("base", lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0})),
+        ("base", lambda spec: spec["workerGroupSpecs"][0].pop("groupName")),
+        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={})),
+        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1})),
+        ("service", lambda spec: spec["template"]["spec"]["containers"][0].update(port=[])),
+    ],
+)
+def test_wrong_manifest_has_faults(written, overlay, change):
+    resources = resources_of(written["kuberay"] / overlay)
+    (resource,) = [item for item in resources if item["kind"] in ("RayCluster", "Deployment")]
+    change(resource["spec"])
+    assert faults_of(resource)
+
+
+@pytest.mark.parametrize("overlay", ["spot", "service"])
+def test_pods_name_existing_resources(written, overlay):
+    resources = resources_of(written["kuberay"] / overlay)
+    existing = {
+        (item["kind"], item["metadata"]["name"]) for item in resources + resources_of(written["kuberay"] / "base")
     }
-    for resource in resources:
-        assert faults_of(resource) == [], resource["kind"]
-
-
-def test_the_manifests_of_the_service_are_what_their_definitions_say(written):
-    resources = resources_of(written["kuberay"] / "service")
-    assert {resource["kind"] for resource in resources} == {
-        "Deployment",
-        "Service",
-        "PersistentVolumeClaim",
-        "NetworkPolicy",
-    }
-    for resource in resources:
-        assert faults_of(resource) == [], resource["kind"]
-    names = {resource["metadata"]["name"] for resource in resources_of(written["kuberay"] / "base")}
-    pod = next(resource for resource in resources if resource["kind"] == "Deployment")["spec"]["template"]["spec"]
-    own = {resource["metadata"]["name"] for resource in resources}
-    for volume in pod["volumes"]:
-        if "persistentVolumeClaim" in volume:
-            assert volume["persistentVolumeClaim"]["claimName"] in names | own
-    assert pod["priorityClassName"] in names
-    wrong = copy.deepcopy(next(resource for resource in resources if resource["kind"] == "Deployment"))
-    wrong["spec"]["template"]["spec"]["containers"][0]["port"] = []
-    assert faults_of(wrong)
-
-
-def test_wrong_manifests_are_found(written):
-    cluster = next(item for item in resources_of(written["kuberay"] / "base") if item["kind"] == "RayCluster")
-    wrong = []
-    for change in (
-        lambda spec: spec.update(headGroup={}),
-        lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0}),
-        lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
-        lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={}),
-        lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1}),
-    ):
-        changed = copy.deepcopy(cluster)
-        change(changed["spec"])
-        wrong.append(faults_of(changed))
-    assert all(wrong)
-
-
-def test_what_the_manifests_name_is_there(written):
-    resources = resources_of(written["kuberay"] / "spot")
-    names = {(resource["kind"], resource["metadata"]["name"]) for resource in resources}
-    for template in (
-        template for resource in resources if resource["kind"] == "RayCluster" for template in templates_of(resource)
-    ):
-        spec = template["spec"]
-        assert ("PriorityClass", spec["priorityClassName"]) in names
-        volumes = {volume["name"] for volume in spec["volumes"]}
-        assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == volumes
-        for volume in spec["volumes"]:
+    for pod in pods_of(resources):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+        references = {("PriorityClass", pod["priorityClassName"])}
+        for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
-                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+                references.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in names
+                references.add(("ConfigMap", volume["configMap"]["name"]))
+        assert references <= existing
 
 
 def test_a_pod_has_time_to_be_drained(written):
@@ -265,3 +259,53 @@ def test_a_pod_has_time_to_be_drained(written):
         spec = group["template"]["spec"]
         environment = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"]}
         assert int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20 <= spec["terminationGracePeriodSeconds"]
+
+
+# -- init -------------------------------------------------------------------------------------------------------------
+
+
+CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_skeleton_has_the_name_and_no_other(written, cluster):
+    folder = written[cluster]
+    texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    assert len(texts) >= 4
+    assert not any("my-job" in text for text in texts)
+    (job,) = folder.rglob("job.yaml") if cluster != "kuberay" else [folder / "base" / "files" / "job.yaml"]
+    assert load_job(job).name == "spelling"
+    assert all(os.access(path, os.X_OK) for path in folder.rglob("*.s[hb]*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("My_Job", "name: "), ("../out", "name: "), ("", "name: "), ("spelling", "spelling already exists")],
+)
+def test_skeleton_of_a_wrong_or_taken_name_is_not_written(empty_folder, name, message):
+    (empty_folder / "spelling").mkdir()
+    with pytest.raises(InvalidJob, match=message):
+        write_skeleton(name, "local")
+    assert list(empty_folder.rglob("*")) == [empty_folder / "spelling"]
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_run(empty_folder):
+    for command in ([*CLI, "init", "spelling"], [*CLI, "init", "spelling", "--cluster", "kubray"]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    commands = [
+        line.split("#")[0].split() for line in Path("spelling/README.md").read_text().splitlines() if line[:4] == "    "
+    ]
+    assert len(commands) == 5
+    for program, *arguments in commands[:4]:
+        line = [sys.executable, *arguments] if program == "python" else [*CLI, *arguments]
+        done = subprocess.run(line, cwd="spelling", capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "finished" in done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
+"""The brain: saved before ordered, replayed after a restart, silent about what changes nothing; its status."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
-from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import RestartSpec
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
@@ -24,7 +24,6 @@ from dlrover.python.rl.control.events import (
     RoleSettings,
     StandbyReady,
     StepsOpened,
-    StopRequested,
     Submitted,
     TrainerLost,
     TrainerStarted,
@@ -32,9 +31,9 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, Standby, StandbyPhase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
-from dlrover.python.rl.master.process.status import status_of
+from dlrover.python.rl.master.process.status import recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
@@ -59,7 +58,7 @@ def saved(store):
     return [event for _, event in decode(store.read())]
 
 
-def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
+def test_event_is_saved_with_its_time_before_its_commands():
     store, clock = StateStore(), ManualClock(12.5)
     brain = Brain(store, clock, clock)
     assert brain.handle(SUBMITTED) == (Place(1),)
@@ -68,7 +67,7 @@ def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
     assert decode(store.read()) == [(12.5, SUBMITTED), (12.75, Placed(1))]
 
 
-def test_events_that_come_together_are_decided_one_by_one_and_saved_at_once():
+def test_handle_all_decides_one_by_one_and_saves_at_once():
     class Counting(StateStore):
         appends = 0
 
@@ -86,22 +85,15 @@ def test_events_that_come_together_are_decided_one_by_one_and_saved_at_once():
     assert store.appends == 1 and saved(store) == list(RUNNING)
 
 
-def test_of_events_that_cannot_be_saved_none_has_an_effect():
+@pytest.mark.parametrize("events", [[SUBMITTED], RUNNING], ids=["one", "several"])
+def test_unsaved_events_have_no_effect(events):
     brain = Brain(FullDisk())
     with pytest.raises(OSError, match="no space"):
-        brain.handle_all(RUNNING)
+        brain.handle_all(events)
     assert brain.state == JobState()
 
 
-def test_what_cannot_be_saved_did_not_happen():
-    brain = Brain(FullDisk())
-    before = brain.state
-    with pytest.raises(OSError, match="no space"):
-        brain.handle(SUBMITTED)
-    assert brain.state is before
-
-
-def test_an_event_that_changes_nothing_is_not_saved():
+def test_event_without_effect_is_not_saved():
     store = StateStore()
     brain = Brain(store)
     for event in (SUBMITTED, SUBMITTED, Placed(7), WaitOver("job#2"), Placed(1), Placed(1), Released(1)):
@@ -120,15 +112,6 @@ def test_a_restart_of_all_passes_through_the_journal():
     assert saved(store) == [SUBMITTED, Placed(1), LOST, Released(1)]
 
 
-def test_a_recovery_by_scope_passes_through_the_journal():
-    store = StateStore()
-    brain = Brain(store)
-    for event in (*RUNNING, StepsOpened(1)):
-        brain.handle(event)
-    assert brain.handle(LOST) == (StartMembers("ACTOR", ((0, 2),)),)
-    assert saved(store) == [*RUNNING, StepsOpened(1), LOST]
-
-
 def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     brain = Brain(FileStateStore(tmp_path / "journal"))
     for event in (*RUNNING, StepsOpened(1), LOST):
@@ -140,20 +123,6 @@ def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     again.handle(MemberStarted("ACTOR", 0, 2, HERE))
     assert outstanding(again.state) == ()
     again.store.close()
-
-
-def test_times_count_after_a_replay_as_they_did_before(tmp_path):
-    """Restarts that fell out of the window before the master's own restart do not count after it."""
-    clock = ManualClock(1000.0)
-    store = StateStore()
-    brain = Brain(store, clock, clock)
-    narrow = replace(SUBMITTED, job_max_restart=1, window_s=60.0)
-    for event in (narrow, Placed(1), LOST, Released(1), Placed(2), MemberStarted("ACTOR", 0, 2, HERE)):
-        brain.handle(event)
-    clock.advance(61.0)
-    again = Brain(store, clock, clock)
-    again.handle(MemberLost("ACTOR", 0, 2, GONE))
-    assert (again.state.phase, again.state.restarts) == (Phase.RESTARTING, 2)
 
 
 DAY_S = 86400.0
@@ -175,17 +144,10 @@ def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s
     assert brain.state.phase is (Phase.RESTARTING if is_forgiven else phase)
 
 
-def test_a_journal_that_cannot_be_trusted_starts_nothing():
-    store = StateStore()
-    store.append(b"00000000 {}")
-    with pytest.raises(JournalCorrupt):
-        Brain(store)
+# -- submissions ------------------------------------------------------------------------------------------------------
 
 
-# -- what a job submits -----------------------------------------------------------------------------------------------
-
-
-def test_the_submission_says_what_the_machine_needs(tmp_path):
+def test_submission_has_roles_limits_and_its_run(tmp_path):
     brain, run = Brain(StateStore()), new_run()
     event = submission(toy_job(tmp_path), run, Inspection(), brain)
     assert event == Submitted(
@@ -217,21 +179,10 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
     assert (event.window_s, event.node_max_failures) == (60.0, 5)
 
 
-def test_roles_are_the_jobs_own(tmp_path):
-    event = submission(toy_job(tmp_path), "run", Inspection(), Brain(StateStore()))
-    assert [RLRoleType(role) for role in event.roles] == list(toy_job(tmp_path).workloads)
+# -- a restarted master -----------------------------------------------------------------------------------------------
 
 
-def test_no_two_runs_have_the_same_name():
-    runs = {new_run() for _ in range(100)}
-    assert len(runs) == 100
-    assert all(len(run) == 8 and int(run, 16) >= 0 for run in runs)
-
-
-# -- a master that comes back -----------------------------------------------------------------------------------------
-
-
-def begun(job, run="run"):
+def submitted(job, run="run"):
     """A job whose master has got as far as its submission."""
     brain = Brain(FileStateStore(fresh_journal(job)))
     brain.handle(MasterStarted(pid=7))
@@ -240,10 +191,10 @@ def begun(job, run="run"):
     return brain.state
 
 
-def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
+def test_restarted_master_finds_its_journal(tmp_path):
     job = toy_job(tmp_path / "out")
     assert earlier_journal(job, "run") is None
-    state = begun(job)
+    state = submitted(job)
     back = earlier_journal(job, "run")
     assert back.state == state
     assert outstanding(back.state) == (Place(1),)
@@ -252,38 +203,38 @@ def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
     back.store.close()
 
 
-def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
+def test_restarted_run_numbers_its_processes_higher(tmp_path):
     job = toy_job(tmp_path / "out")
-    assert (begun(job).epoch, begun(job).epoch, begun(job).epoch) == (1, 2, 3)
+    assert (submitted(job).epoch, submitted(job).epoch, submitted(job).epoch) == (1, 2, 3)
     brain = Brain(FileStateStore(tmp_path / "out" / "journal.jsonl"))
     brain.handle(Placed(1))
     brain.handle(MemberLost("ACTOR", 0, 3, GONE))
     assert brain.state.members[ProcessId("ACTOR", 0)].incarnation == 4
     brain.store.close()
-    again = begun(job)
+    again = submitted(job)
     assert {member.incarnation for member in again.members.values()} == {again.epoch} == {5}
-    assert begun(job, "another").epoch == 1
+    assert submitted(job, "another").epoch == 1
 
 
-def test_journals_of_earlier_starts_all_stay(tmp_path):
+def test_journals_of_all_earlier_starts_stay(tmp_path):
     job = toy_job(tmp_path / "out")
     for run in ("first", "second", "third"):
-        begun(job, run)
-    journals = [(tmp_path / "out" / f"journal{number}.jsonl").read_text() for number in (".1", ".2", "")]
-    assert ['"first"' in journals[0], '"second"' in journals[1], '"third"' in journals[2]] == [True] * 3
+        submitted(job, run)
+    for number, run in ((".1", "first"), (".2", "second"), ("", "third")):
+        assert f'"{run}"' in (tmp_path / "out" / f"journal{number}.jsonl").read_text()
 
 
 def test_the_journal_of_another_run_is_not_its_own(tmp_path):
     job = toy_job(tmp_path / "out")
-    begun(job, "earlier")
+    submitted(job, "earlier")
     assert earlier_journal(job, "run") is None
     assert fresh_journal(job) == tmp_path / "out" / "journal.jsonl"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"journal.1.jsonl"}
 
 
-def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp_path):
+def test_restarted_master_refuses_a_damaged_journal(tmp_path):
     job = toy_job(tmp_path / "out")
-    begun(job)
+    submitted(job)
     journal = tmp_path / "out" / "journal.jsonl"
     content = bytearray(journal.read_bytes())
     content[len(content) // 2] ^= 1
@@ -316,7 +267,7 @@ def test_the_status_of_a_job():
     assert status.reason == "trainer: words (user_error is not retried)"
 
 
-def test_the_status_counts_what_was_recovered_and_names_the_standbys():
+def test_status_counts_recoveries_and_names_the_standbys():
     roles = {"ACTOR": RoleSettings(1, standby=1)}
     brain = Brain(StateStore())
     for event in (replace(SUBMITTED, roles=roles), *RUNNING[1:], StepsOpened(1), LOST):
@@ -330,8 +281,33 @@ def test_the_status_counts_what_was_recovered_and_names_the_standbys():
     assert status.members == (("ACTOR-standby[0]", "host", 9, ""),)
 
 
-def test_a_stop_is_kept_too():
-    store = StateStore()
-    brain = Brain(store)
-    brain.handle(StopRequested("enough"))
-    assert Brain(store).state.phase is Phase.STOPPED
+DIED = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "the process is gone")
+HUNG = replace(DIED, kind=CauseKind.HUNG, who="trainer", message="no sign of life for 3.2 s")
+
+
+@pytest.mark.parametrize(
+    ("event", "lines"),
+    [
+        (MemberLost("ROLLOUT", 1, 1, DIED), ["ROLLOUT[1]: process_died: the process is gone"]),
+        (TrainerLost(1, HUNG), ["trainer: hung: no sign of life for 3.2 s"]),
+        (MemberStarted("ROLLOUT", 1, 2), ["ROLLOUT[1] is back: attempt 2 (a new process)"]),
+        (MemberStarted("ROLLOUT", 1, 2, standby=0), ["ROLLOUT[1] is back: attempt 2 (standby 0)"]),
+        (TrainerStarted(2), ["the trainer is back: attempt 2"]),
+        (MemberStarted("ROLLOUT", 1, 1), []),
+        (TrainerStarted(1), []),
+    ],
+)
+def test_recoveries_of_an_event_are_lines_of_the_log(event, lines):
+    before = JobState()
+    assert list(recoveries(before, replace(before, incarnation=1), event)) == lines
+    assert list(recoveries(before, before, event)) == [], "it changed nothing"
+
+
+def test_status_shows_a_standby_taking_over_once(tmp_path):
+    process = Process("a", 7, "host")
+    members = {ProcessId("ACTOR", 0): Member(2, MemberPhase.UP, process, standby=0)}
+    standbys = {
+        "ACTOR": {0: Standby(StandbyPhase.TAKING, process), 1: Standby(StandbyPhase.READY, replace(process, pid=8))}
+    }
+    status = status_of(toy_job(tmp_path), JobState(members=members, standbys=standbys), None)
+    assert [(each.process, each.pid) for each in status.members] == [("ACTOR[0]", 7), ("ACTOR-standby[1]", 8)]

@@ -36,6 +36,9 @@ from tests.support.manual_clock import ManualClock
 from tests.support.toy_jobs import toy_job
 
 LIMIT_S, BEATS = 60.0, LivenessSpec()
+DIED = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+LOST = MemberLost("ACTOR", 0, 1, DIED)
+STARTED_AGAIN = MemberStarted("ACTOR", 0, 2, Process("node-0", 10))
 
 
 @pytest.fixture
@@ -56,8 +59,8 @@ def running(job, *more, collectives=()):
     """The state of a job of which everything is up, after further events."""
     brain = Brain(StateStore())
     members = [MemberStarted(str(role), rank, 1, Process(f"node-{rank}", 7)) for role, rank in job.members()]
-    begun = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
-    for event in (*begun, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):
+    events = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
+    for event in (*events, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):
         brain.handle(event)
     return brain.state
 
@@ -66,20 +69,19 @@ def hangs(detector, state):
     return asyncio.run(detector.hangs(state))
 
 
-def detector_of(job):
-    return HangDetector(job, BEATS, lambda process_id: None, no_stacks, ManualClock())
+def detector_of(job, clock=None, read_stacks=no_stacks):
+    return HangDetector(job, BEATS, lambda process_id: Process("node-0", 7), read_stacks, clock or ManualClock())
 
 
 def beat(process, *status):
     return Heartbeat(ProcessId.parse(process), *status)
 
 
-def test_who_has_been_replaced_is_told_so(job):
-    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
-    state = running(job, MemberLost("ACTOR", 0, 1, dead), TrainerLost(1, replace(dead, who="trainer")))
+def test_beats_of_replaced_processes_are_not_taken(job):
+    state = running(job, LOST, TrainerLost(1, replace(DIED, who="trainer")))
     detector = detector_of(job)
-    assert [detector.take(beat("ACTOR[0]", number), state) for number in (1, 2)] == [False, True]
-    assert [detector.take(beat("trainer", number), state) for number in (1, 2)] == [False, True]
+    for process in ("ACTOR[0]", "trainer"):
+        assert [detector.take(beat(process, number), state) for number in (1, 2)] == [False, True]
     assert detector.take(beat("ACTOR[1]", 1), state)
 
 
@@ -89,7 +91,7 @@ def test_a_standby_may_live_as_long_as_the_job_knows_of_it(job):
     assert not detector.take(beat("CRITIC-standby[0]", 0), state)
 
 
-def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
+def test_member_in_a_long_call_hangs(job):
     state, detector = running(job), detector_of(job)
     detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S - 1.0, 3), state)
     detector.take(beat("ACTOR[1]", 1, "update", LIMIT_S + 1.0, 3), state)
@@ -128,22 +130,22 @@ def in_a_call():
     thread.join(30)
 
 
-def test_a_healthy_call_of_twenty_minutes_lives_and_a_stuck_one_is_found_by_its_last_progress(job, in_a_call):
-    """On a simulated clock: progress each half of the limit, then none."""
+def test_long_call_is_a_hang_once_it_makes_no_progress(job, in_a_call):
+    """Progress comes each half of the limit for twenty minutes, then none."""
     host, clock = in_a_call
-    state, detector = running(job), HangDetector(job, BEATS, lambda process_id: None, no_stacks, clock)
+    state, detector = running(job), detector_of(job, clock)
 
     def beat_until(end_s, progress_s):
         while clock.now_s < end_s:
             clock.advance(BEATS.beat_s)
             if clock.now_s % progress_s == 0.0:
                 note_progress()
-            for process_id in ("ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer"):
-                detector.take(beat(process_id, 1), state)
+            for process in ("ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer"):
+                detector.take(beat(process, 1), state)
             method, _, age_s = host.current_call()
             detector.take(beat("ACTOR[0]", 1, method, age_s), state)
-            if found := hangs(detector, state):
-                return found
+            if events := hangs(detector, state):
+                return events
         return []
 
     assert beat_until(1200.0, LIMIT_S / 2) == []
@@ -153,57 +155,40 @@ def test_a_healthy_call_of_twenty_minutes_lives_and_a_stuck_one_is_found_by_its_
     assert 1200.0 + LIMIT_S < clock.now_s <= 1200.0 + LIMIT_S + 3.0
 
 
-def test_the_trainer_hangs_too(job):
+def test_trainer_in_a_long_call_hangs(job):
     state, detector = running(job), detector_of(job)
     detector.take(beat("trainer", 1, "fit", LIMIT_S + 1.0, 3), state)
     (lost,) = hangs(detector, state)
     assert (type(lost), lost.epoch, lost.cause.who) == (TrainerLost, 1, "trainer")
 
 
-def test_nobody_hangs_who_has_just_come(job):
-    """One that has not been heard yet is taken as heard now: by a master that has just come itself as well."""
-    assert hangs(detector_of(job), running(job)) == []
+@pytest.mark.parametrize(
+    ("before", "status", "after"),
+    [
+        ((), None, ()),
+        ((), (1, "update", LIMIT_S + 1.0, 3), (LOST,)),
+        ((), (1, "update", LIMIT_S + 1.0, 3), (LOST, STARTED_AGAIN)),
+        ((LOST,), (2, CONSTRUCTING, LIMIT_S + 1.0), (LOST, STARTED_AGAIN)),
+        ((), (1, CONSTRUCTING, LIMIT_S + 1.0), ()),
+    ],
+    ids=["just here", "lost", "replaced", "constructed", "late beat of its start"],
+)
+def test_process_without_a_current_call_does_not_hang(job, before, status, after):
+    detector = detector_of(job)
+    assert status is None or detector.take(beat("ACTOR[0]", *status), running(job, *before))
+    assert hangs(detector, running(job, *after)) == []
 
 
-def test_what_a_process_does_before_it_is_up_has_a_limit_of_its_own(job):
-    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
-    starting, detector = running(job, MemberLost("ACTOR", 0, 1, dead)), detector_of(job)
-    assert detector.take(beat("ACTOR[0]", 2, CONSTRUCTING, LIMIT_S + 1.0), starting)
-    up = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
-    assert hangs(detector, up) == []
-
-
-def test_a_beat_of_the_start_that_comes_after_the_news_of_its_end_is_no_hang(job):
-    state, detector = running(job), detector_of(job)
-    assert detector.take(beat("ACTOR[0]", 1, CONSTRUCTING, LIMIT_S + 1.0), state)
-    assert hangs(detector, state) == []
-
-
-def test_a_standby_that_hangs_is_lost_too(job):
+def test_standby_in_a_long_call_hangs(job):
     state, detector = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), detector_of(job)
     detector.take(beat("REWARD-standby[0]", 0, "warm_up", LIMIT_S + 1.0), state)
     (lost,) = hangs(detector, state)
     assert (type(lost), lost.role, lost.number, lost.cause.kind) == (StandbyLost, "REWARD", 0, CauseKind.HUNG)
 
 
-def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
-    state, detector = running(job), detector_of(job)
-    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
-    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
-    renewed = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
-    assert hangs(detector, renewed) == []
-
-
-def test_what_a_lost_process_last_said_is_not_held_against_it_while_it_is_replaced(job):
-    detector = detector_of(job)
-    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), running(job))
-    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
-    assert hangs(detector, running(job, MemberLost("ACTOR", 0, 1, dead))) == []
-
-
-def test_a_pause_of_the_master_is_not_held_against_the_processes_and_who_stays_silent_then_is_found(job):
+def test_pause_of_the_master_is_no_silence_of_the_processes(job):
     clock = ManualClock(1000.0)
-    state, detector = running(job), HangDetector(job, BEATS, lambda process_id: None, no_stacks, clock)
+    state, detector = running(job), detector_of(job, clock)
     processes = ("ACTOR[0]", "ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer")
 
     def beat_until(end_s, processes):
@@ -211,8 +196,8 @@ def test_a_pause_of_the_master_is_not_held_against_the_processes_and_who_stays_s
             clock.advance(BEATS.beat_s)
             for process in processes:
                 detector.take(beat(process, 1), state)
-            if found := hangs(detector, state):
-                return found
+            if events := hangs(detector, state):
+                return events
         return []
 
     assert beat_until(1005.0, processes) == []
@@ -223,42 +208,38 @@ def test_a_pause_of_the_master_is_not_held_against_the_processes_and_who_stays_s
     assert LIMIT_S < clock() - 1005.0 - 10 * LIMIT_S <= LIMIT_S + 2 * BEATS.beat_s
 
 
-def test_taking_stacks_is_not_mistaken_for_a_pause_of_the_master(job):
-    """A process that went silent meanwhile is found as soon as without."""
+def test_taking_stacks_is_no_pause_of_the_master(job):
     clock = ManualClock(1000.0)
 
     async def read_stacks(process):
         clock.advance(5.0)
         return "stacks"
 
-    state = running(job)
-    detector = HangDetector(job, BEATS, lambda process_id: Process("node-0", 7), read_stacks, clock)
-    found_s = {}
+    state, detector, hung_at_s = running(job), detector_of(job, clock, read_stacks), {}
     for number in range(200):
         clock.advance(BEATS.beat_s)
         for process in ("ACTOR[1]", "REWARD[1]", "trainer"):
             detector.take(beat(process, 1), state)
-        if number == 60:
-            detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
-        elif number < 60:
-            detector.take(beat("ACTOR[0]", 1), state)
-        found_s |= {event.cause.who: clock() for event in hangs(detector, state) if event.cause.who not in found_s}
-    assert list(found_s) == ["ACTOR[0]", "REWARD[0]"]
-    assert found_s["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
+        if number <= 60:
+            detector.take(beat("ACTOR[0]", 1, *(("update", LIMIT_S + 1.0, 3) if number == 60 else ())), state)
+        for event in hangs(detector, state):
+            hung_at_s.setdefault(event.cause.who, clock())
+    assert list(hung_at_s) == ["ACTOR[0]", "REWARD[0]"]
+    assert hung_at_s["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
 
 
-def test_of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_lost(job):
-    """All of a group are in their calls for too long; the one that began first is where the others wait for it."""
+def test_hang_of_a_group_is_blamed_on_its_odd_rank(job):
+    """All are in their calls for too long; the others wait for the one that began first."""
     state, detector = running(job, collectives=("ACTOR",)), detector_of(job)
     assert state.settings.roles["ACTOR"].scope is RecoveryScope.GROUP
-    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
-    detector.take(beat("ACTOR[1]", 1, "update", LIMIT_S + 9.0, 3), state)
+    for rank, more_s in ((0, 1.0), (1, 9.0)):
+        detector.take(beat(f"ACTOR[{rank}]", 1, "update", LIMIT_S + more_s, 3), state)
     (lost,) = hangs(detector, state)
     assert lost.rank == 1
     assert "odd one out: ACTOR[1], in update" in lost.cause.message
 
 
-def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
+def test_members_without_collectives_hang_one_by_one(job):
     state, detector = running(job), detector_of(job)
     for rank in (0, 1):
         detector.take(beat(f"REWARD[{rank}]", 1, "score", LIMIT_S + 1.0, 3), state)
@@ -266,7 +247,7 @@ def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_slow_member_is_named_and_replaced_if_the_job_wants_that(job, caplog, replaces):
+def test_slow_member_is_named_and_replaced_on_request(job, caplog, replaces):
     job = replace(job, liveness=replace(job.liveness, replace_slow=replaces))
     state, detector, lost = running(job), detector_of(job), []
     for turn in range(1, 8):

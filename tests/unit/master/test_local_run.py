@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole job in one process: how each ending looks."""
+"""A whole job in one process: its endings; and RLJobBuilder."""
 
+import re
 import socket
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.common.errors import JobConflict
-from dlrover.python.rl.config.spec import RestartSpec
+from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed
+from dlrover.python.rl.config.spec import CheckpointSpec, RestartSpec
 from dlrover.python.rl.control.commands import Release, StartMembers
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.master.job import RLJobBuilder, check_job, run_here
 from dlrover.python.rl.master.process.brain import run_local
 from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.local import LocalExecutor
@@ -30,10 +32,7 @@ NAMES = [f"{member}/1" for member in MEMBERS]
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a toy job; gives its status. ``run.reports``, ``run.events()`` and ``run.closed()`` say what else happened.
-
-    The names of what was closed are told without ``toy/<run>/``, which differs from run to run.
-    """
+    """Run a toy job; gives its status. ``run.closed()`` has the names of its closed workloads, without its run."""
 
     def go(trainer="Loop", actor="Adder", restart=None, **config):
         job = toy_job(tmp_path, trainer, actor, **config)
@@ -75,57 +74,28 @@ def test_a_job_finishes(run):
     ]
 
 
-def test_an_error_in_the_trainer_is_the_cause(run):
-    status = run("FailingInit")
+@pytest.mark.parametrize(
+    ("classes", "kind", "process", "message", "detail"),
+    [
+        ({"trainer": "FailingInit"}, "USER_ERROR", "trainer", r"ValueError: the user's own words$", "in init"),
+        ({"trainer": "CallsFail"}, "USER_ERROR", "ACTOR[1]", r"ACTOR\[1\].fail on .*ValueError: the user's", "in fail"),
+        ({"trainer": "LeavesCalls"}, "USER_ERROR", "ACTOR[1]", r".*ValueError: the user's own words$", "in fail"),
+        ({"trainer": "CallsWrongly"}, "USER_ERROR", "ACTOR[0]", r".*add\(\) takes", "self.RG_ACTOR.add(1, 2, 3)"),
+        ({"trainer": "ExitingFit"}, "USER_ERROR", "trainer", r"SystemExit: 0$", "in fit"),
+        ({"trainer": "CallsExit"}, "USER_ERROR", "ACTOR[0]", r".*SystemExit: 3$", "in leave"),
+        ({"actor": "FailingStart"}, "START_FAILED", "ACTOR[1]", r"ValueError: no such model$", "__init__"),
+        ({"actor": "ExitingStart"}, "START_FAILED", "ACTOR[0]", r"SystemExit: gone$", "__init__"),
+    ],
+)
+def test_failure_has_its_process_message_and_line(run, classes, kind, process, message, detail):
+    status = run(**classes)
     assert (status.phase, status.restarts) == (Phase.FAILED, 0)
-    assert (status.cause.kind, status.cause.who) == (CauseKind.USER_ERROR, "trainer")
-    assert status.cause.message == "ValueError: the user's own words"
-    assert "in init" in status.cause.detail
-    assert status.reason == "trainer: ValueError: the user's own words (user_error is not retried)"
-    assert run.closed() == NAMES
-
-
-def test_an_error_in_a_workload_names_role_rank_and_method(run):
-    status = run("CallsFail")
-    assert (status.phase, status.cause.who) == (Phase.FAILED, "ACTOR[1]")
-    assert status.cause.message.startswith("ACTOR[1].fail on ")
-    assert status.cause.message.endswith("ValueError: the user's own words")
-    assert "in fail" in status.cause.detail
-
-
-def test_a_call_that_the_trainer_has_not_waited_for_is_waited_for_at_the_end(run):
-    status = run("LeavesCalls")
-    assert (status.phase, status.cause.who) == (Phase.FAILED, "ACTOR[1]")
-    assert status.cause.message.endswith("ValueError: the user's own words")
-
-
-def test_a_call_that_its_method_does_not_take_shows_the_trainers_line(run):
-    status = run("CallsWrongly")
-    assert "add() takes" in status.cause.message
-    assert "self.RG_ACTOR.add(1, 2, 3)" in status.cause.detail
-    assert "dlrover/python/rl" not in status.cause.detail
-
-
-@pytest.mark.parametrize(
-    ("actor", "message"), [("FailingStart", "ValueError: no such model"), ("ExitingStart", "SystemExit: gone")]
-)
-def test_a_failing_constructor_ends_the_job_before_the_trainer_starts(run, actor, message):
-    status = run(actor=actor)
-    assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
-    assert status.cause.message == message
-    assert status.cause.who == ("ACTOR[1]" if actor == "FailingStart" else "ACTOR[0]")
-    assert "__init__" in status.cause.detail
-    assert run.closed() == (NAMES[:1] if actor == "FailingStart" else [])
-
-
-@pytest.mark.parametrize(
-    ("trainer", "who", "said"), [("ExitingFit", "trainer", "SystemExit: 0"), ("CallsExit", "ACTOR[0]", "SystemExit: 3")]
-)
-def test_leaving_the_process_is_a_failure_never_a_finish(run, trainer, who, said):
-    status = run(trainer)
-    assert (status.phase, status.cause.who) == (Phase.FAILED, who)
-    assert status.cause.message.endswith(said)
-    assert run.closed() == NAMES
+    assert (status.cause.kind, status.cause.who) == (CauseKind[kind], process)
+    assert re.match(message, status.cause.message), status.cause.message
+    assert detail in status.cause.detail
+    assert status.reason.startswith(f"{process}: ") and "is not retried)" in status.reason
+    assert run.closed() == {"FailingStart": NAMES[:1], "ExitingStart": []}.get(classes.get("actor"), NAMES)
+    assert not (process == "trainer" or "RG_ACTOR" in detail) or "dlrover/python/rl" not in status.cause.detail
 
 
 def test_ctrl_c_stops_in_good_order(run):
@@ -135,52 +105,51 @@ def test_ctrl_c_stops_in_good_order(run):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "outcomes"),
+    ("trainer", "expected"),
     [("InterruptedFit", ["stopped"]), ("DataFault", ["failed"]), ("ExitingFit", ["failed"]), ("Loop", [])],
 )
-def test_a_trainer_is_told_that_it_has_failed_or_was_stopped(run, monkeypatch, trainer, outcomes):
-    told = []
-    monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: told.append(outcome))
+def test_on_end_has_the_outcome_of_an_unfinished_run(run, monkeypatch, trainer, expected):
+    outcomes = []
+    monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: outcomes.append(outcome))
     run(trainer)
-    assert told == outcomes
+    assert outcomes == expected
 
 
-def test_what_a_trainer_raises_when_it_is_told_of_its_end_does_not_hide_its_error(run, monkeypatch):
+def test_error_of_on_end_does_not_hide_the_first(run, monkeypatch):
     monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: self.nothing)
     assert run("DataFault").cause.message == "DataError: data: row 3 is empty"
 
 
-def test_a_workload_that_cannot_close_does_not_keep_the_others_from_it(run):
+def test_workload_failing_to_close_lets_the_others_close(run):
     status = run(actor="FailingClose")
     assert status.phase is Phase.FINISHED
     assert run.closed() == NAMES
 
 
-def test_a_member_that_is_lost_outside_of_steps_restarts_the_job(run):
+def test_member_lost_outside_of_steps_restarts_the_job(run):
     status = run("LosesMember")
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
     left = [name for name in NAMES if name != "ACTOR-1/1"]
     assert run.closed() == [*left, *(f"{member}/2" for member in MEMBERS)]
 
 
-def test_a_member_that_is_lost_inside_of_steps_is_replaced_alone(run):
+def test_member_lost_inside_of_steps_is_replaced_alone(run):
     status = run("LosesMemberInAStep")
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
     assert [report.metrics["loss"] for report in run.reports] == [2.0, 6.0, 12.0]
     assert run.closed() == ["ACTOR-0/2", "ACTOR-1/2", "REWARD-0/1", "REWARD-1/1"]
 
 
-def test_members_know_that_they_share_a_process(run, monkeypatch):
-    known, true = [], toy_jobs.Adder.__init__
+def test_members_of_a_local_run_share_its_process(run, monkeypatch):
+    shares, init = [], toy_jobs.Adder.__init__
 
-    def init(self, *arguments):
-        true(self, *arguments)
-        known.append(self._member.shares_process)
+    def noting_init(self, *arguments):
+        init(self, *arguments)
+        shares.append(self._member.shares_process)
 
-    monkeypatch.setattr(toy_jobs.Adder, "__init__", init)
+    monkeypatch.setattr(toy_jobs.Adder, "__init__", noting_init)
     run()
-    assert known
-    assert all(known)
+    assert shares == [True] * 4
 
 
 def test_a_crash_loop_ends_with_its_cause(run):
@@ -190,7 +159,7 @@ def test_a_crash_loop_ends_with_its_cause(run):
     assert "the limit of 2 restarts" in status.reason
 
 
-def test_a_breakpoint_in_a_workload_is_reached_in_the_callers_thread(run, monkeypatch):
+def test_breakpoint_of_a_workload_is_in_the_callers_thread(run, monkeypatch):
     reached = []
 
     def hook(*args, **kwargs):
@@ -220,16 +189,108 @@ def test_each_role_gets_its_own_preferred_port(tmp_path):
     executor.execute(Release(1, final=True), started.append)
 
 
-def test_the_opening_is_announced_once_the_folder_is_held(tmp_path):
+def test_opening_is_announced_once_the_folder_is_held(tmp_path):
     job = toy_job(tmp_path, "Loop", "Adder", steps=1)
-    checked, said = replace(check_job(job, local=True), opening="going on"), []
+    checked, lines = replace(check_job(job, local=True), opening="resuming"), []
 
-    def hear(line):
-        said.append((line, in_use(job.job_dir)))
+    def announce(line):
+        lines.append((line, in_use(job.job_dir)))
 
-    assert run_here(checked, announce=hear).phase is Phase.FINISHED
-    assert said[0] == ("going on", True)
-    said.clear()
+    assert run_here(checked, announce=announce).phase is Phase.FINISHED
+    assert lines[0] == ("resuming", True)
+    lines.clear()
     with pytest.raises(JobConflict, match="has the results of"):
-        run_here(checked, announce=hear)
-    assert said == []
+        run_here(checked, announce=announce)
+    assert lines == []
+
+
+# -- jobs described and checked in Python -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def builder(trainer="Loop"):
+    draft = RLJobBuilder().device_type("CPU").device_per_node(4).config({"steps": 2})
+    return draft.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", "Adder").total(2)
+
+
+def test_a_described_job_has_its_spec_and_nothing_is_started(empty_folder):
+    job = builder().rollout("tests.support.toy_jobs", "Adder").total(2).with_collocation("actor", "rollout").build()
+    spec = job.spec("my-job")
+    assert (spec.name, dict(spec.groups[0])) == ("my-job", {"ACTOR": 2, "ROLLOUT": 2})
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_building_reports_every_error():
+    with pytest.raises(InvalidJob, match="2 errors"):
+        RLJobBuilder().trainer("m", "T").node_num(0).build()
+    with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 9"):
+        builder().total(9).build()
+
+
+def test_a_job_runs_in_this_process(empty_folder):
+    status = builder().build().submit("my-job", local=True)
+    assert (status.name, status.phase, status.step) == ("my-job", Phase.FINISHED, 2)
+
+
+def test_a_failed_job_raises_with_its_cause_and_traceback(empty_folder):
+    with pytest.raises(JobFailed, match=r"(?s)my-job failed: trainer: ValueError: the user's own words.*Traceback"):
+        builder("FailingInit").build().submit("my-job", local=True)
+
+
+def test_a_wrong_job_raises_and_starts_nothing(empty_folder):
+    with pytest.raises(InvalidJob, match="did you mean 'Loop'"):
+        builder("Lop").build().submit("my-job", local=True)
+    with pytest.raises(InvalidJob, match="'My Job' is not a job name"):
+        builder().build().submit("My Job", local=True)
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_submit_without_options_keeps_those_of_the_job(empty_folder):
+    job = builder().restart_limits(job_max_restart=3).build()
+    job.submit("my-job", local=True)
+    assert "job_max_restart: 3" in (empty_folder / "runs/my-job/latest/job.yaml").read_text()
+    job.submit("my-job", local=True, job_max_restart=0, master_cpu=1)
+    text = (empty_folder / "runs/my-job/latest/job.yaml").read_text()
+    assert "job_max_restart: 0" in text
+    assert "master:\n  cpu: 1.0\n  memory: 0.0" in text
+
+
+def test_submit_without_waiting_needs_an_address():
+    with pytest.raises(CallError, match=r"submit\(blocking=False\) needs address="):
+        builder().build().submit("my-job", blocking=False)
+
+
+def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
+    checked = check_job(toy_job(tmp_path / "out"), local=True)
+    assert len(checked.placement.bundles) == 2
+    assert "add" in checked.inspection.methods["REWARD"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [True, False])
+def test_copy_of_other_members_is_not_resumed_and_stays(tmp_path, local):
+    def job(steps, members):
+        toy = toy_job(tmp_path / "out", members=members, steps=steps)
+        return replace(toy, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(__file__).parents[3]),))
+
+    def run(checked):
+        reports = []
+        status = run_local(checked.job, checked.placement, reports.append, StateStore())
+        assert status.phase is Phase.FINISHED
+        return [report.step for report in reports]
+
+    assert run(check_job(job(2, 2), local=True)) == [1, 2]
+    copies = sorted((tmp_path / "out" / "checkpoints").glob("*/step-*"))
+    assert copies
+    with pytest.raises(
+        InvalidJob, match=r"checkpoint.resume: .*step-00000002.e1 holds the state of ACTOR x2, REWARD x2"
+    ):
+        check_job(job(3, 1), local)
+    assert sorted((tmp_path / "out" / "checkpoints").glob("*/step-*")) == copies
+    assert run(check_job(job(3, 2), local)) == [3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training call's arguments as a job."""
+"""The arguments of a training call as a job, and the result that its folder has."""
 
 import json
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
+from dlrover.rl.result import TrainResult
 from dlrover.rl.train import write_inputs
 
 ROWS = [{"prompt": "a", "size": 1}, {"prompt": "ä", "size": np.int64(2)}]
@@ -37,9 +38,9 @@ class Milder(GRPO):
 
 @pytest.fixture
 def config(tmp_path):
-    def make(keys=None, **given):
-        given = {"model": "m", "train": "d.jsonl", "eval": None, **given}
-        return write_inputs(tmp_path / "inputs", keys or {}, given)
+    def make(keys=None, **arguments):
+        arguments = {"model": "m", "train": "d.jsonl", "eval": None, **arguments}
+        return write_inputs(tmp_path / "inputs", keys or {}, arguments)
 
     return make
 
@@ -55,13 +56,6 @@ def test_rows_become_a_file_named_by_its_content(config):
     assert config(train=ROWS[1:])["data.train"] != str(file)
     assert Path(values["data.eval"]).read_text(encoding="utf-8").count("\n") == 1
     assert config(train="org/name")["data.train"] == "org/name"
-
-
-@pytest.mark.parametrize("kind", ["datasets", "pandas"])
-def test_tables_of_other_libraries_are_rows(config, kind):
-    library = pytest.importorskip(kind)
-    made = library.Dataset.from_list(ROWS) if kind == "datasets" else library.DataFrame(ROWS)
-    assert Path(config(train=made)["data.train"]).read_bytes() == Path(config(train=ROWS)["data.train"]).read_bytes()
 
 
 def calling(name, **arguments):
@@ -88,17 +82,17 @@ def test_a_table_is_as_its_file(config, tmp_path, kind, rows, keys):
     library = pytest.importorskip(kind)
     table = library.Dataset.from_list(rows) if kind == "datasets" else library.DataFrame(rows)
     table.to_parquet(str(tmp_path / "table.parquet"))
-    given = rows_of(config(train=table)["data.train"], keys)
-    assert given == rows_of(tmp_path / "table.parquet", keys)
+    rows_of_table = rows_of(config(train=table)["data.train"], keys)
+    assert rows_of_table == rows_of(tmp_path / "table.parquet", keys)
     if kind == "pandas":
         again = library.read_parquet(tmp_path / "table.parquet")
-        assert rows_of(config(train=again)["data.train"], keys) == given
+        assert rows_of(config(train=again)["data.train"], keys) == rows_of_table
     if keys:
-        last = given[1]["messages"][1]["tool_calls"][0]["function"]
+        last = rows_of_table[1]["messages"][1]["tool_calls"][0]["function"]
         assert last == {"name": "add", "arguments": {"first": 1, "second": [{"of": 2}]}}
     else:
-        assert given[0] == {"prompt": "a", "score": 0.5, "on": "2024-01-02T03:00:00", "price": "1.50"}
-        assert given[1] == {"prompt": "b"}
+        assert rows_of_table[0] == {"prompt": "a", "score": 0.5, "on": "2024-01-02T03:00:00", "price": "1.50"}
+        assert rows_of_table[1] == {"prompt": "b"}
 
 
 def test_nan_in_a_table_is_nothing(config):
@@ -114,18 +108,16 @@ def test_nulls_of_plain_rows_stay(config):
 
 
 def test_values_of_python_are_text_as_in_files(config):
-    number = UUID(int=7)
     values = {
         "on": date(2024, 1, 2),
         "at": time(3, 4),
         "in": timedelta(hours=1),
         "price": Decimal("1.50"),
-        "id": number,
+        "id": UUID(int=7),
     }
     (row,) = rows_of(config(train=[{"prompt": "a", "more": [values]}])["data.train"])
-    assert row["more"] == [
-        {"on": "2024-01-02", "at": "03:04:00", "in": "1:00:00", "price": "1.50", "id": str(number)},
-    ]
+    texts = ("2024-01-02", "03:04:00", "1:00:00", "1.50", str(UUID(int=7)))
+    assert row["more"] == [dict(zip(values, texts, strict=True))]
 
 
 def test_a_lone_surrogate_is_an_error_of_its_row(config):
@@ -137,7 +129,7 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"train": 3}, "dataset: must be a file, a hub name or rows, not int"),
         ({"eval": [3]}, "eval_dataset: row 1 is int, not a dict"),
@@ -148,9 +140,9 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
         ({"model": GRPO()}, "model: is a GRPO, but must be a folder or a hub name"),
     ],
 )
-def test_what_is_no_rows_is_said(config, given, said):
-    with pytest.raises(InvalidJob, match=said):
-        config(**given)
+def test_argument_of_a_wrong_type_is_refused(config, arguments, message):
+    with pytest.raises(InvalidJob, match=message):
+        config(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +172,9 @@ def test_a_reward_may_be_its_keys(config):
     ("algorithm", "options"), [(Milder, {}), (Milder(by=2.0), {"by": 2.0}), ({"name": Milder, "by": 3.0}, {"by": 3.0})]
 )
 def test_an_algorithm_may_be_a_class_or_made(config, algorithm, options):
-    found = config({"algorithm": algorithm})["algorithm"]
-    assert found["name"] == f"{__name__}:Milder"
-    assert {name: found[name] for name in options} == options
+    values = config({"algorithm": algorithm})["algorithm"]
+    assert values["name"] == f"{__name__}:Milder"
+    assert {name: values[name] for name in options} == options
     assert config({"algorithm": "dapo"})["algorithm"] == {"name": "dapo"}
 
 
@@ -213,3 +205,41 @@ def test_keys_are_the_recipes_or_the_layouts(config):
 def test_text_is_literal(config):
     job = load_job_with(RECIPE, config({"rollout": {"stop": ["${x}", "1e3"]}}), ())
     assert to_plain(job.config)["rollout"]["stop"] == ["${x}", "1e3"]
+
+
+# -- its result -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(model, steps=None):
+        (tmp_path / "summary.json").write_text(json.dumps({"eval/reward": 0.5, "model": str(model)}))
+        if steps is not None:
+            (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+        return TrainResult(tmp_path)
+
+    return write
+
+
+def test_a_run_has_its_model_and_steps(written, tmp_path):
+    (tmp_path / "model").mkdir()
+    steps = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+    result = written(tmp_path / "moved" / "model", [{"step": 0, "eval/reward": 0.25}, *steps])
+    assert result.model == tmp_path / "model"
+    assert result.steps == steps
+    pytest.importorskip("pandas")
+    assert list(result.metrics["loss"].index) == [0, 1, 2]
+    assert result.metrics["eval/reward"].dropna().to_dict() == {0: 0.25}
+
+
+def test_evaluation_has_no_steps_and_the_evaluated_model(written):
+    result = written("org/name")
+    assert str(result.model) == "org/name"
+    assert (result.steps, result.samples, result.summary["eval/reward"]) == ([], [], 0.5)
+    pytest.importorskip("pandas")
+    assert (len(result.metrics), result.metrics.index.name) == (0, "step")
+
+
+def test_a_folder_of_no_run_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        _ = TrainResult(tmp_path).steps

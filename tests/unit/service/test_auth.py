@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens: made once, private, compared as digests; roles and what they may do."""
+"""Tokens: made once, private, compared as digests; roles and their rights; failures of an address."""
 
 import ast
 import json
@@ -13,6 +13,8 @@ from dlrover.python.rl.common.errors import AccessDenied, CallError
 from dlrover.python.rl.common.private_files import create_private, read_token
 from dlrover.python.rl.service import auth
 from dlrover.python.rl.service.auth import AccessRole, TokenFile, add_token, prepare, remove_tokens
+from dlrover.python.rl.service.server import FailureLimit
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.fixture
@@ -21,70 +23,59 @@ def folder(tmp_path):
     return tmp_path / "state"
 
 
-def test_the_first_start_makes_a_private_token_of_256_bits(folder):
-    token = read_token(folder / "token")
+def test_prepare_makes_one_private_token_of_256_bits(folder):
+    token, table = read_token(folder / "token"), (folder / "tokens.json").read_bytes()
     assert len(token) * 6 >= 256
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
-        "token": 0o600,
-        "tokens.json": 0o600,
-    }
+    assert token.encode() not in table
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes == {"state": 0o700, "token": 0o600, "tokens.json": 0o600}
     assert TokenFile(folder).caller(token) == auth.Caller("admin", AccessRole.ADMIN)
-
-
-def test_the_second_start_keeps_it(folder):
-    before = (folder / "tokens.json").read_bytes()
     prepare(folder)
-    assert (folder / "tokens.json").read_bytes() == before
-
-
-def test_the_token_itself_is_not_in_the_table_of_tokens(folder):
-    assert read_token(folder / "token") not in (folder / "tokens.json").read_text()
+    assert (folder / "tokens.json").read_bytes() == table
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_files_that_others_can_read_are_refused(folder, mode):
-    token = read_token(folder / "token")
+def test_read_token_refuses_links_and_files_for_others(folder, mode):
+    (folder / "link").symlink_to("token")
+    with pytest.raises(CallError):
+        read_token(folder / "link")
     (folder / "token").chmod(mode)
     with pytest.raises(CallError, match="must be a file that only you can read: chmod 600"):
         read_token(folder / "token")
-    (folder / "tokens.json").chmod(mode)
-    with pytest.raises(CallError, match="chmod 600"):
-        prepare(folder)
-    with pytest.raises(AccessDenied):  # also while the service runs
-        TokenFile(folder).caller(token)
 
 
-def test_a_folder_that_others_can_read_is_refused(folder):
-    folder.chmod(0o755)
-    with pytest.raises(CallError, match="chmod 700"):
-        prepare(folder)
+def text(content):
+    return lambda table: table.write_text(content)
 
 
-def test_a_link_is_no_token_file(folder, tmp_path):
-    (tmp_path / "link").symlink_to(folder / "token")
-    with pytest.raises(CallError):
-        read_token(tmp_path / "link")
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"tokens": 3}', '{"tokens": [{"name": "a"}]}', "\0"])
-def test_without_a_readable_table_nobody_has_access(folder, content):
-    token = read_token(folder / "token")
-    (folder / "tokens.json").write_text(content)
-    with pytest.raises(AccessDenied):
-        TokenFile(folder).caller(token)
-    with pytest.raises(CallError, match="cannot be read"):
-        prepare(folder)
-
-
-def test_without_the_file_nobody_has_access_and_with_it_again_everybody(folder):
-    tokens, token = TokenFile(folder), read_token(folder / "token")
-    text = (folder / "tokens.json").read_text()
-    (folder / "tokens.json").unlink()
-    with pytest.raises(AccessDenied):
-        tokens.caller(token)
-    (folder / "tokens.json").touch(0o600)
-    (folder / "tokens.json").write_text(text)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda table: table.unlink(), None),
+        (lambda table: table.chmod(0o644), "chmod 600"),
+        (lambda table: table.chmod(0o604), "chmod 600"),
+        (text(""), "cannot be read"),
+        (text("{}"), "cannot be read"),
+        (text('{"tokens": 3}'), "cannot be read"),
+        (text('{"tokens": [{"name": "a"}]}'), "cannot be read"),
+        (text("\0"), "cannot be read"),
+    ],
+)
+def test_spoilt_table_gives_no_access_until_it_is_restored(folder, spoil, message):
+    tokens, token, table = TokenFile(folder), read_token(folder / "token"), folder / "tokens.json"
+    content = table.read_bytes()
+    assert tokens.caller(token).name == "admin"
+    spoil(table)
+    for reader in (tokens, TokenFile(folder)):
+        with pytest.raises(AccessDenied):
+            reader.caller(token)
+        assert reader.entries() == []
+    if message:
+        with pytest.raises(CallError, match=message):
+            prepare(folder)
+    table.unlink(missing_ok=True)
+    table.touch(0o600)
+    table.write_bytes(content)
     assert tokens.caller(token).name == "admin"
 
 
@@ -111,7 +102,7 @@ def test_a_name_has_one_role_and_a_file_is_not_overwritten(folder):
     assert len(json.loads((folder / "tokens.json").read_text())["tokens"]) == 2
 
 
-def test_what_each_role_may_do():
+def test_role_includes_the_rights_below_it():
     def allows(role, needed):
         with suppress(AccessDenied):
             auth.Caller("x", role).check(needed)
@@ -121,7 +112,7 @@ def test_what_each_role_may_do():
     assert table == {"read": ["read"], "submit": ["read", "submit"], "admin": ["read", "submit", "admin"]}
 
 
-def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
+def test_secrets_are_not_compared_with_operators():
     """``==`` and ``in`` end at the first difference."""
     tree = ast.parse(Path(auth.__file__).read_text())
     secret = {"token", "digest", "sha256"}
@@ -135,7 +126,7 @@ def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
 # -- several writers, and a crash -------------------------------------------------------------------------------------
 
 
-def test_of_tokens_that_are_added_and_removed_at_once_none_is_lost_and_none_comes_back(folder):
+def test_concurrent_changes_of_tokens_are_all_kept(folder):
     def add_and_remove(number):
         for round_ in range(5):
             add_token(folder, f"kept-{number}-{round_}", AccessRole.READ, folder / f"kept-{number}-{round_}")
@@ -157,7 +148,7 @@ def test_two_first_starts_at_once_make_one_token(tmp_path):
 
 
 @pytest.mark.parametrize("written", [0, 1])
-def test_a_first_start_that_was_killed_between_its_files_is_done_again(tmp_path, monkeypatch, written):
+def test_killed_first_start_is_repeated(tmp_path, monkeypatch, written):
     class Killed(BaseException):
         """Ends the process wherever it is."""
 
@@ -173,28 +164,11 @@ def test_a_first_start_that_was_killed_between_its_files_is_done_again(tmp_path,
     assert TokenFile(tmp_path / "state").caller(token).role is AccessRole.ADMIN
 
 
-@pytest.mark.parametrize("mode", [0o740, 0o710, 0o720, 0o704])
-def test_a_folder_for_more_than_its_owner_is_refused(folder, mode):
+@pytest.mark.parametrize("mode", [0o755, 0o740, 0o710, 0o720, 0o704])
+def test_prepare_refuses_a_folder_for_others(folder, mode):
     folder.chmod(mode)
-    with pytest.raises(CallError, match="can be read by others"):
+    with pytest.raises(CallError, match="can be read by others: chmod 700"):
         prepare(folder)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda table: table.chmod(0o644),
-        lambda table: table.write_text("{"),
-        lambda table: table.unlink(),
-    ],
-)
-def test_a_table_that_is_spoilt_takes_away_all_access(folder, spoil):
-    tokens, token = TokenFile(folder), read_token(folder / "token")
-    assert tokens.caller(token).name == "admin"
-    spoil(folder / "tokens.json")
-    with pytest.raises(AccessDenied):
-        tokens.caller(token)
-    assert tokens.entries() == []
 
 
 @pytest.mark.parametrize(
@@ -206,3 +180,33 @@ def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
     for owner, is_allowed in (("ann", own), ("bob", foreign)):
         with nullcontext() if is_allowed else pytest.raises(AccessDenied, match=f"role '{role}'"):
             caller.check_owner(owner)
+
+
+# -- failures of an address -------------------------------------------------------------------------------------------
+
+
+def test_address_fails_ten_times_then_once_in_a_second():
+    clock = ManualClock()
+    limit = FailureLimit(now_s=clock)
+    assert [limit.take("a") for _ in range(12)] == [True] * 10 + [False] * 2
+    clock.advance(0.9)
+    assert not limit.take("a")
+    clock.advance(0.2)  # refusals cost nothing
+    assert limit.take("a") and not limit.take("a")
+    clock.advance(3600)
+    assert [limit.take("a") for _ in range(12)] == [True] * 10 + [False] * 2
+
+
+def test_many_addresses_take_no_more_memory_than_some():
+    limit = FailureLimit(burst=1, most=3, now_s=ManualClock())
+    for number in range(100):
+        assert limit.take(f"address-{number}")
+        limit.take("steady")
+    assert len(limit._left) == 3
+    assert not limit.take("steady")  # one that still fails is not forgotten
+
+
+def test_address_with_the_oldest_failure_is_forgotten():
+    limit = FailureLimit(burst=1, most=2, now_s=ManualClock())
+    assert [limit.take(address) for address in "abac"] == [True, True, False, True]
+    assert not limit.take("a") and limit.take("b")

@@ -2,7 +2,6 @@
 """Jobs are submitted once, watched without a gap, and found again by the next process of the service."""
 
 import asyncio
-import sqlite3
 import time
 from dataclasses import replace
 
@@ -17,163 +16,116 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits
-from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob
+from dlrover.python.rl.service import manager as manager_module
+from dlrover.python.rl.service.jobs.ledger import QueueLimits
+from dlrover.python.rl.service.jobs.records import JobPhase, StopJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
-from tests.support.service_stage import WITHIN_S, FullDisk, serving, stopping, submission, until
+from tests.support.service_stage import (
+    WITHIN_S,
+    FullDisk,
+    StillRunner,
+    begin,
+    events,
+    serving,
+    stopping,
+    submission,
+    until,
+)
 
 
-class StillRunner(MemoryRunner):
-    """Jobs that begin to run, and then only do what the test reports."""
-
-    def run(self, record, description):
-        self.begun.append(record.run)
-        self._sink(Observed(record.name, record.run, JobPhase.RUNNING, roles={"ROLLOUT": 2}))
-
-    def report(self, record, phase=JobPhase.RUNNING, **values):
-        self._sink(Observed(record.name, record.run, phase, **values))
-
-
-def run(body):
-    """Run a coroutine function to its end, within a deadline."""
-    asyncio.run(asyncio.wait_for(body, WITHIN_S))
+async def test_a_job_runs_to_its_end(tmp_path):
+    async with serving(tmp_path, MemoryRunner(steps=2)) as manager:
+        submitted = await manager.ask(submission())
+        assert (submitted.phase, submitted.revision) == (JobPhase.QUEUED, 1)
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.phase, ended.step, ended.reward, ended.reason) == (
+            JobPhase.FINISHED, 2, 1.0, "all steps done",
+        )  # fmt: skip
+        seen = await events(manager, "job")
+        assert [event.kind for event in seen] == ["submitted", "starting", "running", "step", "step", "finished"]
+        assert [event.number for event in seen] == [1, 2, 3, 4, 5, 6]
 
 
-async def events(manager, *arguments, **options):
-    return [event async for page in manager.watch(*arguments, **options) for event in page]
+async def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
+    runner = MemoryRunner()
+    async with serving(tmp_path, runner) as manager:
+        first, second = await asyncio.gather(manager.ask(submission()), manager.ask(submission()))
+        assert first.run == second.run
+        await manager.wait("job", WITHIN_S)
+        assert (await manager.ask(submission())).run == first.run
+        assert runner.begun == [first.run]
+    async with serving(tmp_path, runner) as manager:
+        assert (await manager.ask(submission())).run == first.run
 
 
-def test_a_job_runs_to_its_end(tmp_path):
-    async def body():
-        async with serving(tmp_path, MemoryRunner(steps=2)) as manager:
-            submitted = await manager.ask(submission())
-            assert (submitted.phase, submitted.revision) == (JobPhase.QUEUED, 1)
-            ended = await manager.wait("job", WITHIN_S)
-            assert (ended.phase, ended.step, ended.reward, ended.reason) == (
-                JobPhase.FINISHED, 2, 1.0, "all steps done",
-            )  # fmt: skip
-            told = await events(manager, "job")
-            assert [event.kind for event in told] == ["submitted", "starting", "running", "step", "step", "finished"]
-            assert [event.number for event in told] == [1, 2, 3, 4, 5, 6]
-
-    run(body())
+async def test_a_token_stands_for_one_request(tmp_path):
+    async with serving(tmp_path) as manager:
+        await manager.ask(submission())
+        with pytest.raises(CallError, match="client_token 'token-job' was used for another submission"):
+            await manager.ask(submission(fingerprint="of another"))
+        other = await manager.ask(submission("job-2", token="token-job", owner="bob"))
+        assert other.name == "job-2"
 
 
-def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
-    async def body():
-        runner = MemoryRunner()
-        async with serving(tmp_path, runner) as manager:
-            first, second = await asyncio.gather(manager.ask(submission()), manager.ask(submission()))
-            assert first.run == second.run
-            await manager.wait("job", WITHIN_S)
-            assert (await manager.ask(submission())).run == first.run
-            assert runner.begun == [first.run]
-        async with serving(tmp_path, runner) as manager:
-            assert (await manager.ask(submission())).run == first.run
-
-    run(body())
+async def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        first = await manager.ask(submission())
+        with pytest.raises(JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
+            await manager.ask(submission(token="another"))
+        manager._runner.report(first, JobPhase.FINISHED)
+        await manager.wait("job", WITHIN_S)
+        second = await manager.ask(submission(token="another"))
+        assert second.run != first.run
+        assert manager.get("job").run == second.run
+        assert [record.run for record in manager.list_jobs(ended=True)] == [second.run, first.run]
 
 
-def test_a_token_stands_for_one_request(tmp_path):
-    async def body():
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission())
-            with pytest.raises(CallError, match="client_token 'token-job' was used for another submission"):
-                await manager.ask(submission(fingerprint="of another"))
-            other = await manager.ask(submission("job-2", token="token-job", owner="bob"))
-            assert other.name == "job-2"
-
-    run(body())
-
-
-def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            first = await manager.ask(submission())
-            with pytest.raises(JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
-                await manager.ask(submission(token="another"))
-            manager._runner.report(first, JobPhase.FINISHED)
-            await manager.wait("job", WITHIN_S)
-            second = await manager.ask(submission(token="another"))
-            assert second.run != first.run
-            assert manager.get("job").run == second.run
-            assert [record.run for record in manager.list_jobs(ended=True)] == [second.run, first.run]
-
-    run(body())
+async def test_list_has_all_live_jobs_before_the_newest_ended(tmp_path):
+    async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+        for name in ("long", "first", "second", "third"):
+            await manager.ask(submission(name))
+            if name != "long":
+                await manager.ask(stopping(manager, name))
+        await manager.ask(submission("waiting"))
+        listed = [record.name for record in manager.list_jobs(ended=True)]
+        assert listed == ["waiting", "long", "third", "second", "first"]
+        assert [record.name for record in manager.list_jobs()] == ["waiting", "long"]
 
 
-def test_a_list_has_every_job_that_has_not_ended_before_the_newest_of_the_others(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
-            for name in ("long", "first", "second", "third"):
-                await manager.ask(submission(name))
-                if name != "long":
-                    await manager.ask(stopping(manager, name))
-            await manager.ask(submission("waiting"))
-            listed = [record.name for record in manager.list_jobs(ended=True)]
-            assert listed == ["waiting", "long", "third", "second", "first"]
-            assert [record.name for record in manager.list_jobs()] == ["waiting", "long"]
-
-    run(body())
+async def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
+    async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+        await manager.ask(submission("one"))
+        await manager.ask(submission("two"))
+        await manager.ask(submission("three"))
+        assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 available"
+        assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
+        assert (await manager.ask(stopping(manager, "two"))).phase is JobPhase.STOPPED
+        assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 available"
 
 
-def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
-            await manager.ask(submission("one"))
-            await manager.ask(submission("two"))
+async def test_the_next_job_starts_when_one_has_ended(tmp_path):
+    async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+        one = await manager.ask(submission("one"))
+        await manager.ask(submission("two"))
+        manager._runner.report(one, JobPhase.FAILED, reason="ROLLOUT[0] died", cause="process_died")
+        await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
+        assert (manager.get("one").reason, manager.get("one").cause) == ("ROLLOUT[0] died", "process_died")
+
+
+async def test_a_full_queue_refuses_in_one_line(tmp_path):
+    async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
+        await manager.ask(submission("one"))
+        await manager.ask(submission("two"))
+        with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, the limit"):
             await manager.ask(submission("three"))
-            assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 available"
-            assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
-            assert (await manager.ask(stopping(manager, "two"))).phase is JobPhase.STOPPED
-            assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 available"
-
-    run(body())
+        await manager.ask(submission("three", owner="bob"))
+        with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
+            await manager.ask(submission("four", owner="eve"))
 
 
-def test_the_next_job_starts_when_one_has_ended(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
-            one = await manager.ask(submission("one"))
-            await manager.ask(submission("two"))
-            manager._runner.report(one, JobPhase.FAILED, reason="ROLLOUT[0] died", cause="process_died")
-            await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
-            assert (manager.get("one").reason, manager.get("one").cause) == ("ROLLOUT[0] died", "process_died")
-
-    run(body())
-
-
-def test_a_full_queue_refuses_in_one_line(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
-            await manager.ask(submission("one"))
-            await manager.ask(submission("two"))
-            with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, the limit"):
-                await manager.ask(submission("three"))
-            await manager.ask(submission("three", owner="bob"))
-            with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
-                await manager.ask(submission("four", owner="eve"))
-
-    run(body())
-
-
-def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
-    async def body():
-        async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
-            await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
-            ended = await manager.wait("job", WITHIN_S)
-            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
-            again = await manager.ask(stopping(manager, hard=True))
-            assert again == ended
-
-    run(body())
-
-
-def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
+async def test_hard_stop_follows_a_graceful_one_until_the_end(tmp_path):
     class Deaf(StillRunner):
         stops = ()
 
@@ -182,190 +134,160 @@ def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
             if record.hard:
                 self.report(record, JobPhase.STOPPED)
 
-    async def body():
-        runner = Deaf()
-        async with serving(tmp_path, runner) as manager:
-            await manager.ask(submission())
-            await manager.ask(stopping(manager))
-            await manager.ask(stopping(manager))
-            await manager.ask(stopping(manager, hard=True))
-            assert (await manager.wait("job", WITHIN_S)).phase is JobPhase.STOPPED
-            assert runner.stops == (False, True)
-
-    run(body())
+    runner = Deaf()
+    async with serving(tmp_path, runner) as manager:
+        await manager.ask(submission())
+        for hard in (False, False, True):
+            assert (await manager.ask(stopping(manager, hard=hard))).phase is JobPhase.STOPPING
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
+        assert runner.stops == (False, True)
+        assert await manager.ask(stopping(manager, hard=True)) == ended
 
 
-def test_unknown_names_are_answered_with_the_nearest(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            await manager.ask(submission("train-7b"))
-            for ask in (lambda: manager.get("train-7"), lambda: manager.ask(StopJob("train-7", "", "asked to"))):
-                with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
-                    answer = ask()
-                    await answer
-            with pytest.raises(UnknownJob):
-                await events(manager, "train-7")
-
-    run(body())
+async def test_unknown_names_are_answered_with_the_nearest(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        await manager.ask(submission("train-7b"))
+        for ask in (lambda: manager.get("train-7"), lambda: manager.ask(StopJob("train-7", "", "asked to"))):
+            with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
+                answer = ask()
+                await answer
+        with pytest.raises(UnknownJob):
+            await events(manager, "train-7")
 
 
-def test_a_role_is_resized_while_the_job_runs(tmp_path):
-    async def body():
-        async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
-            await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            assert (await manager.resize("job", "ROLLOUT", 3)).roles == {"ROLLOUT": 3}
-            with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
-                await manager.resize("job", "ROLOUT", 3)
-            with pytest.raises(InvalidJob, match="0 is not between 1 and"):
-                await manager.resize("job", "ROLLOUT", 0)
-            await manager.ask(stopping(manager))
-            await manager.wait("job", WITHIN_S)
-            with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
-                await manager.resize("job", "ROLLOUT", 2)
-
-    run(body())
+async def test_a_role_is_resized_while_the_job_runs(tmp_path):
+    async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
+        await begin(manager)
+        assert (await manager.resize("job", "ROLLOUT", 3)).roles == {"ROLLOUT": 3}
+        with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
+            await manager.resize("job", "ROLOUT", 3)
+        with pytest.raises(InvalidJob, match="0 is not between 1 and"):
+            await manager.resize("job", "ROLLOUT", 0)
+        await manager.ask(stopping(manager))
+        await manager.wait("job", WITHIN_S)
+        with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
+            await manager.resize("job", "ROLLOUT", 2)
 
 
-def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_runs(tmp_path):
+async def test_grown_role_keeps_its_share_of_the_cluster(tmp_path):
     """Four CPUs: two jobs of two workers, one of which grows, leave no room for a third."""
 
-    async def body():
-        async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:
-            values = {"resources": {"cpu": 2.0}, "per_member": {"ROLLOUT": {"cpu": 1.0}}}
-            for name in ("first", "second"):
-                await manager.ask(submission(name, **values))
-            await until(lambda: manager.get("second").phase is JobPhase.RUNNING)
-            grown = await manager.resize("first", "ROLLOUT", 3)
-            assert grown.resources == {"cpu": 3.0}
-            await manager.ask(submission("third", resources={"cpu": 1.0}))
-            assert "the cluster is full" in manager.get("third").reason
-            assert (await manager.resize("first", "ROLLOUT", 2)).resources == {"cpu": 3.0}  # its place is kept
-            assert (await manager.resize("first", "ROLLOUT", 3)).resources == {"cpu": 3.0}
-            await manager.ask(stopping(manager, "first"))
-            await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
-
-    run(body())
+    async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:
+        values = {"resources": {"cpu": 2.0}, "per_member": {"ROLLOUT": {"cpu": 1.0}}}
+        for name in ("first", "second"):
+            await manager.ask(submission(name, **values))
+        await until(lambda: manager.get("second").phase is JobPhase.RUNNING)
+        grown = await manager.resize("first", "ROLLOUT", 3)
+        assert grown.resources == {"cpu": 3.0}
+        await manager.ask(submission("third", resources={"cpu": 1.0}))
+        assert "the cluster is full" in manager.get("third").reason
+        assert (await manager.resize("first", "ROLLOUT", 2)).resources == {"cpu": 3.0}  # its place is kept
+        assert (await manager.resize("first", "ROLLOUT", 3)).resources == {"cpu": 3.0}
+        await manager.ask(stopping(manager, "first"))
+        await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
 
 
-def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
-    async def body():
-        runner = StillRunner(cpus=2)
-        async with serving(tmp_path, runner) as manager:
-            for name in ("one", "two", "three"):
-                await manager.ask(submission(name))
-            await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
-            before = await events(manager, follow=False)
-            runs = {record.name: record for record in manager.list_jobs()}
-        runner = StillRunner(cpus=2)
-        async with serving(tmp_path, runner) as manager:
-            assert sorted(runner.begun) == sorted([runs["one"].run, runs["two"].run])
-            assert await events(manager, follow=False) == before
-            runner.report(runs["one"], JobPhase.FINISHED)
-            await until(lambda: manager.get("three").phase is JobPhase.RUNNING)
-            after = await events(manager, after=before[-1].number, follow=False)
-            assert [(event.name, event.kind) for event in after] == [
-                ("one", "finished"), ("three", "starting"), ("three", "running"),
-            ]  # fmt: skip
-            assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
+async def test_restarted_service_continues_from_its_store(tmp_path):
+    runner = StillRunner(cpus=2)
+    async with serving(tmp_path, runner) as manager:
+        for name in ("one", "two", "three"):
+            await manager.ask(submission(name))
+        await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
+        before = await events(manager, follow=False)
+        runs = {record.name: record for record in manager.list_jobs()}
+    runner = StillRunner(cpus=2)
+    async with serving(tmp_path, runner) as manager:
+        assert sorted(runner.begun) == sorted([runs["one"].run, runs["two"].run])
+        assert await events(manager, follow=False) == before
+        runner.report(runs["one"], JobPhase.FINISHED)
+        await until(lambda: manager.get("three").phase is JobPhase.RUNNING)
+        after = await events(manager, after=before[-1].number, follow=False)
+        assert [(event.name, event.kind) for event in after] == [
+            ("one", "finished"), ("three", "starting"), ("three", "running"),
+        ]  # fmt: skip
+        assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
 
-    run(body())
+
+@pytest.fixture
+def in_utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.mark.parametrize(
     ("place", "folder"),
     [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"folder": "/of/the/job"}, "/of/the/job")],
 )
-def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch, place, folder):
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-
-    async def body():
-        runner = StillRunner()
-        manager = JobManager(SqliteJobStore(tmp_path), runner, wall_s=lambda: 1e9)
-        await manager.start()
-        record = await manager.ask(submission(**place))
-        assert record.folder == folder.format(run=record.run)
-        await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-        await manager.close()
-        async with serving(tmp_path, StillRunner()) as manager:
-            assert manager.get("job").folder == record.folder
-
-    try:
-        run(body())
-    finally:
-        monkeypatch.undo()
-        time.tzset()
+async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_utc, place, folder):
+    manager = JobManager(SqliteJobStore(tmp_path), StillRunner(), wall_s=lambda: 1e9)
+    await manager.start()
+    record = await begin(manager, **place)
+    assert record.folder == folder.format(run=record.run)
+    await manager.close()
+    async with serving(tmp_path, StillRunner()) as manager:
+        assert manager.get("job").folder == record.folder
 
 
-def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
-    class Stopping(StillRunner):
+@pytest.mark.parametrize(("phase", "reason"), [(JobPhase.STOPPED, "asked to"), (JobPhase.FAILED, "no memory")])
+async def test_stopped_job_has_the_reason_of_its_stop(tmp_path, phase, reason):
+    class Deaf(StillRunner):
         def stop(self, record):
             pass
 
-    async def body():
-        async with serving(tmp_path, Stopping()) as manager:
-            for name, phase, reason in (("one", JobPhase.STOPPED, "asked to"), ("two", JobPhase.FAILED, "no memory")):
-                record = await manager.ask(submission(name))
-                await until(lambda name=name: manager.get(name).phase is JobPhase.RUNNING)
-                await manager.ask(stopping(manager, name))
-                manager._runner.report(record, phase, reason="no memory")
-                ended = await manager.wait(name, WITHIN_S)
-                assert (ended.phase, ended.reason) == (phase, reason)
-
-    run(body())
+    async with serving(tmp_path, Deaf()) as manager:
+        record = await begin(manager)
+        await manager.ask(stopping(manager))
+        manager._runner.report(record, phase, reason="no memory")
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.phase, ended.reason) == (phase, reason)
 
 
-def test_reports_of_an_earlier_run_change_nothing(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            first = await manager.ask(submission())
-            manager._runner.report(first, JobPhase.FINISHED)
-            await manager.wait("job", WITHIN_S)
-            second = await manager.ask(submission(token="another"))
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            manager._runner.report(first, JobPhase.FAILED, step=7)
-            manager._runner.report(second, step=1)
-            await until(lambda: manager.get("job").step == 1)
-            assert manager.get("job").phase is JobPhase.RUNNING
-
-    run(body())
+async def test_reports_of_an_earlier_run_change_nothing(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        first = await manager.ask(submission())
+        manager._runner.report(first, JobPhase.FINISHED)
+        await manager.wait("job", WITHIN_S)
+        second = await begin(manager, "job", token="another")
+        manager._runner.report(first, JobPhase.FAILED, step=7)
+        manager._runner.report(second, step=1)
+        await until(lambda: manager.get("job").step == 1)
+        assert manager.get("job").phase is JobPhase.RUNNING
 
 
-def test_resize_that_cannot_be_saved_is_an_error(tmp_path):
-    async def body():
-        store = FullDisk(tmp_path)
-        async with serving(tmp_path, MemoryRunner(step_s=60), store=store) as manager:
-            await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            store.full = True
+async def test_unsaved_resize_is_an_error(tmp_path):
+    store = FullDisk(tmp_path)
+    async with serving(tmp_path, MemoryRunner(step_s=60), store=store) as manager:
+        await begin(manager)
+        store.full = True
+        with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+            await manager.resize("job", "ROLLOUT", 3)
+        store.full = False
+
+
+async def test_unsaved_change_has_not_happened(tmp_path):
+    store = FullDisk(tmp_path)
+    async with serving(tmp_path, StillRunner(), store=store) as manager:
+        record = await begin(manager)
+        before = await events(manager, follow=False)
+        store.full = True
+        for name in ("two", "three"):  # the second is decided after the pause that follows the first
             with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
-                await manager.resize("job", "ROLLOUT", 3)
-            store.full = False
-
-    run(body())
-
-
-def test_what_cannot_be_saved_has_not_happened(tmp_path):
-    async def body():
-        store = FullDisk(tmp_path)
-        async with serving(tmp_path, StillRunner(), store=store) as manager:
-            record = await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            store.full = True
-            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
-                await manager.ask(submission("two"))
-            with pytest.raises(UnknownJob):
-                manager.get("two")
-            manager._runner.report(record, step=1)
-            store.full = False
-            await until(lambda: manager.get("job").step == 1)  # what the runner has seen is not lost
-            assert (await manager.ask(submission("two"))).name == "two"
-
-    run(body())
+                await manager.ask(submission(name))
+        with pytest.raises(UnknownJob):
+            manager.get("two")
+        manager._runner.report(record, step=1)
+        store.full = False
+        await until(lambda: manager.get("job").step == 1)  # what the runner has seen is not lost
+        assert (await manager.ask(submission("four"))).name == "four"
+        after = await events(manager, after=before[-1].number, follow=False)
+        assert [(event.name, event.kind) for event in after[:2]] == [("job", "step"), ("four", "submitted")]
 
 
-def test_what_the_runner_has_seen_while_the_disk_was_full_happens_in_its_order(tmp_path):
+async def test_reports_during_a_full_disk_keep_their_order(tmp_path):
     class CountingDisk(FullDisk):
         refused = 0
 
@@ -373,28 +295,25 @@ def test_what_the_runner_has_seen_while_the_disk_was_full_happens_in_its_order(t
             self.refused += self.full
             super().write(*change)
 
-    async def body():
-        store = CountingDisk(tmp_path)
-        async with serving(tmp_path, StillRunner(), store=store) as manager:
-            record = await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            store.full = True
-            manager._runner.report(record, step=1, metrics={"reward": 1.0}, roles={"ROLLOUT": 3})
-            await until(lambda: store.refused)
-            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
-                await manager.ask(submission("two"))
-            manager._runner.report(record, step=2, metrics={"reward": 2.0}, roles={"ROLLOUT": 4})
-            manager._runner.report(record, JobPhase.FINISHED)
-            store.full = False
-            ended = await manager.wait("job", WITHIN_S)
-            assert (ended.step, ended.reward, ended.roles) == (2, 2.0, {"ROLLOUT": 4})
-            kinds = [event.kind for event in await events(manager, "job", follow=False)]
-            assert kinds[3:] == ["resized", "step", "resized", "step", "finished"]
-
-    run(body())
+    store = CountingDisk(tmp_path)
+    async with serving(tmp_path, StillRunner(), store=store) as manager:
+        record = await begin(manager)
+        store.full = True
+        for step in (1, 2):
+            manager._runner.report(record, step=step, metrics={"reward": step}, roles={"ROLLOUT": 2 + step})
+        await until(lambda: store.refused)
+        with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+            await manager.ask(submission("two"))
+        manager._runner.report(record, step=3, metrics={"reward": 3.0}, roles={"ROLLOUT": 5})
+        manager._runner.report(record, JobPhase.FINISHED)
+        store.full = False
+        ended = await manager.wait("job", WITHIN_S)
+        assert (ended.step, ended.reward, ended.roles) == (3, 3.0, {"ROLLOUT": 5})
+        kinds = [event.kind for event in await events(manager, "job", follow=False)]
+        assert kinds[3:] == ["resized", "step"] * 3 + ["finished"]
 
 
-def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
+async def test_returning_watchers_see_each_event_once(tmp_path):
     async def watch(manager, seen):
         """Leaves and comes back after each third page."""
         while not seen or not (seen[-1].name == "last" and seen[-1].phase.ended):
@@ -405,57 +324,29 @@ def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
                 if count == 3 or (seen[-1].name == "last" and seen[-1].phase.ended):
                     break
 
-    async def body():
-        async with serving(tmp_path, MemoryRunner(steps=5, step_s=0.001, cpus=3)) as manager:
-            logs = [[] for _ in range(10)]
-            watchers = [asyncio.create_task(watch(manager, seen)) for seen in logs]
-            for number in range(20):
-                await manager.ask(submission(f"job-{number}"))
-            await asyncio.gather(*(manager.wait(f"job-{number}", WITHIN_S) for number in range(20)))
-            await manager.ask(submission("last"))
-            await asyncio.gather(*watchers)
-            for seen in logs:
-                assert [event.number for event in seen] == list(range(1, len(seen) + 1))
-            assert logs[0] == await events(manager, follow=False)
-
-    run(body())
+    async with serving(tmp_path, MemoryRunner(steps=5, step_s=0.001, cpus=3)) as manager:
+        logs = [[] for _ in range(10)]
+        watchers = [asyncio.create_task(watch(manager, seen)) for seen in logs]
+        for number in range(20):
+            await manager.ask(submission(f"job-{number}"))
+        await asyncio.gather(*(manager.wait(f"job-{number}", WITHIN_S) for number in range(20)))
+        await manager.ask(submission("last"))
+        await asyncio.gather(*watchers)
+        for seen in logs:
+            assert [event.number for event in seen] == list(range(1, len(seen) + 1))
+        assert logs[0] == await events(manager, follow=False)
 
 
-def test_old_events_are_read_from_disk(tmp_path):
-    async def body():
-        async with serving(tmp_path, MemoryRunner(steps=3)) as manager:
-            await manager.ask(submission())
-            await manager.wait("job", WITHIN_S)
-            recent = await events(manager, follow=False)
-        async with serving(tmp_path) as manager:
-            assert await events(manager, follow=False) == recent
-            assert await events(manager, "job", after=2) == recent[2:]
-
-    run(body())
-
-
-def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            await manager.ask(submission("quiet"))
-            await manager.ask(submission("loud"))
-            await until(lambda: manager.get("loud").phase is JobPhase.RUNNING)
-            seen = []
-
-            async def watch():
-                async for page in manager.watch("quiet"):
-                    seen.extend(event.kind for event in page)
-
-            watcher = asyncio.create_task(watch())
-            loud = manager.get("loud")
-            for step in range(1, 50):
-                manager._runner.report(loud, step=step)
-            await until(lambda: manager.get("loud").step == 49)
-            manager._runner.report(manager.get("quiet"), JobPhase.FINISHED)
-            await asyncio.wait_for(watcher, WITHIN_S)
-            assert seen == ["submitted", "starting", "running", "finished"]
-
-    run(body())
+async def test_watcher_of_one_job_sees_no_events_of_others(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        quiet = await manager.ask(submission("quiet"))
+        loud = await begin(manager, "loud")
+        watching = asyncio.create_task(events(manager, "quiet"))
+        for step in range(1, 50):
+            manager._runner.report(loud, step=step)
+        await until(lambda: manager.get("loud").step == 49)
+        manager._runner.report(quiet, JobPhase.FINISHED)
+        assert [event.kind for event in await watching] == ["submitted", "starting", "running", "finished"]
 
 
 # -- a stop in each state ---------------------------------------------------------------------------------------------
@@ -464,7 +355,7 @@ STOPPED_WITHIN_S = 5.0
 
 
 class SlowRunner(StillRunner):
-    """Jobs that have not begun to run when they are asked to end, and end in good order a while later."""
+    """Jobs that have not begun to run when they are asked to end, and end a while later."""
 
     def run(self, record, description):
         self.begun.append(record.run)
@@ -473,158 +364,110 @@ class SlowRunner(StillRunner):
         asyncio.get_running_loop().call_later(0.1, self.report, record, JobPhase.STOPPED)
 
 
-async def queued(manager):
-    await manager.ask(submission("first"))
-    await manager.ask(submission())
-    assert manager.get("job").phase is JobPhase.QUEUED
+RUNNING = {"phase": JobPhase.RUNNING, "step": 3}
+RESTARTING = {"phase": JobPhase.RUNNING, "restarts": 1, "activity": "restarting"}
+REPORTS = {
+    "queued": [],
+    "starting": [],
+    "running": [RUNNING],
+    "restarting": [RUNNING, RESTARTING],
+    "resuming": [RUNNING, RESTARTING, {"phase": JobPhase.STARTING, "activity": "resuming from the last commit"}],
+    "ending": [RUNNING],
+}
 
 
-async def starting(manager):
-    await manager.ask(submission())
-    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
-
-
-async def running(manager):
-    await starting(manager)
-    manager._runner.report(manager.get("job"), step=3)
-    await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-
-
-async def restarting(manager):
-    await running(manager)
-    manager._runner.report(manager.get("job"), restarts=1, activity="restarting")
-    await until(lambda: manager.get("job").restarts == 1)
-
-
-async def going_on_from_its_last_commit(manager):
-    await restarting(manager)
-    manager._runner.report(manager.get("job"), JobPhase.STARTING, activity="going on from the last commit")
-    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
-
-
-async def ending(manager):
-    await running(manager)
-    assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
-
-
-STATES = [queued, starting, running, restarting, going_on_from_its_last_commit, ending]
+async def bring_to(manager, state):
+    """Submit a job, and report until it is in one of the states of ``REPORTS``."""
+    if state == "queued":
+        await manager.ask(submission("first"))
+    record = await manager.ask(submission())
+    if state != "queued":
+        await until(lambda: manager.get("job").phase is JobPhase.STARTING)
+    for values in REPORTS[state]:
+        manager._runner.report(record, **values)
+        await until(lambda values=values: all(getattr(manager.get("job"), name) == values[name] for name in values))
+    if state == "ending":
+        assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "of_a_service_that_was_restarted"])
-def test_a_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, hard, restarted):
-    async def body():
-        async with serving(tmp_path, SlowRunner(cpus=1)) as manager:
-            await state(manager)
-            if not restarted:
-                await stopped_in_time(manager)
-        if restarted:
-            async with serving(tmp_path, MemoryRunner(step_s=60, cpus=1)) as manager:
-                await stopped_in_time(manager)
-
-    async def stopped_in_time(manager):
+@pytest.mark.parametrize("state", REPORTS)
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same_service", "restarted_service"])
+async def test_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, hard, is_restarted):
+    async def stop_in_time(manager):
         began_s = time.monotonic()
-        answer = await manager.ask(stopping(manager, hard=hard))
-        assert answer.phase is (JobPhase.STOPPED if state is queued else JobPhase.STOPPING)
+        record = await manager.ask(stopping(manager, hard=hard))
+        assert record.phase is (JobPhase.STOPPED if state == "queued" else JobPhase.STOPPING)
         assert (await manager.wait("job", STOPPED_WITHIN_S)).phase is JobPhase.STOPPED
         assert time.monotonic() - began_s < STOPPED_WITHIN_S
 
-    run(body())
+    async with serving(tmp_path, SlowRunner(cpus=1)) as manager:
+        await bring_to(manager, state)
+        if not is_restarted:
+            await stop_in_time(manager)
+    if is_restarted:
+        async with serving(tmp_path, MemoryRunner(step_s=60, cpus=1)) as manager:
+            await stop_in_time(manager)
 
 
-def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            old = await manager.ask(submission(owner="mallory"))
-            manager._runner.report(old, JobPhase.FINISHED)
-            await manager.wait("job", WITHIN_S)
-            stop = stopping(manager)  # as it was checked
-            new, refused = await asyncio.gather(
-                manager.ask(submission(token="another", owner="ann")), manager.ask(stop), return_exceptions=True
-            )
-            assert isinstance(refused, CallError) and "a new job has taken the name 'job'" in str(refused)
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            assert manager.get("job").run == new.run
-
-    run(body())
+async def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        old = await manager.ask(submission(owner="mallory"))
+        manager._runner.report(old, JobPhase.FINISHED)
+        await manager.wait("job", WITHIN_S)
+        stop = stopping(manager)  # as it was checked
+        new, refused = await asyncio.gather(
+            manager.ask(submission(token="another", owner="ann")), manager.ask(stop), return_exceptions=True
+        )
+        assert isinstance(refused, CallError) and "a new job has taken the name 'job'" in str(refused)
+        await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+        assert manager.get("job").run == new.run
 
 
-# -- the store --------------------------------------------------------------------------------------------------------
+async def test_an_ended_job_keeps_no_description(tmp_path):
+    async with serving(tmp_path) as manager:
+        record = await manager.ask(submission())
+        await manager.wait("job", WITHIN_S)
+        with pytest.raises(JournalCorrupt, match="no description"):
+            manager._store.description(record.run)
 
 
-def test_a_folder_has_one_service_at_a_time(tmp_path):
-    store = SqliteJobStore(tmp_path)
-    with pytest.raises(JobConflict, match="another service uses"):
-        SqliteJobStore(tmp_path)
-    store.close()
-    SqliteJobStore(tmp_path).close()
+async def test_nan_and_infinity_are_read_back(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        record = await begin(manager)
+        manager._runner.report(record, step=1, metrics={"loss": float("nan"), "reward": float("inf")})
+        await until(lambda: manager.get("job").step == 1)
+    async with serving(tmp_path, StillRunner()) as manager:
+        record = manager.get("job")
+        assert replace(record, reward=0.0) == replace(manager.list_jobs()[0], reward=0.0)
+        (event,) = [event for event in await events(manager, follow=False) if event.kind == "step"]
+        assert set(event.metrics) == {"loss", "reward"}
 
 
-def test_a_file_that_cannot_be_read_is_no_empty_service(tmp_path):
-    (tmp_path / "jobs.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(JournalCorrupt, match=r"jobs.sqlite cannot be read"):
-        SqliteJobStore(tmp_path)
+@pytest.mark.parametrize("page", [1, 2, 1000])
+async def test_events_on_disk_come_in_pages_of_any_size(tmp_path, monkeypatch, page):
+    async with serving(tmp_path, MemoryRunner(steps=3)) as manager:
+        await manager.ask(submission())
+        await manager.wait("job", WITHIN_S)
+        recent = await events(manager, follow=False)
+    monkeypatch.setattr(manager_module, "_PAGE", page)
+    async with serving(tmp_path) as manager:
+        assert await events(manager, follow=False) == await events(manager, "job", follow=False) == recent
+        assert await events(manager, "job", after=2) == recent[2:]
 
 
-def test_a_later_schema_is_refused(tmp_path):
-    SqliteJobStore(tmp_path).close()
-    with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
-        connection.execute("PRAGMA user_version = 7")
-    connection.close()
-    with pytest.raises(JournalCorrupt, match="version 7"):
-        SqliteJobStore(tmp_path)
+async def test_capacity_is_read_again_after_an_error(tmp_path):
+    class Growing(StillRunner):
+        looks = 0
 
+        async def capacity(self):
+            self.looks += 1
+            if self.looks == 2:
+                raise ConnectionError("Ray is away")
+            return {"cpu": 1.0 if self.looks == 1 else 8.0}
 
-def test_the_files_are_for_their_owner_alone(tmp_path):
-    SqliteJobStore(tmp_path / "state").close()
-    assert (tmp_path / "state").stat().st_mode & 0o077 == 0
-    assert (tmp_path / "state" / "jobs.sqlite").stat().st_mode & 0o077 == 0
-
-
-def test_an_ended_job_keeps_no_description(tmp_path):
-    async def body():
-        async with serving(tmp_path) as manager:
-            record = await manager.ask(submission())
-            await manager.wait("job", WITHIN_S)
-            with pytest.raises(JournalCorrupt, match="no description"):
-                manager._store.description(record.run)
-
-    run(body())
-
-
-def test_numbers_that_json_does_not_have_are_read_back(tmp_path):
-    async def body():
-        async with serving(tmp_path, StillRunner()) as manager:
-            record = await manager.ask(submission())
-            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            manager._runner.report(record, step=1, metrics={"loss": float("nan"), "reward": float("inf")})
-            await until(lambda: manager.get("job").step == 1)
-        async with serving(tmp_path, StillRunner()) as manager:
-            record = manager.get("job")
-            assert replace(record, reward=0.0) == replace(manager.list_jobs()[0], reward=0.0)
-            (event,) = [event for event in await events(manager, follow=False) if event.kind == "step"]
-            assert set(event.metrics) == {"loss", "reward"}
-
-    run(body())
-
-
-def test_a_new_run_does_not_get_the_id_of_another():
-    ids = iter(["r1", "r1", "r1", "r2", "r2", "old", "r3"])
-    ledger = Ledger(QueueLimits(), [JobRecord("older", "old", "ann", "t", phase=JobPhase.FINISHED, sequence=1)], 1)
-    draft = Draft(ledger, ids.__next__)
-    runs = [draft.decide(submission(name), 0.0).run for name in ("one", "two", "three")]
-    assert runs == ["r1", "r2", "r3"] and set(draft.descriptions) == set(runs)
-
-
-def test_a_new_run_with_the_id_of_a_saved_one_is_not_saved(tmp_path):
-    store = SqliteJobStore(tmp_path)
-    first, second = (JobRecord(name, "r1", "ann", "t", sequence=at) for at, name in enumerate(("first", "second"), 1))
-    store.write([first], [], {"r1": JobDescription("text of the first")}, ())
-    with pytest.raises(ServiceUnavailable, match="nothing was changed"):
-        store.write([second], [], {"r1": JobDescription("text of the second")}, ())
-    assert [record.name for record in store.load()[0]] == ["first"]
-    assert store.description("r1").text == "text of the first"
-    store.write([replace(first, step=3)], [], {}, ())
-    assert [record.step for record in store.load()[0]] == [3]
-    store.close()
+    manager = JobManager(SqliteJobStore(tmp_path), Growing(), capacity_every_s=0.01)
+    await manager.start()
+    await manager.ask(submission(resources={"cpu": 4.0}))
+    await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+    await manager.close()

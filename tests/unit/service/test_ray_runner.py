@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a service on Ray, without Ray: a job that is to be ended is ended, whatever fails meanwhile, and no
-other run of its name."""
+"""The runner of a service on Ray, without Ray."""
 
 import asyncio
 import threading
@@ -50,92 +49,74 @@ class Master:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """What the runner finds: ``master`` has the name of the job, ``left`` are the actors of each swept run."""
-    found = SimpleNamespace(master=None, left={}, swept=[])
+    """The cluster of the runner: ``master`` has the name of the job, ``left`` are the actors of each swept run."""
+    cluster = SimpleNamespace(master=None, left={}, swept=[])
 
     async def find_master(name):
-        return found.master
+        return cluster.master
 
     def sweep(name, run):
-        found.swept.append((name, run))
-        return found.left.get(run, [])
+        cluster.swept.append((name, run))
+        return cluster.left.get(run, [])
 
     monkeypatch.setattr(ray_runner, "find_master", find_master)
     monkeypatch.setattr(ray_runner, "sweep", sweep)
-    return found
-
-
-async def no_master(name):
-    return None
+    return cluster
 
 
 async def checked_at_once(job):
     return SimpleNamespace(job=job)
 
 
-def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(driven, monkeypatch):
-    swept = []
+async def test_failing_end_of_a_job_is_repeated_until_done(driven, cluster, monkeypatch):
+    runner = RayJobRunner(grace_s=0.01)
 
     def sweep(name, run):
-        swept.append((name, run))
-        if len(swept) < 3:
+        cluster.swept.append((name, run))
+        if len(cluster.swept) < 3:
             raise RuntimeError("the GCS is away")
         runner._driven.pop("r1")
 
-    async def scenario():
-        nonlocal runner
-        runner = RayJobRunner(grace_s=0.01)
-        runner._driven["r1"] = driven
-        runner.stop(driven.record)
-        async with asyncio.timeout(10):
-            await driven.stop
-        await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
-    monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
-    asyncio.run(scenario())
-    assert swept == [("job", "r1")] * 3
+    runner._driven["r1"] = driven
+    runner.stop(driven.record)
+    await driven.stop
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert cluster.swept == [("job", "r1")] * 3
 
 
-def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
-    async def scenario():
-        runner = RayJobRunner(grace_s=60.0)
-        runner._driven["r1"] = driven
-        runner.stop(driven.record)
-        await asyncio.sleep(0.01)
-        driven.stop.cancel()  # as the end of the run does
-        await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
+async def test_job_ended_within_the_grace_leaves_no_task(driven):
+    runner = RayJobRunner(grace_s=60.0)
+    runner._driven["r1"] = driven
+    runner.stop(driven.record)
+    await asyncio.sleep(0.01)
+    driven.stop.cancel()  # as the end of the run does
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
-def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_folder(driven, monkeypatch, run, goes_on):
-    job = load_job_text(JOB, "job")
-    begun = []
+@pytest.mark.parametrize(("run", "mode"), [("r1", "latest"), ("r0", "never"), (None, "never")])
+async def test_run_resumes_its_own_commits_only(driven, cluster, monkeypatch, run, mode):
+    modes = []
 
     async def start(driven, job):
-        begun.append(job.checkpoint.resume)
+        modes.append(job.checkpoint.resume)
 
     owner = None if run is None else SimpleNamespace(run=run, state="running")
-    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: job)
-    monkeypatch.setattr(ray_runner, "find_master", no_master)
+    monkeypatch.setattr(ray_runner, "_load_job", lambda record, description: load_job_text(JOB, "job"))
     monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
-    monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
     runner = RayJobRunner()
     monkeypatch.setattr(runner, "_start", start)
-    asyncio.run(runner._find_or_start(driven, 0))
-    assert begun == ["latest" if goes_on else "never"]
+    await runner._find_or_start(driven, 0)
+    assert modes == [mode]
 
 
 # -- only this run ----------------------------------------------------------------------------------------------------
 
 
-def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driven, cluster, monkeypatch):
+async def test_hard_stop_before_the_launch_spares_other_runs(driven, cluster, monkeypatch):
     cluster.master = another = Master("r2")
     launching, goes_on, own = threading.Event(), threading.Event(), Master("r1")
 
@@ -148,24 +129,21 @@ def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driv
             time.sleep(0.01)
         raise MasterLost("the master is gone")
 
-    async def scenario():
-        runner, seen = RayJobRunner(grace_s=60.0), []
-        monkeypatch.setattr(runner, "_check", checked_at_once)
-        runner.attach(seen.append)
-        runner.run(driven.record, driven.description)
-        await until(launching.is_set)
-        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, hard=True, reason="stopped by ann"))
-        await until(lambda: len(cluster.swept) > 1)
-        assert not another.is_ended and set(cluster.swept) == {("job", "r1")}
-        goes_on.set()
-        await until(lambda: seen)
-        assert own.is_ended and not another.is_ended
-        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by ann")
-        await runner.close()
-
     monkeypatch.setattr(ray_runner, "MasterCalls", lambda handle: own)
     monkeypatch.setattr(ray_runner, "start_master", start_master)
-    asyncio.run(scenario())
+    runner, seen = RayJobRunner(grace_s=60.0), []
+    monkeypatch.setattr(runner, "_check", checked_at_once)
+    runner.attach(seen.append)
+    runner.run(driven.record, driven.description)
+    await until(launching.is_set)
+    runner.stop(replace(driven.record, phase=JobPhase.STOPPING, hard=True, reason="stopped by ann"))
+    await until(lambda: len(cluster.swept) > 1)
+    assert not another.is_ended and set(cluster.swept) == {("job", "r1")}
+    goes_on.set()
+    await until(lambda: seen)
+    assert own.is_ended and not another.is_ended
+    assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by ann")
+    await runner.close()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +151,7 @@ def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driv
     [("r1", [], True), ("r2", ["job/r1/trainer/1"], False), (None, [], False), (None, ["job/r1/trainer/1"], True)],
     ids=["its own", "of another run", "of an unknown run", "that does not answer and has workers of this run"],
 )
-def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs(driven, cluster, run, left, ends):
+def test_kill_all_ends_a_master_of_the_run_only(driven, cluster, run, left, ends):
     cluster.master, cluster.left = Master(run), {"r1": left}
     driven.job = load_job_text(JOB, "job")
     driven.job = replace(driven.job, run="r1")
@@ -181,7 +159,7 @@ def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs
     assert cluster.master.is_ended is ends and cluster.swept == [("job", "r1")]
 
 
-def test_a_sweep_of_a_run_removes_what_is_its_own(monkeypatch):
+def test_sweep_of_a_run_removes_its_actors_and_groups(monkeypatch):
     names = ["job/master", "job/r1/trainer/1", "job/r2/trainer/1", "job-2/r1/trainer/1"]
     groups = [SimpleNamespace(id=name, name=name, state="CREATED") for name in ("job/r1/1/node-0", "job/r2/1/node-0")]
     removed, forgotten = [], []
@@ -209,7 +187,7 @@ def test_a_sweep_of_a_run_removes_what_is_its_own(monkeypatch):
     assert removed == [*names[:3], *(group.name for group in groups)]
 
 
-# -- where a run is ---------------------------------------------------------------------------------------------------
+# -- the folder of a run ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -226,7 +204,7 @@ def in_zone(monkeypatch):
 
 
 @pytest.mark.parametrize("fixed", ["folder", "results"])
-def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in_zone, fixed):
+def test_recorded_folder_is_used_in_every_time_zone(driven, in_zone, fixed):
     in_zone("UTC")
     before = _load_job(replace(driven.record, submitted_s=1e9), driven.description).job_dir
     assert before.name == "20010909-014640-r1"
@@ -254,7 +232,7 @@ def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_pa
             use()
 
 
-def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluster):
+def test_folder_from_a_master_does_not_replace_the_record(driven, cluster):
     driven.record = replace(driven.record, folder="/of/the/record")
     cluster.master = Master("r1", "/etc")
     asyncio.run(RayJobRunner()._find_master(driven, replace(load_job_text(JOB, "job"), run="r1")))
@@ -264,46 +242,40 @@ def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluste
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(driven, cluster, monkeypatch):
-    async def scenario():
-        runner, seen, checking = RayJobRunner(), [], asyncio.Event()
+async def test_job_stopped_during_its_check_has_the_reason(driven, cluster, monkeypatch):
+    runner, seen, checking = RayJobRunner(), [], asyncio.Event()
 
-        async def check(job):
-            checking.set()
-            await asyncio.sleep(WITHIN_S)
+    async def check(job):
+        checking.set()
+        await asyncio.sleep(WITHIN_S)
 
-        monkeypatch.setattr(runner, "_check", check)
-        runner.attach(seen.append)
-        runner.run(replace(driven.record, reason=""), driven.description)
-        await checking.wait()
-        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, reason="stopped by admin"))
-        await until(lambda: seen)
-        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by admin")
-        await runner.close()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(runner, "_check", check)
+    runner.attach(seen.append)
+    runner.run(replace(driven.record, reason=""), driven.description)
+    await checking.wait()
+    runner.stop(replace(driven.record, phase=JobPhase.STOPPING, reason="stopped by admin"))
+    await until(lambda: seen)
+    assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by admin")
+    await runner.close()
 
 
-def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
-    """The service ends, and its next process goes on with the job."""
-    asked = []
+async def test_failure_of_a_lost_cluster_is_reported_after_a_look(driven, cluster, monkeypatch):
+    """The service ends, and its next process continues the job."""
+    looks = []
 
     def lost_process():
-        asked.append(True)
-        return "raylet" if len(asked) < 3 else ""
+        looks.append(True)
+        return "raylet" if len(looks) < 3 else ""
 
     async def lost(*_):
         raise MasterLost("the master is gone")
 
-    async def scenario():
-        runner, seen = RayJobRunner(), []
-        monkeypatch.setattr(runner, "_find_or_start", lost)
-        runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
-        runner.run(driven.record, driven.description)
-        await until(lambda: seen)
-        assert seen == [(JobPhase.FAILED, 3)]
-        await runner.close()
-
     monkeypatch.setattr(ray_runner, "lost_process", lost_process)
     monkeypatch.setattr(ray_runner, "_RETRY_S", 0.01)
-    asyncio.run(scenario())
+    runner, seen = RayJobRunner(), []
+    monkeypatch.setattr(runner, "_find_or_start", lost)
+    runner.attach(lambda observed: seen.append((observed.phase, len(looks))))
+    runner.run(driven.record, driven.description)
+    await until(lambda: seen)
+    assert seen == [(JobPhase.FAILED, 3)]
+    await runner.close()

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Submissions are read beside the service, each taken or refused; any bytes and text, within a second each."""
+
+import asyncio
+import os
+import random
+import signal
+import string
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, InvalidJob, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Cause, CauseKind
+from dlrover.python.rl.service.jobs import submissions
+from dlrover.python.rl.service.jobs.records import JobEvent, JobRecord, SubmitJob
+from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionReader, check_submission, in_a_process
+from dlrover.python.rl.service.messages import details_of, event_message, job_message
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.server import MAX_MESSAGE, SERVICE
+from tests.support.served import JOB, serving, until
+
+REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)
+
+
+def reader_of(service):
+    """The process in which a service reads job files, beside multiprocessing's own."""
+    children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text().split()
+    (pid,) = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(pid)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_dead_reader_costs_one_answer_and_ends_with_its_service(tmp_path):
+    with serving(tmp_path, reads_in="process") as service:
+        with service.client() as client:
+            assert client.submit(JOB, name="first").name == "first"
+            with pytest.raises(InvalidJob, match="job_file"):
+                client.submit("", name="second")
+            os.kill(reader_of(service), signal.SIGKILL)
+            with pytest.raises(ServiceUnavailable, match="try again"):
+                client.submit(JOB, name="second")
+            assert client.submit(JOB, name="second").name == "second"
+        reader = reader_of(service)
+        service.kill()
+        until(lambda: not is_alive(reader))
+        service.start()
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """A reader of two submissions of a caller at once, which finishes none before its ``free`` is set."""
+    free = threading.Event()
+    monkeypatch.setattr(submissions, "_MAX_WAITING", 2)
+    monkeypatch.setattr(submissions, "_read", lambda request, owner, root: free.wait() and ())
+    reader = SubmissionReader(lambda: ThreadPoolExecutor(1))
+    reader.free = free
+    yield reader
+    reader.close()
+
+
+async def test_reader_refuses_a_caller_with_too_many_submissions(reader, tmp_path):
+    reads = [asyncio.create_task(reader.read(REQUEST, owner, tmp_path)) for owner in ("ann", "ann", "bob")]
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceBusy, match="'ann' has 2 submissions"):
+        await reader.read(REQUEST, "ann", tmp_path)
+    reader.free.set()
+    assert all(isinstance(error, InvalidJob) for error in await asyncio.gather(*reads, return_exceptions=True))
+
+
+def test_slow_job_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(submissions, "_MAX_S", 0.05)
+    monkeypatch.setattr(submissions, "check_submission", lambda *_: [None for _ in iter(int, 1)])  # never ends
+    (error,) = submissions._read(REQUEST.SerializeToString(), "ann", tmp_path)
+    assert "takes longer than 0.05 s" in str(error)
+
+
+def test_overrides_are_limited_together(tmp_path):
+    request = wire.SubmitRequest(
+        client_token="t", job_file=JOB, overrides=[f"config.k{at}={'1' * 9000}" for at in range(8)]
+    )
+    with pytest.raises(InvalidJob, match="overrides: have more than .* characters together"):
+        check_submission(request, "ann", tmp_path)
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_submission_has_the_folder_of_its_files(tmp_path, monkeypatch, is_linked):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    for name in ("runs", "out") if is_linked else ():
+        (tmp_path / name).symlink_to("scratch")
+    runs, out = (tmp_path / ("scratch" if is_linked else name) for name in ("runs", "out"))
+    request = wire.SubmitRequest(client_token="t", job_file=JOB, name="job")
+    submitted = check_submission(request, "ann", tmp_path)
+    assert (submitted.job.folder, submitted.run_folders) == ("", str(runs / "job"))
+    request.overrides.append("job_dir=out/a")
+    submitted = check_submission(request, "ann", tmp_path)
+    assert (submitted.job.folder, submitted.run_folders) == (str(out / "a"), "")
+
+
+async def test_place_of_a_gone_caller_is_held_while_its_file_is_read(reader, tmp_path):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await reader.read(REQUEST, "ann", tmp_path)
+    queued = asyncio.create_task(reader.read(REQUEST, "ann", tmp_path))
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceBusy):
+        await reader.read(REQUEST, "ann", tmp_path)
+    reader.free.set()
+    with pytest.raises(InvalidJob):
+        await queued
+    await asyncio.to_thread(until, lambda: not reader._waiting._held)
+
+
+async def test_process_and_thread_read_alike(tmp_path):
+    readers = [SubmissionReader(), SubmissionReader(in_a_process)]
+    submitted = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
+    for reader in readers:
+        reader.close()
+    assert repr(submitted[0]) == repr(submitted[1]) and submitted[0].job.owner == "ann"
+
+
+def test_places_are_those_of_a_caller_and_come_back():
+    limit = CallLimit(2, "calls")
+    with limit.hold("ann"), limit.hold("bob"):
+        with limit.hold("ann"), pytest.raises(ServiceBusy, match="'ann' has 2 calls, the limit"):
+            limit.hold("ann").__enter__()
+        with limit.hold("ann"):
+            pass
+    assert not limit._held
+
+
+# -- random job files and messages ------------------------------------------------------------------------------------
+
+
+EACH_S = 1.0  # of processor time: how long it takes depends on what else the machine does
+LONG_S = 20.0
+LENGTHS = [pytest.param(1.2, id="short"), pytest.param(LONG_S, marks=pytest.mark.slow, id="long")]
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+words = st.sampled_from(
+    ["name", "trainer", "workload", "actor", "config", "env", "class", "${a}", "${oc.env:A}", "../x"]
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | words
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words | st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def cpu_s_of(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def fuzz(strategy, check, for_s, cpu_s=time.process_time):
+    """Try examples of ``strategy`` for some seconds, each within its processor time; a failure shows its seed."""
+    until_s = time.monotonic() + for_s
+    number = 0
+    while time.monotonic() < until_s:
+        number += 1
+
+        @seed(number)
+        @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+        @given(strategy)
+        def once(value):
+            began_s = cpu_s()
+            check(value)
+            assert cpu_s() - began_s < EACH_S
+
+        once()
+
+
+def loads(text):
+    try:
+        assert isinstance(load_job_text(text, "fuzzed"), JobSpec)
+    except InvalidJob as error:
+        assert error.errors and str(error)
+
+
+@st.composite
+def spoilt(draw, text):
+    """The text with pieces taken out, doubled, or replaced."""
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    letters = list(text)
+    for _ in range(generator.randint(1, 6)):
+        at = generator.randrange(len(letters))
+        match generator.randrange(4):
+            case 0:
+                del letters[at : at + generator.randint(1, 20)]
+            case 1:
+                letters[at:at] = letters[at : at + generator.randint(1, 40)]
+            case 2:
+                letters[at] = generator.choice(string.printable + "\0\x7f\u2028\ud800&*!|>%@`")
+            case 3:
+                letters[at:at] = generator.choice(
+                    ["!!python/object:os.system ", "&a ", "*a", "<<: ", "{", "[", "${", "? "]
+                )
+        letters = letters or ["x"]
+    return "".join(letters)
+
+
+@pytest.mark.parametrize("for_s", LENGTHS)
+@pytest.mark.parametrize(
+    "strategy", [st.text(max_size=200), spoilt(JOB), trees.map(yaml.safe_dump)], ids=["text", "spoilt", "trees"]
+)
+def test_loader_takes_or_refuses_any_text(strategy, for_s):
+    fuzz(strategy, loads, for_s)
+
+
+requests = st.builds(
+    dict,
+    client_token=st.text(max_size=10) | st.just("token"),
+    name=st.text(max_size=10) | words | st.just("job"),
+    job_file=spoilt(JOB) | st.text(max_size=50).filter(lambda text: text.isprintable()),
+    overrides=st.lists(words | st.text(max_size=20), max_size=3),
+    folder=st.text(max_size=20) | words,
+    priority=st.integers(-(2**31), 2**31 - 1),
+)
+
+
+@pytest.mark.parametrize("for_s", LENGTHS)
+def test_a_submission_is_taken_or_refused(tmp_path, for_s):
+    def check(fields):
+        try:
+            request = wire.SubmitRequest(**fields)
+        except (ValueError, UnicodeEncodeError):
+            return  # not UTF-8: no client can send it
+        try:
+            assert isinstance(check_submission(request, "ann", tmp_path), SubmitJob)
+        except DLRoverRLError as error:
+            assert isinstance(error, InvalidJob)
+
+    fuzz(requests, check, for_s)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def service(tmp_path):
+    with serving(tmp_path, steps=2) as running:
+        yield running
+
+
+@pytest.fixture
+def ask(service):
+    """Ask a method with any bytes: the code of the refusal and its details."""
+    metadata = (("authorization", f"Bearer {service.token}"),)
+    with grpc.insecure_channel(service.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+
+        def ask(method, body):
+            call = channel.unary_stream if method.server_streaming else channel.unary_unary
+            try:
+                answer = call(f"/{SERVICE.full_name}/{method.name}")(body, metadata=metadata, timeout=30)
+                if method.server_streaming:
+                    next(answer, None)
+                    answer.cancel()
+            except grpc.RpcError as error:
+                return error.code(), error.details()
+            return None, ""
+
+        yield ask
+
+
+@pytest.mark.slow
+def test_random_bytes_are_no_internal_error_of_any_method(service, ask):
+    def check(example):
+        code, details = ask(*example)
+        assert code is None or code in REFUSALS, details
+
+    methods = st.sampled_from([each for each in SERVICE.methods if each.name not in ("Wait", "Watch")])
+    fuzz(st.tuples(methods, st.binary(max_size=60)), check, LONG_S, lambda: cpu_s_of(service.process.pid))
+    with service.client() as client:
+        assert client.submit(JOB, name="after").name == "after"
+
+
+@pytest.mark.slow
+def test_huge_messages_are_refused_by_a_live_service(service, ask):
+    for size in (MAX_MESSAGE + 1, 100_000_000):
+        code, details = ask(SERVICE.methods_by_name["Submit"], bytes(size))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and len(details.splitlines()) == 1
+    with service.client() as client:
+        assert client.list_jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("config: {" + ", ".join(f"k{n}: 1" for n in range(1_000_000)) + "}", "bytes"),
+        ("config: !!python/object/apply:os.system [id]", "tag"),
+        ("config: {a: '${oc.env:HOME}'}", "oc.env"),
+        ("x: " + "[" * 20_000 + "]" * 20_000, "deep"),
+        ("a: &a [1,1]\n" + "\n".join(f"b{n}: [*a, *a]" for n in range(200)), "alias"),
+    ],
+    ids=["keys", "tag", "resolver", "deep", "aliases"],
+)
+def test_hostile_job_files_are_refused_within_a_second(text, words):
+    base = "trainer: {module: m, class: T}\nworkload: {actor: {module: m, class: A}}\n"
+    began_s = time.process_time()
+    with pytest.raises(InvalidJob) as caught:
+        load_job_text(base + text, "job")
+    assert time.process_time() - began_s < EACH_S
+    (error,) = caught.value.errors
+    assert words in str(error) and len(str(error).splitlines()) == 1
+
+
+# -- any text in a message --------------------------------------------------------------------------------------------
+
+
+TEXT = "the model wrote \ud83d"
+
+
+def test_half_of_an_emoji_hides_no_job():
+    record = JobRecord("j", "r", "o", "t", reason=TEXT, detail=TEXT, activity=TEXT)
+    message = job_message(record)
+    assert {message.reason, message.detail, message.activity} == {"the model wrote ?"}
+    event = event_message(JobEvent(1, 0.0, "j", "r", "step", TEXT, metrics={TEXT: 1.0}))
+    assert (event.message, dict(event.metrics)) == ("the model wrote ?", {"the model wrote ?": 1.0})
+    assert details_of(CallError(TEXT)) == "the model wrote ?"
+
+
+@pytest.mark.parametrize("text", [TEXT, "the model wrote \udcff"])
+def test_a_cause_has_valid_text(text):
+    cause = Cause(CauseKind.USER_ERROR, "trainer", text, text)
+    assert (cause.message, cause.detail) == ("the model wrote ?", "the model wrote ?")
