@@ -2,7 +2,6 @@
 """Contract of every train engine in a single process besides its steps: refusals, states, offloading."""
 
 import dataclasses
-import functools
 import gc
 import math
 
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from dlrover.python.rl.common.errors import DLRoverRLError, EngineError
-from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from tests.support.plain_engine import (
@@ -24,11 +22,9 @@ from tests.support.plain_engine import (
     assert_close,
     make_batch,
     start_weights,
-    write_model,
 )
-from tests.support.processes import run
-from tests.support.train_cases import ENGINES, Case, named, parameters
-from tests.support.train_exercise import digest, make_engine, share, train, weights_of
+from tests.support.train_cases import ENGINES, Case, parameters
+from tests.support.train_exercise import digest, make_engine, saved, share, train, weights_of
 
 BAD = {
     "loss": lambda outputs, columns: (outputs.sum() * math.nan, {}),
@@ -53,12 +49,6 @@ def refusal(act):
     return "", ""
 
 
-def saved(state):
-    """Through bytes and back, as a commit goes."""
-    skeleton, buffers = state_tree.dump(state)
-    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
-
-
 def live_bytes():
     """Count the bytes of all tensors of this process."""
     gc.collect()
@@ -72,7 +62,7 @@ def whole_storage(tensor):
 
 
 def memory_of(engine, rank, before):
-    """Bytes that it says it holds after a step, that it holds, and that are left of it when it is released."""
+    """Count the bytes that it reports after a step, that it holds, and that are left when it is released."""
     train(engine, rank, [0])
     reported, measured = sum(engine.footprint().values()), live_bytes() - before
     engine.meta()
@@ -84,7 +74,7 @@ def broken(outputs, columns):
 
 
 def alone(rank, world_size, port, case, path, folder):
-    """All of it in one process."""
+    """Everything that the tests compare."""
 
     def make(**changes):
         return make_engine(case, rank, port, path, **changes)
@@ -105,8 +95,8 @@ def alone(rank, world_size, port, case, path, folder):
     result |= checkpoints(engine, case, make, folder)
     if case.engine in ALIKE:
         result["elsewhere"] = elsewhere(engine, make_engine(Case("fsdp2"), rank, port, path), rank, folder)
-    result["option"] = refusal(lambda: make(backend={"zero_stge": 2, "cpu_shimm": True}))
-    result["sizes"] = refusal(lambda: make(parallel=ParallelSizes(tensor_parallel_size=3)))
+    result["an unknown option"] = refusal(lambda: make(backend={"zero_stge": 2, "cpu_shimm": True}))
+    result["sizes of other ranks"] = refusal(lambda: make(parallel=ParallelSizes(tensor_parallel_size=3)))
     engine.close()
     first.close()
     return result
@@ -144,7 +134,7 @@ def there_and_back(engine):
     state = saved(engine.state_dict())
     result = {"on": step()}
     engine.meta()
-    result["released"] = engine.place(), engine.footprint(), refusal(engine.publish)
+    result["released"], result["a call after meta"] = (engine.place(), engine.footprint()), refusal(engine.publish)
     engine.load_state_dict(state)
     return {**result, "again": step()}
 
@@ -173,16 +163,16 @@ def frozen(engine, follower):
     follower.receive(published)
     return {
         "frozen": (follower.version, follower.publish().stamp == published.stamp, sorted(follower.footprint())),
-        "step": refusal(lambda: follower.step(make_batch(0), EntropyLoss())),
-        "wrong state": refusal(lambda: follower.load_state_dict(engine.state_dict())),
+        "a step of a frozen engine": refusal(lambda: follower.step(make_batch(0), EntropyLoss())),
+        "a state of another kind": refusal(lambda: follower.load_state_dict(engine.state_dict())),
     }
 
 
 def checkpoints(engine, case, make, folder):
     engine.save_checkpoint(folder / "checkpoint")
     result = {
-        "nowhere": refusal(lambda: engine.save_checkpoint(folder / "saved" / "config.json" / "checkpoint")),
-        "nothing": refusal(lambda: engine.load_checkpoint(folder / "nothing")),
+        "a folder in a file": refusal(lambda: engine.save_checkpoint(folder / "saved" / "config.json" / "checkpoint")),
+        "no checkpoint": refusal(lambda: engine.load_checkpoint(folder / "nothing")),
     }
     if case.engine == "deepspeed":
         other = make(backend={"zero_stage": 1 + case.backend["zero_stage"] % 3})
@@ -198,60 +188,64 @@ def elsewhere(engine, other, rank, folder):
     return other.version, weights_of(engine), weights_of(other)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("alone") / "T")
+every_case = pytest.mark.parametrize("case", cases())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("folders")
+@pytest.fixture
+def result(case, ranks_of):
+    return ranks_of(alone, case)[0]
 
 
-@pytest.fixture(scope="module")
-def results_of(model_path, folder):
-    @functools.cache
-    def of(case_name):
-        (result,) = run(1, alone, named(case_name), model_path, folder / case_name)
-        return result
+REFUSALS = {
+    "loss": ("NonFiniteUpdate", "the loss is nan"),
+    "gradient": ("NonFiniteUpdate", "the gradient norm is nan (first in: model.embed"),
+    "no room": ("OutOfDeviceMemory", "10,000 bytes are in use"),
+    "a call after meta": ("EngineError", "load_state_dict"),
+    "a step of a frozen engine": ("EngineError", "a frozen engine (no optimizer) cannot take a step"),
+    "a state of another kind": ("EngineError",),
+    "a folder in a file": ("EngineError", "cannot be written: "),
+    "no checkpoint": ("EngineError", "no checkpoint at "),
+    "sizes of other ranks": ("EngineError", "tensor_parallel_size", "3"),
+}
 
-    return of
+
+@pytest.mark.feature(51)
+@pytest.mark.parametrize("refused", REFUSALS)
+@every_case
+def test_requests_that_cannot_be_met_are_refused(case, result, refused):
+    (wanted, *words), (kind, message) = REFUSALS[refused], result[refused]
+    assert kind == wanted
+    assert all(word in message for word in words)
 
 
-@pytest.mark.parametrize("case", cases())
-def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, results_of):
-    result = results_of(case.name)
-    for name, message in (("loss", "the loss is nan"), ("gradient", "the gradient norm is nan (first in: model.embed")):
-        kind, text = result[name]
-        assert kind == "NonFiniteUpdate"
-        assert message in text
+@every_case
+def test_refused_updates_and_failed_writes_change_nothing(case, result, folder):
     assert result["before"] == result["after"]
     assert result["on"][0].grad_norm < math.inf
+    assert not [entry for entry in (folder / case.name).iterdir() if entry.name.startswith(".")]
+    assert not result["met"], "an engine that does not fit leaves its ranks, and another one can be made"
 
 
-@pytest.mark.parametrize("case", cases())
-def test_so_many_in_a_row_are_skipped_if_asked_and_change_nothing(case, results_of):
-    *first, one, another, end = results_of(case.name)["skipped"]
+@every_case
+def test_nonfinite_updates_are_skipped_up_to_a_limit(case, result):
+    *first, one, another, end = result["skipped"]
     first, start = first[:-1], first[-1]
-    for result in (*first, one, another):
-        assert (result.skipped, math.isnan(result.loss), math.isnan(result.grad_norm)) == (True, True, True)
-        assert result.lr > 0
+    for step in (*first, one, another):
+        assert (step.skipped, math.isnan(step.loss), math.isnan(step.grad_norm)) == (True, True, True)
+        assert step.lr > 0
     assert (start, end) == ((True, 0), (True, 1))
 
 
 @pytest.mark.feature(20)
-@pytest.mark.parametrize("case", cases())
-def test_released_and_restored_it_goes_on_bit_for_bit(case, results_of):
-    result = results_of(case.name)
-    place, footprint, (kind, message) = result["released"]
-    assert (place, footprint, kind) == ("meta", {}, "EngineError")
-    assert "load_state_dict" in message
+@every_case
+def test_a_released_engine_continues_from_its_state_bit_for_bit(case, result):
+    assert result["released"] == ("meta", {})
     assert result["again"] == result["on"]
 
 
-@pytest.mark.parametrize("case", cases())
-def test_what_is_saved_is_the_model_in_hugging_face_format(case, results_of, folder):
-    weights = results_of(case.name)["weights"]
+@every_case
+def test_the_saved_model_is_in_hugging_face_format(case, result, folder):
+    weights = result["weights"]
     model = AutoModelForCausalLM.from_pretrained(folder / case.name / "saved", dtype=torch.float32)
     loaded = dict(model.named_parameters())
     assert loaded.keys() == weights.keys()
@@ -259,28 +253,23 @@ def test_what_is_saved_is_the_model_in_hugging_face_format(case, results_of, fol
 
 
 @pytest.mark.feature(107)
-@pytest.mark.parametrize("case", cases())
-def test_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, results_of):
-    result = results_of(case.name)
+@every_case
+def test_a_frozen_engine_takes_weights_and_has_no_optimizer(case, result):
     assert result["frozen"] == (3, True, ["weights"])
-    assert result["step"] == ("EngineError", "a frozen engine (no optimizer) cannot take a step")
-    assert result["wrong state"][0] == "EngineError"
 
 
 @pytest.mark.feature(54)
-@pytest.mark.parametrize("case", cases())
-def test_recomputed_activations_give_the_same_steps(case, results_of):
-    steps = results_of(case.name)["steps"]
-    (reports, weights, *_), (again, recomputed_weights, *_) = steps["plain"], steps["recomputed"]
+@every_case
+def test_recomputed_activations_give_the_same_steps(case, result):
+    (reports, weights, *_), (again, recomputed_weights, *_) = (result["steps"][way] for way in ("plain", "recomputed"))
     assert reports == again
     assert all(np.array_equal(weights[name], recomputed_weights[name]) for name in weights)
 
 
 @pytest.mark.feature(53)
-@pytest.mark.parametrize("case", cases())
-def test_bf16_steps_are_near_and_the_weights_are_float32(case, results_of, model_path):
-    steps = results_of(case.name)["steps"]
-    (reports, weights, *_), (near, bf16_weights, types, _) = steps["plain"], steps["bf16"]
+@every_case
+def test_bf16_steps_are_near_and_the_weights_are_float32(case, result, model_path):
+    (reports, weights, *_), (near, bf16_weights, types, _) = (result["steps"][way] for way in ("plain", "bf16"))
     assert types == {"torch.float32"}
     for exact, rough in zip(reports, near, strict=True):
         assert rough.loss == pytest.approx(exact.loss, rel=0.02)
@@ -289,41 +278,22 @@ def test_bf16_steps_are_near_and_the_weights_are_float32(case, results_of, model
     assert 1e-3 < apart(bf16_weights, weights, start_weights(model_path)) < 0.1
 
 
-@pytest.mark.parametrize("case", cases())
-def test_an_engine_that_does_not_fit_leaves_its_ranks_and_another_one_can_be_made(case, results_of):
-    result = results_of(case.name)
-    kind, message = result["no room"]
-    assert kind == "OutOfDeviceMemory"
-    assert "10,000 bytes are in use" in message
-    assert not result["met"]
-
-
 @pytest.mark.feature(20)
-@pytest.mark.parametrize("case", cases())
-def test_what_is_held_is_told_and_nothing_is_left_of_it(case, results_of):
-    reported, measured, left = results_of(case.name)["memory"]
+@every_case
+def test_the_footprint_is_the_bytes_held_and_meta_frees_them(case, result):
+    reported, measured, left = result["memory"]
     assert abs(measured - reported) < 0.05 * reported
     assert left < 0.05 * reported
 
 
-@pytest.mark.parametrize("case", cases())
-def test_a_state_can_be_loaded_in_host_memory(case, results_of):
-    assert all(same for *_, same in results_of(case.name)["steps"].values())
-
-
-@pytest.mark.parametrize("case", cases())
-def test_a_checkpoint_that_cannot_be_written_or_is_not_there_is_an_error(case, results_of, folder):
-    result = results_of(case.name)
-    for name, message in (("nowhere", "cannot be written: "), ("nothing", "no checkpoint at ")):
-        kind, text = result[name]
-        assert kind == "EngineError"
-        assert message in text
-    assert not [entry for entry in (folder / case.name).iterdir() if entry.name.startswith(".")]
+@every_case
+def test_a_state_can_be_loaded_in_host_memory(case, result):
+    assert all(same for *_, same in result["steps"].values())
 
 
 @pytest.mark.parametrize("case", cases(("deepspeed",)))
-def test_a_checkpoint_of_another_stage_is_refused_with_both(case, results_of):
-    kind, message = results_of(case.name)["stage"]
+def test_a_checkpoint_of_another_stage_is_refused_with_both(case, result):
+    kind, message = result["stage"]
     stage = case.backend["zero_stage"]
     assert kind == "EngineError"
     assert f"is of layout [1, 1, 1, 1, 1, {stage}]" in message
@@ -331,25 +301,16 @@ def test_a_checkpoint_of_another_stage_is_refused_with_both(case, results_of):
 
 
 @pytest.mark.parametrize("case", cases(ALIKE))
-def test_fsdp2_goes_on_from_its_checkpoint(case, results_of):
-    version, own, fsdp2_weights = results_of(case.name)["elsewhere"]
+def test_fsdp2_continues_from_the_checkpoint(case, result):
+    version, own, fsdp2_weights = result["elsewhere"]
     assert version == 4
     assert_close(fsdp2_weights, own)
 
 
-@pytest.mark.parametrize("case", cases())
-def test_options_that_it_does_not_have_are_refused(case, results_of):
-    kind, message = results_of(case.name)["option"]
+@every_case
+def test_an_unknown_option_is_refused_with_the_nearest(case, result):
+    kind, message = result["an unknown option"]
     assert kind in ("EngineError", "InvalidJob")
     assert "zero_stge" in message
     if case.backend:
         assert f"did you mean '{next(iter(case.backend))}'?" in message
-
-
-@pytest.mark.feature(51)
-@pytest.mark.parametrize("case", cases())
-def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, results_of):
-    kind, message = results_of(case.name)["sizes"]
-    assert kind == EngineError.__name__
-    assert "3" in message
-    assert "tensor_parallel_size" in message
