@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed documents: each as if it were alone, in every kind of layer that can be packed."""
+"""Attention over packed documents, each as if it were alone; the engine's own norms and rotary embeddings."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.cpu_kernels import RmsNorm, Rotation, install_cpu_kernels
 from dlrover.python.rl.engine.model import attention
-from dlrover.python.rl.engine.model.attention import Documents, attend, can_pack
+from dlrover.python.rl.engine.model.attention import Documents, attend, can_pack, packed_attention
 from dlrover.python.rl.engine.model.loading import prepare_training
 
 SHAPE = {
@@ -44,14 +57,14 @@ def test_each_document_attends_to_itself_alone(lengths, window, heads):
     generator = torch.Generator().manual_seed(sum(lengths))
     query = torch.randn(1, 4, sum(lengths), 8, generator=generator)
     key, value = torch.randn(2, 1, heads, sum(lengths), 8, generator=generator)
-    found = attend(query, key, value, Documents(tuple(lengths)), window=window)
+    packed = attend(query, key, value, Documents(tuple(lengths)), window=window)
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     expected = torch.cat([slow(*part, window) for part in parts], dim=1)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(packed, expected, atol=1e-5)
 
 
 def logits(model, rows, packed):
-    """Of the rows one after the other: packed into one, or each by itself."""
+    """Compute the rows packed into one, or each by itself."""
     if not packed:
         return torch.cat([model(input_ids=torch.tensor(row)[None], use_cache=False).logits[0] for row in rows])
     positions = np.concatenate([np.arange(len(row)) for row in rows])
@@ -97,21 +110,17 @@ def test_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing
         assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
 
 
-def test_a_model_that_is_not_told_its_documents_is_refused():
-    model = MODELS["llama"]()
-    model.set_attn_implementation(attention.NAME)
+def test_layers_that_cannot_be_packed_are_refused():
+    unaware, capped = MODELS["llama"](), Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=4))
+    unaware.set_attn_implementation(attention.NAME)
+    capped.set_attn_implementation(attention.NAME)
     with pytest.raises(EngineError, match="LlamaAttention does not forward 'documents'"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
-
-
-def test_attention_of_another_kind_is_refused():
-    model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=4, attn_logit_softcapping=50.0))
-    model.set_attn_implementation(attention.NAME)
+        unaware(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
     with pytest.raises(EngineError, match="Gemma2Attention needs softcap"):
-        logits(model, [np.arange(4)], packed=True)
+        logits(capped, [np.arange(4)], packed=True)
 
 
-def test_models_with_layers_that_are_no_attention_are_not_packed():
+def test_models_with_other_layers_are_not_packed():
     model = MODELS["qwen2"]()
     model.config.layer_types = ["linear_attention", "full_attention"]
     assert not can_pack(model)
@@ -121,7 +130,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8, "fac
             "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}  # fmt: skip
 
 
-def test_models_whose_positions_depend_on_the_longest_row_are_not_packed():
+def test_models_with_dynamic_positions_are_not_packed():
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, max_position_embeddings=16, rope_parameters=LONGROPE, initializer_range=0.5)
     model = LlamaForCausalLM(config)
@@ -137,10 +146,90 @@ def test_models_whose_positions_depend_on_the_longest_row_are_not_packed():
 
 
 @pytest.mark.feature(143)
-def test_on_a_host_half_precision_is_left_to_pytorchs_own_attention(monkeypatch):
+def test_half_precision_on_a_host_uses_pytorchs_attention(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", None)
     query, key, value = torch.randn(3, 1, 4, 7, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found = attend(query, key, value, Documents((3, 4)))
+    packed = attend(query, key, value, Documents((3, 4)))
     parts = zip(*(tensor.split([3, 4], dim=2) for tensor in (query, key, value)), strict=True)
     expected = [torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
-    assert torch.allclose(found, torch.cat(expected, dim=2).transpose(1, 2), atol=2e-2)
+    assert torch.allclose(packed, torch.cat(expected, dim=2).transpose(1, 2), atol=2e-2)
+
+
+# -- kernels of a CPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 12), (2, 3, 5, 12), (12,)])
+def test_a_norm_has_the_librarys_values_and_gradients(shape):
+    generator = torch.Generator().manual_seed(0)
+    layer = Qwen2RMSNorm(12, eps=1e-3).double()
+    layer.weight.data.normal_(generator=generator)
+    hidden, outer = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    first, second = (hidden.clone().requires_grad_() for _ in range(2))
+    own = RmsNorm.apply(first, layer.weight, layer.variance_epsilon)
+    (own * outer).sum().backward()
+    by_weight, layer.weight.grad = layer.weight.grad, None
+    # The library computes in float32 whatever it is given.
+    plain = layer.weight * second / torch.sqrt(second.square().mean(-1, keepdim=True) + 1e-3)
+    (plain * outer).sum().backward()
+    assert torch.allclose(own, layer(hidden).double(), atol=1e-6)
+    for result, expected in ((own, plain), (first.grad, second.grad), (by_weight, layer.weight.grad)):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-12)
+
+
+def test_a_rotation_has_the_librarys_values_and_gradients():
+    generator = torch.Generator().manual_seed(0)
+    heads, outer = torch.randn(2, 2, 5, 3, 8, generator=generator, dtype=torch.float64)
+    cos, sin = torch.randn(2, 2, 5, 8, generator=generator, dtype=torch.float64)
+    first, second = (heads.clone().requires_grad_() for _ in range(2))
+    own = Rotation.apply(first, cos, sin)
+    plain = apply_rotary_pos_emb(second, second, cos, sin, unsqueeze_dim=2)[0]
+    by_own, by_plain = (torch.autograd.grad(one, x, outer)[0] for one, x in ((own, first), (plain, second)))
+    assert torch.allclose(own, plain, rtol=0, atol=1e-12)
+    assert torch.allclose(by_own, by_plain, rtol=0, atol=1e-12)
+
+
+OTHERS = {
+    "llama": MODELS["llama"],
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=4, sliding_window=4)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=4)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_own_kernels_give_a_packed_models_logits_and_gradients(kind):
+    torch.manual_seed(0)
+    model = OTHERS[kind]()
+    model.set_attn_implementation(attention.NAME)
+    ids = torch.randint(1, 50, (1, 9))
+    packed = {"position_ids": torch.tensor([[*range(6), *range(3)]]), "documents": Documents((6, 3))}
+
+    def computed():
+        model.zero_grad()
+        logits = model(ids, **packed, use_cache=False).logits
+        logits.square().sum().backward()
+        return [logits, *(parameter.grad for parameter in model.parameters())]
+
+    expected = computed()
+    install_cpu_kernels(model, packed_attention)
+    for result, wanted in zip(computed(), expected, strict=True):
+        assert torch.allclose(result, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_own_kernels_are_not_used_in_bf16():
+    torch.manual_seed(0)
+    ids = torch.randint(1, 50, (2, 9))
+    model = OTHERS["qwen3"]()
+    plain = model(ids).logits.detach()
+    low = model.bfloat16()(ids).logits.detach()
+    install_cpu_kernels(model, packed_attention)
+    assert torch.equal(model(ids).logits, low)
+    exact = model.float()(ids).logits
+    kinds = ("RMSNorm", "Attention")
+    assert not any(type(part).__name__.endswith(kinds) and "forward" not in vars(part) for part in model.modules())
+    assert torch.allclose(exact, plain, atol=0.02)
+
+
+def test_layers_of_another_kind_keep_the_librarys_kernels():
+    model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=4))
+    install_cpu_kernels(model, packed_attention)
+    assert not any("forward" in vars(part) for part in model.modules())
