@@ -40,4 +40,5 @@ def weights(engine, dtype=None):
 
 def bits(engine, dtype=None):
     """Each weight's type and bytes."""
-    return {name: (str(tensor.dtype), tensor.float().numpy().tobytes()) for name, tensor in engine.named_weights(dtype)}
+    tensors = weights(engine, dtype)
+    return {name: (str(tensor.dtype), tensor.float().numpy().tobytes()) for name, tensor in tensors.items()}

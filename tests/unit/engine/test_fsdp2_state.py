@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train engine's state: saved, and gone on from, bit for bit."""
+"""The train engine's state, from which it continues bit for bit, and the folder of a checkpoint."""
 
 import random
 
@@ -8,139 +8,94 @@ import pytest
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.ranks import get_random_state, set_random_state
+from dlrover.python.rl.engine.model.ranks import Ranks, get_random_state, set_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.training.backend import present, write_folder
+from tests.support.fsdp2_toys import step
+from tests.support.processes import run
+from tests.support.train_exercise import digest, saved
 
 CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+def trainer(path, config=CONFIG):
+    return Fsdp2TrainEngine(path, config)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
-
-
-def step(engine, seed):
-    generator = np.random.default_rng(seed)
-    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
-    mask = [np.arange(len(row)) >= 2 for row in tokens]
-    batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
-    return engine.step(batch, lambda logprobs, columns: (-logprobs.sum() / 20, {}))
-
-
-def saved(state):
-    """Through bytes and back, as a checkpoint goes."""
-    skeleton, buffers = state_tree.dump(state)
-    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
-
-
-def bits(engine):
-    skeleton, buffers = state_tree.dump(engine.state_dict())
-    return skeleton, [bytes(buffer) for buffer in buffers]
-
-
-@pytest.mark.parametrize("before", [0, 1, 4])
 @pytest.mark.parametrize("used", [0, 2])
-def test_a_restored_engine_goes_on_bit_for_bit(model_path, before, used):
-    undisturbed = Fsdp2TrainEngine(model_path, CONFIG)
-    for seed in range(before):
-        step(undisturbed, seed)
-    state = saved(undisturbed.state_dict())
-    restored = Fsdp2TrainEngine(model_path, CONFIG)
-    for seed in range(used):  # It may have gone on, and be taken back.
+def test_a_restored_engine_continues_bit_for_bit(model_path, used):
+    undisturbed, restored = trainer(model_path), trainer(model_path)
+    step(undisturbed, 0)
+    state, start = saved(undisturbed.state_dict()), digest(undisturbed)
+    for seed in range(used):  # It may have continued, and be taken back.
         step(restored, seed + 100)
     restored.load_state_dict(state)
-    assert restored.version == before
-    assert bits(restored) == bits(undisturbed)
-    for seed in range(before, before + 4):
+    assert (restored.version, digest(restored)) == (1, start)
+    for seed in range(1, 5):
         assert step(restored, seed) == step(undisturbed, seed)
-    assert bits(restored) == bits(undisturbed)
-
-
-def test_a_restored_engine_shares_no_memory_with_the_state(model_path):
-    engine = Fsdp2TrainEngine(model_path, CONFIG)
-    step(engine, 0)
-    state = saved(engine.state_dict())
-    kept = bits(engine)
-    engine.load_state_dict(state)
-    step(engine, 1)
-    engine.load_state_dict(state)
-    assert bits(engine) == kept
-
-
-def test_a_frozen_engine_has_a_state_too(model_path):
-    trained, frozen = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
-    frozen.load_state_dict(saved(Fsdp2TrainEngine(model_path, None).state_dict()))
-    with pytest.raises(EngineError, match="does not fit a frozen engine"):
-        frozen.load_state_dict(trained.state_dict())
+    assert digest(restored) == digest(undisturbed)
+    restored.load_state_dict(state)
+    assert digest(restored) == start, "it shares no memory with the state"
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(model_path, tmp_path):
-    wider = Fsdp2TrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
-    engine = Fsdp2TrainEngine(model_path, CONFIG)
-    kept = bits(engine)
+    wider = trainer(write_tiny_model(tmp_path / "wide", hidden=48, layers=1))
+    engine = trainer(model_path)
+    before = digest(engine)
     with pytest.raises(WeightSyncError, match=r"another model: .*layers\.1.* is missing; .* has shape"):
         engine.load_state_dict(wider.state_dict())
     state = engine.state_dict()
     state["optimizer"]["lm_hed"] = {}
     with pytest.raises(WeightSyncError, match="the optimizer's 'lm_hed' is unknown"):
         engine.load_state_dict(state)
-    assert bits(engine) == kept
+    assert digest(engine) == before
 
 
-def test_a_checkpoint_on_disk_brings_back_all_and_the_random_state(model_path, tmp_path):
-    engine = Fsdp2TrainEngine(model_path, CONFIG)
+def test_a_checkpoint_brings_back_state_and_random_numbers(model_path, tmp_path):
+    engine = trainer(model_path)
     step(engine, 0)
     for _ in range(2):  # The second one takes the first one's place.
         engine.save_checkpoint(tmp_path / "kept")
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
-    kept, drawn = bits(engine), [random.random(), np.random.random(), float(torch.rand(()))]
+    before, numbers = digest(engine), [random.random(), np.random.random(), float(torch.rand(()))]
     step(engine, 1)
     engine.load_checkpoint(tmp_path / "kept")
-    assert (bits(engine), engine.version) == (kept, 1)
-    assert [random.random(), np.random.random(), float(torch.rand(()))] == drawn
+    assert (digest(engine), engine.version) == (before, 1)
+    assert [random.random(), np.random.random(), float(torch.rand(()))] == numbers
     engine.meta()
     engine.load_checkpoint(tmp_path / "kept")
-    assert bits(engine) == kept
+    assert digest(engine) == before
 
 
-def test_a_write_that_was_killed_leaves_the_old_checkpoint_and_the_next_one_cleans_up(model_path, tmp_path):
-    engine = Fsdp2TrainEngine(model_path, CONFIG)
+def test_a_killed_write_leaves_the_old_checkpoint(model_path, tmp_path):
+    engine = trainer(model_path)
     step(engine, 0)
     engine.save_checkpoint(tmp_path / "kept")
-    kept = bits(engine)
+    before = digest(engine)
     # Killed after it had moved the old one aside, before the new one was in its place.
     (tmp_path / "kept").rename(tmp_path / ".kept.old-0123")
     (tmp_path / ".kept.new-4567").mkdir()
     step(engine, 1)
     engine.load_checkpoint(tmp_path / "kept")
-    assert bits(engine) == kept
+    assert digest(engine) == before
     engine.save_checkpoint(tmp_path / "kept")
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
     engine.load_checkpoint(tmp_path / "kept")
-    assert bits(engine) == kept
+    assert digest(engine) == before
 
 
-def test_a_checkpoint_that_is_not_there_or_of_something_else_is_refused(model_path, tmp_path):
-    engine = Fsdp2TrainEngine(model_path, CONFIG)
-    with pytest.raises(EngineError, match="no checkpoint at '.*nothing'"):
-        engine.load_checkpoint(tmp_path / "nothing")
+def test_a_checkpoint_of_another_model_is_refused(model_path, tmp_path):
+    engine = trainer(model_path)
     engine.save_checkpoint(tmp_path / "kept")
-    wider = Fsdp2TrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
-    kept = bits(wider)
+    wider = trainer(write_tiny_model(tmp_path / "wide", hidden=48, layers=1))
+    before = digest(wider)
     with pytest.raises(EngineError, match=r"of another model: it has model/model\.embed_tokens\.weight of shape"):
         wider.load_checkpoint(tmp_path / "kept")
     with pytest.raises(EngineError, match=r"of another model: it also has optimizer/"):
-        Fsdp2TrainEngine(model_path, None).load_checkpoint(tmp_path / "kept")
-    assert bits(wider) == kept
+        trainer(model_path, None).load_checkpoint(tmp_path / "kept")
+    assert digest(wider) == before
 
 
 def test_all_random_states_come_back():
@@ -153,3 +108,51 @@ def test_all_random_states_come_back():
     assert draw() != first
     set_random_state(state)
     assert draw() == first
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def write_twice(rank, world_size, port, path):
+    """The second time rank 1 finds the disk full."""
+    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=60))
+    results = []
+    for content in ("first", "second"):
+
+        def write(folder, content=content):
+            if (rank, content) == (1, "second"):
+                raise OSError(28, "No space left on device")
+            (folder / str(rank)).write_text(content)
+
+        try:
+            write_folder(path, ranks, write)
+        except EngineError as error:
+            results.append(str(error))
+        results.append(sorted((file.name, file.read_text()) for file in path.iterdir()))
+    ranks.close()
+    return results
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_write_leaves_the_old_folder(tmp_path):
+    path = tmp_path / "kept"
+    first = [("0", "first"), ("1", "first")]
+    error = f"rank 1: the checkpoint '{path}' cannot be written: [Errno 28] No space left on device"
+    assert run(2, write_twice, path) == [[first, error, first]] * 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folders_name_is_no_pattern(tmp_path):
+    write_folder(tmp_path / "a[1]*", Ranks(), lambda folder: None)
+    (tmp_path / ".a1.old-0").mkdir()
+    (tmp_path / "a[1]*").rename(tmp_path / ".a[1]*.old-1")
+    assert present(tmp_path / "a[1]*").name == ".a[1]*.old-1"
+
+
+def test_the_last_folder_moved_away_is_the_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "kept"
+    monkeypatch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # killed before it removed anything
+    for content in "0123456789":
+        write_folder(path, Ranks(), lambda folder, content=content: (folder / "content").write_text(content))
+    path.rename(tmp_path / "gone")
+    assert (present(path) / "content").read_text() == "8"
