@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters on every engine that has them: trained alone, merged on their way out, silenced for a reference."""
 
-import functools
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
+from dlrover.python.rl.engine.api.weights import UP, Adapters, take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.training.adapters import ADAPTER
 from tests.support.plain_engine import TEMPERATURE, assert_close, start_weights
@@ -223,17 +222,25 @@ def rising(scores, columns):
     return -scores.sum(), {}
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "score")])
 @pytest.mark.parametrize(
     "engine", ["fsdp2", pytest.param("deepspeed", marks=[pytest.mark.slow, pytest.mark.needs("deepspeed")])]
 )
-def test_a_new_head_is_trained_beside_the_adapters(engine, model_path):
-    make = functools.partial(engine_class(TRAIN_ENGINES, engine), model_path, OptimizerConfig(lr=1e-2))
-    trained, other = (make(TrainSettings(lora=LORA, head="token")) for _ in range(2))
+def test_a_new_head_is_trained_beside_the_adapters(engine, targets, model_path):
+    make, settings = (
+        engine_class(TRAIN_ENGINES, engine),
+        TrainSettings(lora=replace(LORA, targets=targets), head="token"),
+    )
+    trained, other = (make(model_path, OptimizerConfig(lr=1e-2), settings) for _ in range(2))
     before = {name: tensor.clone() for name, tensor in trained.named_weights()}
+    adapters = dict(trained.named_adapters())
+    assert len(adapters) == 2 * 2 + 2 * ("score" in targets)
+    assert all((tensor == 0).all() == name.endswith(UP) for name, tensor in adapters.items())
     trained.step(share(trained, 0, 0), rising)
     after = dict(trained.named_weights())
     assert not torch.equal(after["score.weight"], before["score.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert trained.adapter_scale is None, "alone, adapters would leave the trained head behind"
     other.load_state_dict(saved(trained.state_dict()))
     assert all(torch.equal(tensor, after[name]) for name, tensor in other.named_weights())
 
@@ -268,14 +275,21 @@ def test_a_state_of_other_adapters_is_refused(other, of_all_ranks, model_path):
         trainer(model_path).load_state_dict(state)
 
 
+SAME = [
+    (LoraSettings(), LoraSettings(targets=ALL)),
+    (LoraSettings(targets=ALL), LoraSettings()),
+    (LoraSettings(targets=("q_proj", "v_proj")), LoraSettings(targets=("v_proj", "q_proj", "q_proj"))),
+]
+
+
 @one_and_all
-def test_all_linear_and_a_list_of_all_have_the_same_states(of_all_ranks, model_path):
-    named, whole = (trainer(model_path, LoraSettings(targets=target)) for target in (LoraSettings().targets, ALL))
-    for one, other in ((named, whole), (whole, named)):
-        train(one, 0, [0])
-        load(other, saved(one.state_dict()), of_all_ranks)
-        pairs = zip(one.named_adapters(), other.named_adapters(), strict=True)
-        assert all(torch.equal(tensor, same) for (_, tensor), (_, same) in pairs)
+@pytest.mark.parametrize(("lora", "same"), SAME, ids=["a list and all", "all and a list", "another order"])
+def test_targets_of_the_same_layers_have_the_same_states(lora, same, of_all_ranks, model_path):
+    one, other = trainer(model_path, lora), trainer(model_path, same)
+    train(one, 0, [0])
+    load(other, saved(one.state_dict()), of_all_ranks)
+    pairs = zip(one.named_adapters(), other.named_adapters(), strict=True)
+    assert all(torch.equal(tensor, loaded) for (_, tensor), (_, loaded) in pairs)
 
 
 def test_a_state_fits_a_copy_of_its_model_and_no_other(model_path, tmp_path):
@@ -290,11 +304,6 @@ def test_a_state_fits_a_copy_of_its_model_and_no_other(model_path, tmp_path):
     refusal = f"other adapters: they were not trained on the weights of the model '{other}'"
     with pytest.raises(WeightSyncError, match=refusal):
         trainer(other, LORA).load_state_dict(state)
-
-
-def test_a_state_with_targets_in_another_order_is_loaded(model_path):
-    one, two = (LoraSettings(targets=targets) for targets in (("q_proj", "v_proj"), ("v_proj", "q_proj", "q_proj")))
-    trainer(model_path, two).load_state_dict(trainer(model_path, one).state_dict())
 
 
 def test_a_state_without_adapter_settings_is_loaded(model_path):

@@ -34,7 +34,7 @@ def one_thread():
 @pytest.mark.parametrize("trains", [(True, False), (True, True), (False, True)], ids=["log-probs", "both", "entropy"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 4, 13])
-def test_values_and_gradients_are_those_of_all_logits_at_once(count, trains, has_bias, rows):
+def test_chunks_have_the_values_and_gradients_of_all_logits(count, trains, has_bias, rows):
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     slopes, targets = (draw(TOKENS, count), draw(TOKENS)), torch.randint(VOCAB, (TOKENS, count), generator=generator)
@@ -57,8 +57,8 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(count, trains, has
         return logprobs[0], entropies
 
     chunks = outcome(compute)
-    for found, expected in zip(chunks, whole, strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    for result, expected in zip(chunks, whole, strict=True):
+        assert torch.allclose(result, expected, rtol=0, atol=1e-12)
 
 
 def batch_of(rows=6, length=20, candidates=0):
@@ -88,56 +88,55 @@ def train(model, settings=None, candidates=0):
     outputs = engine.evaluate(batch, 0.7, entropy=True)
     for _ in range(2):
         engine.step(batch, Loss(), 0.7)
-    found = [outputs.ragged(name).values for name in outputs.columns]
-    return [*found, *(tensor.detach().float().numpy().copy() for _, tensor in engine.named_weights())]
+    columns = [outputs.ragged(name).values for name in outputs.columns]
+    return [*columns, *(tensor.detach().float().numpy().copy() for _, tensor in engine.named_weights())]
 
 
 @pytest.mark.parametrize("candidates", [0, 2])
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"lora": LoraSettings(rank=2)}])
-def test_an_engine_trains_the_same_weights(tmp_path, monkeypatch, settings, candidates):
+def test_an_engine_trains_the_same_weights_by_chunks(tmp_path, monkeypatch, settings, candidates):
     if "lora" in settings:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64, rows=300)  # some are masked
     expected = train(model, TrainSettings(**settings), candidates)
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
-    for found, whole in zip(train(model, TrainSettings(**settings), candidates), expected, strict=True):
-        np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
+    for chunks, whole in zip(train(model, TrainSettings(**settings), candidates), expected, strict=True):
+        np.testing.assert_allclose(chunks, whole, rtol=0, atol=2e-6)
 
 
 def _steps(rank, world_size, port, model, precision, chunk, rows):
-    """On this rank's rows: the weights after two steps, and the warnings."""
+    """Take two steps on this rank's rows; return the weights and the warnings."""
     chunked_head.CHUNK_ELEMENTS = chunk
     settings = TrainSettings(precision=precision)
     rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=120)
     engine = Fsdp2TrainEngine(model, OptimizerConfig(name="sgd", lr=0.1), settings, rendezvous)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             engine.step(batch_of(rows).split(world_size)[rank], Loss(), 0.7)
-    named = [tensor.detach().numpy().copy() for _, tensor in engine.named_weights()]
+    weights = [tensor.detach().numpy().copy() for _, tensor in engine.named_weights()]
     engine.close()
-    return named, [str(one.message) for one in said if "FSDP" in str(one.message)]
+    return weights, [str(one.message) for one in caught if "FSDP" in str(one.message)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-4)])
-def test_ranks_that_shard_the_model_train_the_same_weights(tmp_path, precision, tolerance):
+def test_ranks_train_the_same_weights_by_chunks(tmp_path, precision, tolerance):
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64)
     chunks, whole = (run(2, _steps, model, precision, chunk, 6) for chunk in (7 * 300, 1 << 29))
-    for (found, said), (expected, _) in zip(chunks, whole, strict=True):
-        assert said == []
-        for one, other in zip(found, expected, strict=True):
+    for (weights, messages), (expected, _) in zip(chunks, whole, strict=True):
+        assert messages == []
+        for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
-def test_an_entropy_that_is_only_measured_has_no_gradient(tmp_path, monkeypatch):
-    """Else each step computes one of zeros."""
+def test_a_measured_entropy_has_no_gradient(tmp_path, monkeypatch):
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=64)
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
-    given, backward = [], chunked_head.ChunkedLogprobs.backward
+    needed, backward = [], chunked_head.ChunkedLogprobs.backward
 
     def noting(ctx, by_logprob, by_entropy):
-        given.append((by_logprob is not None, by_entropy is not None))
+        needed.append((by_logprob is not None, by_entropy is not None))
         return backward(ctx, by_logprob, by_entropy)
 
     class Measuring(Loss):
@@ -148,7 +147,7 @@ def test_an_entropy_that_is_only_measured_has_no_gradient(tmp_path, monkeypatch)
     engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3))
     assert engine.step(batch_of(), Measuring()).metrics["entropy"] > 0
     engine.step(batch_of(), Loss())
-    assert given == [(True, False), (True, True)]
+    assert needed == [(True, False), (True, True)]
 
 
 class Largest(TorchDispatchMode):
@@ -172,19 +171,19 @@ def test_no_more_logits_are_held_than_a_chunk_has(tmp_path, monkeypatch, tokens)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", tokens * vocabulary)
     engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3))
-    kept = []
+    sizes = []
 
     def note(tensor):
         if tensor.shape[-1:] == (vocabulary,) and len(tensor) != WEIGHTS:
-            kept.append(tensor.numel())
+            sizes.append(tensor.numel())
         return tensor
 
     with Largest(vocabulary) as seen, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         engine.step(batch_of(), Loss())
-    assert seen.elements == max(kept) == tokens * vocabulary
+    assert seen.elements == max(sizes) == tokens * vocabulary
 
 
-def test_a_model_that_changes_its_logits_computes_all_of_them():
+def test_a_model_with_changed_logits_has_no_chunks():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Gemma2Config(vocab_size=32, intermediate_size=16, head_dim=8, **small)
     assert ChunkedHead.of(Gemma2ForCausalLM(config)) is None

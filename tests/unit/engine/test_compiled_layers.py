@@ -10,13 +10,13 @@ from torch._dynamo.utils import counters
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
-from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine, compile_layers
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.fsdp2_toys import make_batch, token_loss
 from tests.support.processes import run
+from tests.support.train_exercise import weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that Dynamo looks at
 
@@ -34,7 +34,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """What is compiled is run by PyTorch's own kernels, without waiting for others."""
+    """Compiled code is run by PyTorch's own kernels, without waiting for others."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     counters.clear()
@@ -44,24 +44,21 @@ def without_kernels(monkeypatch):
 
 def make(path, compiled, rendezvous=None, **settings):
     backend = {"compile_layers": compiled}
-    made = TrainSettings(max_tokens_per_microbatch=40, backend=backend, **settings)
-    return Fsdp2TrainEngine(path, CONFIG, made, rendezvous)
+    settings = TrainSettings(max_tokens_per_microbatch=40, backend=backend, **settings)
+    return Fsdp2TrainEngine(path, CONFIG, settings, rendezvous)
 
 
 def batch_of(seed):
     """Rows of other lengths each time."""
-    generator = np.random.default_rng(seed)
-    tokens = [generator.integers(0, 256, length) for length in generator.integers(4, 30, 6 + seed)]
-    mask = [np.arange(len(row)) >= 2 for row in tokens]
-    return Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+    return make_batch(seed, np.random.default_rng(seed).integers(4, 30, 6 + seed))
 
 
 def step(engine, seed):
-    result = engine.step(batch_of(seed), lambda logprobs, columns: (-logprobs.sum() / 20, {}))
+    result = engine.step(batch_of(seed), token_loss)
     return result.loss, result.grad_norm
 
 
-def assert_results_are_those_without(path, **settings):
+def assert_results_are_equal(path, **settings):
     plain, compiled = make(path, False, **settings), make(path, True, **settings)
     assert [name for name, _ in compiled.named_weights()] == [name for name, _ in plain.named_weights()]
     for seed in STEPS:
@@ -75,23 +72,41 @@ def assert_results_are_those_without(path, **settings):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_one_compilation_is_for_all_layers_and_lengths_and_one_for_passes_without_gradients(model_path, recomputes):
-    assert_results_are_those_without(model_path, gradient_checkpointing=recomputes)
+def test_one_compilation_is_for_all_layers_and_lengths(model_path, recomputes):
+    """Another one is for passes without gradients."""
+    assert_results_are_equal(model_path, gradient_checkpointing=recomputes)
     assert GRAPHS <= counters["stats"]["unique_graphs"] < LAYERS * GRAPHS
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_compiled_layers_may_have_adapters(model_path, base):
+    pytest.importorskip("peft")
+    if base:
+        pytest.importorskip("bitsandbytes")
+    assert_results_are_equal(model_path, lora=LoraSettings(rank=4, quantize_base=base))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_kernels_give_the_same_steps(model_path, recomputes):
+    torch._dynamo.reset()
+    assert_results_are_equal(model_path, gradient_checkpointing=recomputes)
+
+
 def attention_calls(engine, monkeypatch):
-    """In a step."""
+    """Count the calls in a step."""
     calls, attend = [], attention.attend
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "attend", lambda *given: calls.append(None) or attend(*given))
+        patch.setattr(attention, "attend", lambda *args: calls.append(None) or attend(*args))
         step(engine, 0)
     return len(calls)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_kernels")
-def test_layers_are_recomputed_as_often_as_without(model_path, monkeypatch):
+def test_compiled_layers_are_recomputed_as_often(model_path, monkeypatch):
     once = attention_calls(make(model_path, True), monkeypatch)
     twice, plain = (
         attention_calls(make(model_path, compiled, gradient_checkpointing=True), monkeypatch)
@@ -100,54 +115,26 @@ def test_layers_are_recomputed_as_often_as_without(model_path, monkeypatch):
     assert twice == plain == 2 * once
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_kernels")
-def test_layers_may_have_adapters(model_path):
-    pytest.importorskip("peft")
-    assert_results_are_those_without(model_path, lora=LoraSettings(rank=4))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_kernels")
-def test_layers_may_be_in_4_bits(model_path):
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    assert_results_are_those_without(model_path, lora=LoraSettings(rank=4, quantize_base="nf4"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-def test_steps_of_compiled_kernels_are_those_without(model_path, settings):
-    torch._dynamo.reset()
-    assert_results_are_those_without(model_path, **settings)
-
-
 def shards(rank, world_size, port, path, compiled):
     engine = make(path, compiled, Rendezvous(rank, world_size, "127.0.0.1", port), gradient_checkpointing=True)
     with pytest.MonkeyPatch.context() as patch:
         calls = attention_calls(engine, patch)
     results = [step(engine, seed) for seed in STEPS]
-    found = calls, results, {name: tensor.numpy().copy() for name, tensor in engine.named_weights()}
+    outcome = calls, results, weights_of(engine)
     engine.close()
-    return found
+    return outcome
 
 
 @pytest.mark.slow
-def test_ranks_that_divide_the_model_may_compile_it(model_path):
+def test_ranks_that_shard_the_model_may_compile_it(model_path):
     plain, compiled = (run(2, shards, model_path, compiled) for compiled in (False, True))
-    for (calls, results, weights), (calls_without, wanted, others) in zip(compiled, plain, strict=True):
-        assert calls == calls_without
+    for (calls, results, weights), (plain_calls, wanted, expected) in zip(compiled, plain, strict=True):
+        assert calls == plain_calls
         assert np.allclose(results, wanted, rtol=1e-5)
-        assert all(np.allclose(weights[name], others[name], atol=1e-5) for name in others)
+        assert all(np.allclose(weights[name], expected[name], atol=1e-5) for name in expected)
 
 
-def test_ranks_that_split_matrices_may_not(model_path):
-    backend, sizes = {"compile_layers": True}, ParallelSizes(tensor_parallel_size=2)
-    with pytest.raises(EngineError, match="compile_layers needs tensor_parallel_size 1, not 2"):
-        Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(parallel=sizes, backend=backend))
-
-
-def test_a_model_that_does_not_name_its_layers_is_refused():
+def test_a_model_without_names_of_its_layers_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8))
     model._no_split_modules = None
     with pytest.raises(EngineError, match="GPT2LMHeadModel does not name its layers"):

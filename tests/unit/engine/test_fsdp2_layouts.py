@@ -6,8 +6,6 @@ The processes of a test group meet once and do everything in turn; each test loo
 
 import dataclasses
 import math
-import time
-from datetime import timedelta
 from importlib.util import find_spec
 
 import numpy as np
@@ -22,7 +20,6 @@ from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Ren
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2 import shards
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, run_updates
 from tests.support.fsdp2_toys import make_batch, share, step, token_loss
@@ -110,7 +107,7 @@ def on_two(rank, world_size, port, path):
     for name in ("tensor", "context"):
         results[f"{name}, read"] = read(make_engine(*place, SETTINGS[name], None))
     results |= {f"overlapped, {precision}": overlapped(*place, precision) for precision in ("fp32", "bf16")}
-    results |= {"uneven": uneven(*place), "dealt": dealt(*place), "late": late(ranks)}
+    results |= {"uneven": uneven(*place), "dealt": dealt(*place)}
     ranks.close()
     return results
 
@@ -287,26 +284,6 @@ def test_a_rank_without_a_row_takes_part_in_vocabulary_updates(two, model_path):
         assert all(np.abs(rank_ends[name] - ends[name]).max() < 1e-5 for name in ends if "k_proj.bias" not in name)
 
 
-def late(ranks):
-    """Let rank 0 wait for rank 1 among the ranks that shard the model; return its error and the seconds."""
-    grid = Grid.of(dataclasses.replace(ranks, timeout_s=1.0), ParallelSizes())
-    done = dist.distributed_c10d._get_default_store()
-    if ranks.rank == 1:
-        done.wait(["waited"], timedelta(seconds=120))
-        return "", 0.0
-    began = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        dist.all_reduce(torch.ones(1), group=grid.shards.get_group())
-    done.set("waited", "")
-    return str(caught.value), time.monotonic() - began
-
-
-def test_a_rank_waits_for_the_timeout_and_no_longer(two):
-    (message, waited), _ = two["late"]
-    assert "1000ms" in message
-    assert 0.9 < waited < 60
-
-
 # -- three and four processes -----------------------------------------------------------------------------------------
 
 
@@ -326,7 +303,6 @@ def on_four(rank, world_size, port, path):
     place = (rank, world_size, port, path)
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     results = {
-        "pairs": pairs(*place),
         "overlapped": overlapped(*place, "bf16"),
         "refused": refused(*place, settings(ParallelSizes(tensor_parallel_size=4))),
     }
@@ -337,25 +313,6 @@ def on_four(rank, world_size, port, path):
 
 def test_gradients_of_copied_shards_are_summed_during_the_pass(four, model_path):
     assert_overlapped(model_path, "bf16", four["overlapped"])
-
-
-PAIRS = make_batch(7, lengths=(8, 3, 5, 13, 4, 9))
-
-
-def pairs(rank, world_size, port, path):
-    """Three ranks have two rows each, and the last one none."""
-    engine = make_engine(rank, world_size, port, path, settings(), None)
-    rows = engine.evaluate(PAIRS.rows(2 * min(rank, 3), 2 * min(rank + 1, 3))).ragged("logprobs")
-    engine.close()
-    return [row.copy() for row in rows]
-
-
-@pytest.mark.feature(60)
-def test_three_pairs_over_four_ranks_come_back_in_order(four, model_path):
-    whole = alone(model_path, settings(), None).evaluate(PAIRS).ragged("logprobs")
-    assert [len(rows) for rows in four["pairs"]] == [2, 2, 2, 0]
-    for row, expected in zip((row for rows in four["pairs"] for row in rows), whole, strict=True):
-        assert np.allclose(row, expected, atol=1e-5)
 
 
 def refused(rank, world_size, port, path, settings):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of models and settings of the fsdp2 engine, and any module from the meta device: sources, names, buffers."""
 
-import copy
 import json
 import re
 import sys
@@ -14,12 +13,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     MambaConfig,
     MambaForCausalLM,
 )
@@ -28,24 +21,19 @@ from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
-from dlrover.python.rl.engine.api.weights import UP
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializeOptions, materialize
 from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.loading import TensorSource, write_atomically
-from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import empty_weights
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from tests.support.fsdp2_toys import make_batch, step, weights
-from tests.support.processes import run
+from tests.support.session_toys import TwoLayers, start
+from tests.support.torch_models import family_model
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
-
-
-@pytest.fixture
-def peft():
-    return pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+ALONE = Grid(Layout(), Layout(1, 0, 0, 0, 0))
 
 
 def logprobs_of(model, batch):
@@ -114,19 +102,6 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_path):
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("peft")
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "score"]])
-def test_a_new_head_is_trained_beside_adapters(model_path, targets):
-    settings = TrainSettings(head="token", lora=LoraSettings(rank=2, targets=targets))
-    critic = Fsdp2TrainEngine(model_path, CONFIG, settings)
-    before, adapters = weights(critic), dict(critic.named_adapters())
-    assert len(adapters) == 2 * 2 + 2 * ("score" in targets)
-    assert all((tensor == 0).all() == name.endswith(UP) for name, tensor in adapters.items())
-    step(critic)
-    assert not torch.equal(weights(critic)["score.weight"], before["score.weight"])
-    assert critic.adapter_scale is None, "alone, adapters would leave the trained head behind"
-
-
 def test_a_critic_is_saved_with_its_head_and_has_no_entropy(model_path, tmp_path):
     settings = TrainSettings(head="token")
     critic, again = Fsdp2TrainEngine(model_path, CONFIG, settings), Fsdp2TrainEngine(model_path, None, settings)
@@ -147,8 +122,8 @@ def test_a_critic_is_saved_with_its_head_and_has_no_entropy(model_path, tmp_path
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("peft")
 def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))
     start = {name: tensor.bfloat16().float() for name, tensor in weights(Fsdp2TrainEngine(model_path, None)).items()}
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(engine).items())
@@ -160,50 +135,26 @@ def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-@pytest.mark.usefixtures("peft")
-def test_adapters_come_back_after_meta(model_path):
-    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2)))
-    step(engine)
-    before, live = weights(engine), engine.state_dict()
-    state = copy.deepcopy(live)
-    engine.meta()
-    with pytest.raises(EngineError, match="the state's tensors were released with their engine"):
-        engine.load_state_dict(live)
-    engine.load_state_dict(state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-CAPPED = {
-    "vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4, "eos_token_id": 258, "pad_token_id": 256,
-}  # fmt: skip
-"""Models whose scores are capped or have a sink, which is no SDPA."""
-
-OTHERS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=259, n_positions=64, n_embd=16, n_layer=2, n_head=2)),
-    "mamba": lambda: MambaForCausalLM(
-        MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
-    ),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**CAPPED)),
-    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**CAPPED, num_local_experts=4, num_experts_per_tok=2)),
-}
+def mamba():
+    config = MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
+    return MambaForCausalLM(config)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_models_of_other_kinds_have_the_librarys_logprobs(kind, tmp_path):
-    torch.manual_seed(0)
-    model = OTHERS[kind]()
-    engine = Fsdp2TrainEngine(write_atomically(tmp_path / kind, model, make_byte_tokenizer()), CONFIG)
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "gemma2", "gpt_oss"])
+def test_models_of_other_kinds_have_the_librarys_logprobs(family, tmp_path):
+    model = mamba() if family == "mamba" else family_model(family)
+    engine = Fsdp2TrainEngine(write_atomically(tmp_path / family, model, make_byte_tokenizer()), CONFIG)
     assert_evaluates_as(engine, model)
     assert step(engine).grad_norm > 0
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
-def test_capped_scores_have_the_same_sampled_logprobs(kind, tmp_path):
-    path = write_atomically(tmp_path / kind, OTHERS[kind](), make_byte_tokenizer())
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_capped_scores_have_the_same_sampled_logprobs(family, tmp_path):
+    """Scores that are capped or have a sink are no SDPA's."""
+    path = write_atomically(tmp_path / family, family_model(family), make_byte_tokenizer())
     trained, engine = Fsdp2TrainEngine(path, CONFIG), TorchRolloutEngine(path)
     step(trained)
     engine.receive(trained.publish())
@@ -283,119 +234,21 @@ def test_an_absent_or_old_library_is_named_with_its_extra(model_path, monkeypatc
 
 # -- any module -------------------------------------------------------------------------------------------------------
 
-ALONE = Grid(Layout(), Layout(1, 0, 0, 0, 0))
 
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(6, 6)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
-class Perceptron(torch.nn.Module):
-    """No Hugging Face model: two layers, a tie, a saved buffer and one that is computed."""
-
-    non_split_modules = (Block,)
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.first = torch.nn.Linear(6, 5, bias=False)
-        self.last = torch.nn.Linear(6, 5, bias=False)
-        self.last.weight = self.first.weight
-        self.register_buffer("mean", torch.full((6,), 2.0))
-        self.register_buffer("scale", torch.arange(6.0), persistent=False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block((x - self.mean) * self.scale)
-        return self.last(x)
-
-
-def tensors():
-    torch.manual_seed(0)
-    state = Perceptron().state_dict()
-    del state["last.weight"]
-    return {**state, "mean": torch.full((6,), 3.0)}
-
-
-def empty():
-    with empty_weights():
-        return Perceptron()
-
-
-def plain():
-    module = Perceptron()
-    module.load_state_dict({**tensors(), "last.weight": tensors()["first.weight"]})
-    return module
-
-
-INPUT = torch.linspace(-1, 1, 24).reshape(4, 6)
-
-
-def filled(source, module=None, grid=ALONE, **options):
-    return materialize(module or empty(), TensorSource(source), grid, MaterializeOptions(**options))
-
-
-@pytest.mark.feature(36, 42)
-def test_a_module_is_filled_from_tensors_or_functions():
-    sources = [tensors(), {name: (lambda tensor=tensor: tensor) for name, tensor in tensors().items()}]
-    for source in sources:
-        result = filled(source)
-        assert result.module.last.weight is result.module.first.weight
-        assert torch.equal(result.module(INPUT), plain()(INPUT))
-        assert list(result.buffers) == ["mean"]
-
-
-@pytest.mark.feature(37)
-def test_names_can_be_changed_and_a_missing_one_is_named():
-    renamed = {f"policy.{name}": tensor for name, tensor in tensors().items()}
-    assert torch.equal(filled(renamed, rename="policy.{}".format).module(INPUT), plain()(INPUT))
-    del renamed["policy.blocks.1.linear.bias"]
-    with pytest.raises(EngineError, match=r"the checkpoint lacks blocks\.1\.linear\.bias"):
-        filled(renamed, rename="policy.{}".format)
+def fill(module, **changes):
+    return materialize(module, TensorSource({**start(), **changes}), ALONE, MaterializeOptions())
 
 
 def test_other_shapes_and_buffers_without_values_are_named():
-    wrong = tensors() | {"first.weight": torch.zeros(5, 7)}
-    with pytest.raises(EngineError, match=r"first\.weight of shape \(5, 6\) \(it has \(5, 7\)\)"):
-        filled(wrong)
-    with torch.device("meta"):
-        module = Perceptron()
-    with pytest.raises(EngineError, match="buffers without values: mean, scale"):
-        filled(tensors(), module)
-
-
-def test_empty_weights_have_memory_for_buffers_alone():
-    module = empty()
+    with empty_weights():
+        module = TwoLayers()
     assert all(parameter.is_meta for parameter in module.parameters())
-    assert module.scale.tolist() == [0, 1, 2, 3, 4, 5]
+    assert module.scale.tolist() == [2.0]
     assert not torch.nn.Linear(2, 2).weight.is_meta
-
-
-def sharded(rank, world_size, port):
-    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
-    grid = Grid.of(ranks, ParallelSizes())
-    part = filled(tensors(), grid=grid)
-    output = part.module(INPUT)
-    output.square().sum().backward()
-    part.shards.take_gradients()
-    whole = {shard.name: shard.whole(shard.master.grad, grid).numpy() for shard in part.shards}
-    ranks.close()
-    return output.detach().numpy(), whole
-
-
-@pytest.mark.slow
-@pytest.mark.feature(42)
-def test_a_users_module_is_sharded():
-    module = plain()
-    output = module(INPUT)
-    output.square().sum().backward()
-    for part, gradients in run(2, sharded):
-        assert torch.allclose(torch.from_numpy(part), output, atol=1e-6)
-        for name, parameter in module.named_parameters():
-            # Both ranks had the same rows: their gradients add up.
-            assert torch.allclose(torch.from_numpy(gradients[name]), 2 * parameter.grad, rtol=1e-5), name
+    with pytest.raises(EngineError, match=r"first\.weight of shape \(8, 4\) \(it has \(5, 7\)\)"):
+        fill(module, **{"first.weight": torch.zeros(5, 7)})
+    with torch.device("meta"):
+        without_values = TwoLayers()
+    with pytest.raises(EngineError, match="buffers without values: steps_seen, scale"):
+        fill(without_values)
+    assert list(fill(module).buffers) == ["steps_seen"]

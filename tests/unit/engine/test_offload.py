@@ -169,7 +169,8 @@ def test_a_call_on_an_offloaded_engine_names_the_way_back(model_path):
 def test_a_call_after_meta_is_refused_until_weights_arrive(model_path):
     actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     step(actor)
-    expected, published, state = logprobs(actor), actor.publish(), copy.deepcopy(actor.state_dict())
+    expected, published, live = logprobs(actor), actor.publish(), actor.state_dict()
+    state = copy.deepcopy(live)
     for engine in (actor, reference):
         engine.meta()
         assert (engine.place(), engine.footprint()) == ("meta", {})
@@ -178,6 +179,8 @@ def test_a_call_after_meta_is_refused_until_weights_arrive(model_path):
         engine.cuda()
         with pytest.raises(EngineError, match=r"needs weights, which meta\(\) released: .* brings new ones"):
             logprobs(engine)
+    with pytest.raises(EngineError, match="the state's tensors were released with their engine"):
+        actor.load_state_dict(live)
     actor.load_state_dict(state)
     reference.receive(published)
     for engine in (actor, reference):

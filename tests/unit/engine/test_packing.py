@@ -45,18 +45,18 @@ def test_every_action_is_read_once_at_the_right_place(masks, budget, head, at_le
 
 @pytest.mark.feature(62)
 @given(rows, rows, st.integers(1, 30))
-def test_two_batches_under_way_at_a_time_both_come_back_in_their_order(first, second, budget):
+def test_two_batches_at_a_time_come_back_in_their_order(first, second, budget):
     """Nothing but a micro-batch itself knows where its rows came from."""
     batches = [make(masks, "causal") for masks in (first, second)]
     packed = [pack(batch, budget) for batch in batches]
-    found = [np.zeros(len(batch.ragged("tokens").values), dtype=np.int64) for batch in batches]
+    outputs = [np.zeros(len(batch.ragged("tokens").values), dtype=np.int64) for batch in batches]
     for parts in zip_longest(*packed):
         for which, part in reversed(list(enumerate(parts))):
             if part is not None:
-                found[which][part.flat] = part.inputs[part.reads] + 1
-    for batch, outputs in zip(batches, found, strict=True):
+                outputs[which][part.flat] = part.inputs[part.reads] + 1
+    for batch, of_batch in zip(batches, outputs, strict=True):
         tokens, actions = batch.ragged("tokens").values, batch.ragged("action_mask").values
-        assert outputs.tolist() == np.where(actions, tokens, 0).tolist()
+        assert of_batch.tolist() == np.where(actions, tokens, 0).tolist()
 
 
 @pytest.mark.feature(60)
@@ -91,7 +91,7 @@ def test_candidates_come_with_their_actions():
         pack(batch.with_columns(candidates=Ragged.from_rows([[1], [2]])), 100)
 
 
-def test_documents_end_where_nothing_more_is_needed_and_positions_restart():
+def test_documents_end_after_their_last_action():
     batch = make([[False, True, True, False, False], [False, False, True]], "causal")
     (part,) = pack(batch, 100)
     assert part.inputs.tolist() == [100, 101, 105, 106]
@@ -123,7 +123,7 @@ def test_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_lea
 
 
 @pytest.mark.feature(57)
-def test_groups_are_no_less_even_than_filling_one_after_the_other():
+def test_groups_are_as_even_as_greedy_ones():
     lengths = np.random.default_rng(0).integers(1, 100, 64).tolist()
     loads = [sum(lengths[item] for item in group) for group in balance_by_tokens(lengths, 400)]
     greedy = [0]
@@ -137,16 +137,17 @@ def test_groups_are_no_less_even_than_filling_one_after_the_other():
 
 
 @pytest.mark.feature(57)
-def test_replicas_have_equally_many_groups_with_every_row_once():
+def test_replicas_have_equally_many_groups_of_all_rows():
     generator = np.random.default_rng(1)
     masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
     whole = make(masks, "causal")
     parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4)]
     most = max(len(pack(part, 400)) for part in parts)
     groups = [pack(part, 400, at_least=most) for part in parts]
-    assert [len(found) for found in groups] == [most] * 4
-    assert all(len(micro.inputs) <= 400 for found in groups for micro in found)
-    targets = np.concatenate([micro.targets for found in groups for micro in found])
+    assert [len(group) for group in groups] == [most] * 4
+    micros = [micro for group in groups for micro in group]
+    assert all(len(micro.inputs) <= 400 for micro in micros)
+    targets = np.concatenate([micro.targets for micro in micros])
     assert sorted(targets) == sorted(whole.ragged("tokens").values[whole.ragged("action_mask").values])
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.training.adapters import BLOCK, QuantizedLinear
+from tests.support.fsdp2_toys import bits, logprobs, step, weights
 
 LORA = LoraSettings(rank=4, alpha=8.0, quantize_base="nf4")
 CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=None)
@@ -43,29 +43,6 @@ def make(path, lora=LORA, config=CONFIG, **changes):
     return Fsdp2TrainEngine(path, config, TrainSettings(lora=lora, **{"max_tokens_per_microbatch": 16, **changes}))
 
 
-def batch_of(seed=0):
-    generator = np.random.default_rng(seed)
-    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
-    mask = [np.arange(len(row)) >= 2 for row in tokens]
-    return Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
-
-
-def step(engine, seed):
-    return engine.step(batch_of(seed), lambda logprobs, columns: (-logprobs.sum() / 20, {}))
-
-
-def logprobs(engine):
-    return engine.evaluate(batch_of()).ragged("logprobs").values
-
-
-def weights(engine, dtype=None):
-    return {name: tensor.detach().clone() for name, tensor in engine.named_weights(dtype)}
-
-
-def bits(engine, dtype=None):
-    return {name: tensor.float().numpy().tobytes() for name, tensor in engine.named_weights(dtype)}
-
-
 def packed(engine):
     layers = [part for part in engine._model.module.modules() if isinstance(part, QuantizedLinear)]
     return [layer.weight.view(torch.uint8).numpy().tobytes() for layer in layers]
@@ -73,24 +50,24 @@ def packed(engine):
 
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_matrices_of_layers_are_rounded_to_sixteen_values_a_block(model_path, precision):
+def test_matrices_are_rounded_to_sixteen_values_a_block(model_path, precision):
     plain = weights(make(model_path, None, None))
     engine = make(model_path, precision=precision)
-    found = weights(engine)
-    assert list(found) == list(plain)
+    restored = weights(engine)
+    assert list(restored) == list(plain)
     matrices = [name for name in plain if name.endswith("_proj.weight")]
     assert len(matrices) == len(packed(engine)) == 7 * 2
     for name, tensor in plain.items():
-        given = tensor if precision == "fp32" else tensor.bfloat16().float()
+        exact = tensor if precision == "fp32" else tensor.bfloat16().float()
         if name not in matrices:
-            assert torch.equal(found[name], given), name
+            assert torch.equal(restored[name], exact), name
             continue
-        blocks = zip(given.reshape(-1, BLOCK), found[name].reshape(-1, BLOCK), strict=True)
+        blocks = zip(exact.reshape(-1, BLOCK), restored[name].reshape(-1, BLOCK), strict=True)
         for block, rounded in blocks:
             largest = block.abs().max()
             assert len(rounded.unique()) <= 16
             assert (rounded - block).abs().max() <= 0.153 * largest + 2**-8 * largest, "half of the widest gap"
-        assert not torch.equal(found[name], given)
+        assert not torch.equal(restored[name], exact)
 
 
 def quantized(weight, parts=1):
@@ -107,7 +84,7 @@ def quantized(weight, parts=1):
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (5, 80), (3, 5), (130, 72), (1, 16)])
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_parts_of_a_matrix_make_the_same_one_and_none_is_larger_than_another(shape, precision, parts):
+def test_equal_parts_of_a_matrix_are_restored_to_the_whole(shape, precision, parts):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(precision)
     one, divided = quantized(weight), quantized(weight, parts)
     assert torch.equal(divided.restored(divided.weight), one.restored(one.weight))
@@ -119,7 +96,7 @@ def test_parts_of_a_matrix_make_the_same_one_and_none_is_larger_than_another(sha
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (5, 80), (64, 32), (3, 5), (4, 64), (1, 16)])
-def test_rows_of_any_length_are_restored_to_the_nearest_values_of_their_block(shape, precision):
+def test_rows_of_any_length_are_restored_to_the_nearest_values(shape, precision):
     from bitsandbytes.functional import get_4bit_type
 
     code, generator = get_4bit_type("nf4", device="cpu"), torch.Generator().manual_seed(0)
@@ -133,27 +110,27 @@ def test_rows_of_any_length_are_restored_to_the_nearest_values_of_their_block(sh
     assert torch.allclose(restored.float(), expected, atol=0.0, rtol=1e-6 if precision == torch.float32 else 2**-8)
     inputs = torch.randn(2, 3, shape[1], generator=generator).to(precision).requires_grad_()
     layer(inputs).float().square().sum().backward()
-    found, inputs.grad = inputs.grad, None
+    gradient, inputs.grad = inputs.grad, None
     torch.nn.functional.linear(inputs, restored).float().square().sum().backward()
-    assert torch.equal(found, inputs.grad)
+    assert torch.equal(gradient, inputs.grad)
 
 
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-def test_steps_are_those_over_the_rounded_model(model_path, tmp_path, settings):
+def test_steps_equal_steps_over_the_rounded_model(model_path, tmp_path, settings):
     engine = make(model_path, **settings)
     engine.save(tmp_path / "rounded")
     plain = make(tmp_path / "rounded", replace(LORA, quantize_base=None), **settings)
     for seed in range(3):
-        found, wanted = step(engine, seed), step(plain, seed)
-        assert (found.loss, found.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-5)
+        report, wanted = step(engine, seed), step(plain, seed)
+        assert (report.loss, report.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-5)
     assert np.allclose(logprobs(engine), logprobs(plain), atol=1e-4)
     for (name, one), (_, other) in zip(engine.named_weights(), plain.named_weights(), strict=True):
         assert torch.allclose(one, other, atol=1e-5), name
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_the_results_depend_neither_on_the_passes_nor_on_recomputing(model_path):
+def test_results_do_not_depend_on_passes_and_recomputing(model_path):
     ways = [{}, {"max_tokens_per_microbatch": 16384}, {"gradient_checkpointing": True}]
     one, whole, recomputed = ([step(make(model_path, **way), seed) for seed in range(2)] for way in ways)
     assert recomputed == one
@@ -161,7 +138,7 @@ def test_the_results_depend_neither_on_the_passes_nor_on_recomputing(model_path)
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_what_is_published_is_what_it_computes_with(model_path):
+def test_published_weights_give_the_same_logprobs(model_path):
     engine, plain = make(model_path), make(model_path, None, None)
     for seed in range(3):
         step(engine, seed)
@@ -191,7 +168,7 @@ def sizes(model_path):
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_it_makes_room_for_others_and_comes_back(model_path):
+def test_a_trip_to_the_host_changes_nothing_in_4_bits(model_path):
     engine, undisturbed = make(model_path), make(model_path)
     step(engine, 0), step(undisturbed, 0)
     engine.cpu()
@@ -204,7 +181,7 @@ def test_it_makes_room_for_others_and_comes_back(model_path):
 
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_has_adapters_alone_and_the_rest_is_quantized_to_the_same_bits(model_path, precision):
+def test_a_state_has_adapters_alone_beside_the_same_4_bits(model_path, precision):
     engine, undisturbed = make(model_path, precision=precision), make(model_path, precision=precision)
     step(engine, 0), step(undisturbed, 0)
     state = copy.deepcopy(engine.state_dict())
@@ -218,7 +195,7 @@ def test_a_state_has_adapters_alone_and_the_rest_is_quantized_to_the_same_bits(m
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_so_has_a_checkpoint(model_path, tmp_path):
+def test_a_checkpoint_continues_and_fits_no_whole_model(model_path, tmp_path):
     engine, other = make(model_path), make(model_path)
     step(engine, 0)
     engine.save_checkpoint(tmp_path / "checkpoint")
@@ -231,16 +208,8 @@ def test_so_has_a_checkpoint(model_path, tmp_path):
 
 
 @pytest.mark.usefixtures("bitsandbytes")
-def test_its_adapters_may_be_trained_on_the_host(model_path):
+def test_adapters_over_4_bits_can_be_trained_on_the_host(model_path):
     engine, plain = make(model_path, backend={"optimizer_on_host": True}), make(model_path)
     assert [step(engine, seed) for seed in range(3)] == [step(plain, seed) for seed in range(3)]
     assert bits(engine, torch.bfloat16) == bits(plain, torch.bfloat16)
     assert "optimizer" not in engine.footprint()
-
-
-def test_without_bitsandbytes_or_with_an_old_one_the_extra_is_named(model_path, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.49.2")
-    with pytest.raises(
-        MissingExtra, match=r"'bitsandbytes>=0.50' is not installed: pip install 'dlrover-rl\[bitsandbytes\]'"
-    ):
-        make(model_path)
