@@ -2,25 +2,33 @@
 """The fsdp2 engine in one process, where the contract does not look: its outputs, its gradients, its refusals."""
 
 import dataclasses
+import functools
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import take_snapshot
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine, compile_layers
+from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.packing import pack
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support import fsdp2_toys as toys
 from tests.support.fsdp2_toys import logprobs, step, token_loss, weights
 from tests.support.plain_engine import EntropyLoss, make_batch
+from tests.support.processes import run
+from tests.support.train_exercise import weights_of
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that Dynamo looks at
 ROWS = make_batch().select("tokens", "action_mask")
 
 
@@ -300,3 +308,125 @@ def test_weights_of_another_shape_and_for_an_actor_are_refused(model_path):
     assert frozen.version == 0
     with pytest.raises(EngineError, match="only a frozen engine"):
         trainer(model_path).receive(frozen.publish())
+
+
+# -- compiled layers --------------------------------------------------------------------------------------------------
+
+DECAYING = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+LAYERS = 3
+GRAPHS = 4  # a norm, an MLP, and attention before its core and after it
+STEPS = range(4)
+
+
+@pytest.fixture(scope="module")
+def deeper_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=LAYERS, max_positions=64)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Compiled code is run by PyTorch's own kernels, without waiting for others."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiling(path, compiled, rendezvous=None, **settings):
+    backend = {"compile_layers": compiled}
+    settings = TrainSettings(max_tokens_per_microbatch=40, backend=backend, **settings)
+    return Fsdp2TrainEngine(path, DECAYING, settings, rendezvous)
+
+
+def batch_of(seed):
+    """Rows of other lengths each time."""
+    return toys.make_batch(seed, np.random.default_rng(seed).integers(4, 30, 6 + seed))
+
+
+def step_on_other_lengths(engine, seed):
+    result = engine.step_on_other_lengths(batch_of(seed), token_loss)
+    return result.loss, result.grad_norm
+
+
+def assert_results_are_equal(path, **settings):
+    plain, compiled = compiling(path, False, **settings), compiling(path, True, **settings)
+    assert [name for name, _ in compiled.named_weights()] == [name for name, _ in plain.named_weights()]
+    for seed in STEPS:
+        assert step_on_other_lengths(compiled, seed) == pytest.approx(step_on_other_lengths(plain, seed), rel=1e-5)
+        outputs = (engine.evaluate(batch_of(seed)).ragged("logprobs").values for engine in (compiled, plain))
+        assert np.allclose(*outputs, atol=1e-5)
+    for (_, one), (_, other) in zip(plain.named_weights(), compiled.named_weights(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_one_compilation_is_for_all_layers_and_lengths(deeper_path, recomputes):
+    """Check that passes without gradients have one more."""
+    assert_results_are_equal(deeper_path, gradient_checkpointing=recomputes)
+    assert GRAPHS <= counters["stats"]["unique_graphs"] < LAYERS * GRAPHS
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_compiled_layers_may_have_adapters(deeper_path, base):
+    pytest.importorskip("peft")
+    if base:
+        pytest.importorskip("bitsandbytes")
+    assert_results_are_equal(deeper_path, lora=LoraSettings(rank=4, quantize_base=base))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_kernels_give_the_same_steps(deeper_path, recomputes):
+    torch._dynamo.reset()
+    assert_results_are_equal(deeper_path, gradient_checkpointing=recomputes)
+
+
+def attention_calls(engine, monkeypatch):
+    """Count the calls in a step."""
+    calls, attend = [], attention.attend
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "attend", lambda *args: calls.append(None) or attend(*args))
+        step_on_other_lengths(engine, 0)
+    return len(calls)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+def test_compiled_layers_are_recomputed_as_often(deeper_path, monkeypatch):
+    once = attention_calls(compiling(deeper_path, True), monkeypatch)
+    twice, plain = (
+        attention_calls(compiling(deeper_path, compiled, gradient_checkpointing=True), monkeypatch)
+        for compiled in (True, False)
+    )
+    assert twice == plain == 2 * once
+
+
+def shards(rank, world_size, port, path, compiled):
+    engine = compiling(path, compiled, Rendezvous(rank, world_size, "127.0.0.1", port), gradient_checkpointing=True)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = attention_calls(engine, patch)
+    results = [step_on_other_lengths(engine, seed) for seed in STEPS]
+    outcome = calls, results, weights_of(engine)
+    engine.close()
+    return outcome
+
+
+@pytest.mark.slow
+def test_ranks_that_shard_the_model_may_compile_it(deeper_path):
+    plain, compiled = (run(2, shards, deeper_path, compiled) for compiled in (False, True))
+    for (calls, results, trained), (plain_calls, wanted, expected) in zip(compiled, plain, strict=True):
+        assert calls == plain_calls
+        assert np.allclose(results, wanted, rtol=1e-5)
+        assert all(np.allclose(trained[name], expected[name], atol=1e-5) for name in expected)
+
+
+def test_a_model_without_names_of_its_layers_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8))
+    model._no_split_modules = None
+    with pytest.raises(EngineError, match="GPT2LMHeadModel does not name its layers"):
+        compile_layers(model)

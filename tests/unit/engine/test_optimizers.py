@@ -250,9 +250,13 @@ def test_adapters_are_merged_on_the_models_device(model_path, monkeypatch):
     assert devices == {"cuda"}
 
 
-def test_adapters_alone_are_on_the_host(model_path):
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_adapters_alone_are_on_the_host(model_path, base):
     pytest.importorskip("peft")
-    engine, plain = (make(model_path, on_host, lora=LoraSettings(rank=4)) for on_host in (True, False))
+    if base:
+        pytest.importorskip("bitsandbytes")
+    lora = LoraSettings(rank=4, quantize_base=base)
+    engine, plain = (make(model_path, on_host, lora=lora) for on_host in (True, False))
     assert [step(engine, seed) for seed in STEPS] == [step(plain, seed) for seed in STEPS]
     assert bits(engine) == bits(plain)
     assert all(shard.on_host == shard.trained for shard in engine._model.shards)
