@@ -212,7 +212,7 @@ REFUSALS = {
 @pytest.mark.feature(51)
 @pytest.mark.parametrize("refused", REFUSALS)
 @every_case
-def test_requests_that_cannot_be_met_are_refused(case, result, refused):
+def test_impossible_requests_are_refused(case, result, refused):
     (wanted, *words), (kind, message) = REFUSALS[refused], result[refused]
     assert kind == wanted
     assert all(word in message for word in words)

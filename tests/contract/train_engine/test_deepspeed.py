@@ -136,4 +136,4 @@ def test_a_refused_update_changes_nothing(stage, world_size, results_of):
 
 def test_a_state_of_another_precision_is_refused_with_both(stage, results_of):
     (rank,) = results_of(1, stage)
-    assert "the state has weights of torch.bfloat16, and the engine is of precision fp32" in rank["another precision"]
+    assert "the state has weights of torch.bfloat16, but the engine's precision is fp32" in rank["another precision"]

@@ -137,14 +137,14 @@ class Proxy:
         (ROLLOUT_ENGINES, "__name__", "is a str, not an engine"),
     ],
 )
-def test_a_class_that_is_no_engine_is_refused(point, name, message):
+def test_a_class_of_another_kind_is_refused(point, name, message):
     (error,) = validate_engine(point, f"{__name__}:{name}", {}, "engine.train")
     assert error.where == "engine.train"
     assert f"{name} {message}" in error.what
     assert not validate_engine(TRAIN_ENGINES, f"{__name__}:Proxy", {}, "engine.train"), "it finds its methods itself"
 
 
-def test_a_function_that_makes_no_engine_is_named():
+def test_a_function_without_an_engine_is_named():
     assert not validate_engine(ROLLOUT_ENGINES, f"{__name__}:score", {}, "engine.rollout")
     with pytest.raises(EngineError, match=r":score returned a str, which has none of add, advance, receive"):
         engine_class(ROLLOUT_ENGINES, f"{__name__}:score")("model", "settings", "memory")

@@ -187,7 +187,7 @@ def test_clipping_scales_by_the_norm_and_reports_it_unclipped(model_path):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_column_that_is_not_finite_is_named(model_path):
+def test_the_first_column_with_nan_is_named(model_path):
     batch = make_batch()
     batch.ragged("old").values[batch.ragged("action_mask").values.argmax() + 1] = math.nan
     with pytest.raises(NonFiniteUpdate, match=r"the loss is nan \(first in: old\)"):
@@ -205,7 +205,7 @@ def test_the_first_column_that_is_not_finite_is_named(model_path):
         ([[1] * 65], [[False] * 64 + [True]], "row 0 of the batch has 65 tokens and does not fit .* 64 positions"),
     ],
 )
-def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
+def test_batches_unfit_for_training_are_refused(model_path, tokens, mask, message):
     batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
     engine = trainer(model_path)
     with pytest.raises(EngineError, match=message):
@@ -417,7 +417,7 @@ def shards(rank, world_size, port, path, compiled):
 
 
 @pytest.mark.slow
-def test_ranks_that_shard_the_model_may_compile_it(deeper_path):
+def test_sharding_ranks_may_compile_layers(deeper_path):
     plain, compiled = (run(2, shards, deeper_path, compiled) for compiled in (False, True))
     for (calls, results, trained), (plain_calls, wanted, expected) in zip(compiled, plain, strict=True):
         assert calls == plain_calls

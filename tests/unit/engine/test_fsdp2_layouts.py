@@ -326,7 +326,7 @@ def refused(rank, world_size, port, path, settings):
 
 
 @pytest.mark.feature(47)
-def test_heads_that_cannot_be_shared_are_refused(four):
+def test_too_few_heads_for_the_ranks_are_refused(four):
     assert set(four["refused"]) == {"4 tensor-parallel ranks cannot share 2 key-value heads"}
 
 
@@ -340,7 +340,7 @@ def test_ranks_left_over_shard_the_parameters():
 
 
 @pytest.mark.feature(51)
-def test_sizes_that_do_not_divide_the_ranks_are_refused():
+def test_sizes_of_other_numbers_of_ranks_are_refused():
     with pytest.raises(EngineError, match="6 ranks cannot be divided by ddp_size 2 x tensor_parallel_size 2 = 4"):
         Layout.of(6, ParallelSizes(ddp_size=2, tensor_parallel_size=2))
 
@@ -401,13 +401,13 @@ def interfaces(monkeypatch):
     return lambda: (os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))
 
 
-def test_ranks_that_meet_on_loopback_listen_there_only(interfaces):
+def test_ranks_meeting_on_loopback_listen_there_only(interfaces):
     use_interface_towards("127.0.0.1")
     assert interfaces() == ("lo", "lo")
 
 
 @needs_address
-def test_ranks_that_meet_elsewhere_use_that_interface(interfaces):
+def test_ranks_meeting_elsewhere_use_its_interface(interfaces):
     address = machine_addresses()[0]
     use_interface_towards(address)
     assert interfaces() == (interface_towards(address), None) and interfaces()[0] != "lo"

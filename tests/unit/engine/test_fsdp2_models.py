@@ -366,7 +366,7 @@ SPLIT = ParallelSizes(tensor_parallel_size=2)
         ({"parallel": SPLIT, "backend": {"compile_layers": True}}, "compile_layers needs tensor_parallel_size 1, not"),
     ],
 )
-def test_settings_that_fsdp2_does_not_support_are_refused(model_path, settings, message):
+def test_settings_of_other_engines_are_refused(model_path, settings, message):
     with pytest.raises(EngineError, match=message):
         Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(**settings), Rendezvous(0, 2))
 

@@ -126,7 +126,7 @@ def write_twice(rank, world_size, port, path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_write_leaves_the_old_folder(tmp_path):
+def test_a_rank_unable_to_write_leaves_the_old_folder(tmp_path):
     path = tmp_path / "kept"
     first = [("0", "first"), ("1", "first")]
     error = f"rank 1: the checkpoint '{path}' cannot be written: [Errno 28] No space left on device"

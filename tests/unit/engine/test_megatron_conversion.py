@@ -142,6 +142,6 @@ def test_a_model_megatron_computes_otherwise_is_refused(changes, message):
     ("tensor", "pipeline", "message"),
     [(4, 1, "2 key-value heads cannot be divided by tensor_parallel_size 4"), (1, 3, "4 layers .*_size 3")],
 )
-def test_sizes_that_do_not_divide_the_model_are_refused(tensor, pipeline, message):
+def test_sizes_of_other_models_are_refused(tensor, pipeline, message):
     with pytest.raises(EngineError, match=message):
         TransformerShape.of(CONFIGS["qwen2"], "causal").check_split(tensor, pipeline)

@@ -245,7 +245,7 @@ def test_packed_gives_the_logits_and_gradients_of_rows_alone(family, checkpointi
         assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
 
 
-def test_layers_that_cannot_be_packed_are_refused():
+def test_layers_unfit_for_packing_are_refused():
     unaware, capped = family_model("llama"), family_model("gemma2")
     for model in (unaware, capped):
         model.set_attn_implementation(attention.NAME)

@@ -189,7 +189,7 @@ def test_ranks_have_the_gradient_of_all_rows(ranks, layout, kind, number):
         (CallShare(rows=2, of=4, sequences=False), {"replicas": 2, "context": 3}, 1 / 6, 1 / 3),
     ],
 )
-def test_a_gradient_is_weighted_by_rows_that_count_once(share, sizes, mean, total):
+def test_a_gradient_is_weighted_by_its_rows(share, sizes, mean, total):
     assert compute_gradient_weight("mean", share, **sizes) == pytest.approx(mean)
     assert compute_gradient_weight("sum", share, **sizes) == pytest.approx(total)
 

@@ -38,7 +38,7 @@ def test_a_storage_counts_once():
     assert memory.by_owner() == {"actor": {"weights": 40}}
 
 
-def test_a_tensor_that_does_not_fit_is_refused_with_the_holders():
+def test_a_tensor_too_large_is_refused_with_the_holders():
     memory = DeviceMemory(capacity=100)
     tensors = [memory.bring("actor", kind, torch.zeros(10)) for kind in ("weights", "optimizer")]
     with pytest.raises(OutOfDeviceMemory) as caught:
@@ -131,7 +131,7 @@ def test_gradients_count_in_the_peak_and_are_freed(model_path):
     assert memory.total() == before
 
 
-def test_an_engine_that_does_not_fit_stays_in_host_memory(model_path):
+def test_an_engine_too_large_stays_in_host_memory(model_path):
     memory = DeviceMemory()
     actor, reference = (
         Fsdp2TrainEngine(model_path, CONFIG, memory=memory),
@@ -189,7 +189,7 @@ def test_a_call_after_meta_is_refused_until_weights_arrive(model_path):
 
 
 @pytest.mark.parametrize("call", ["evaluate", "step", "cuda"])
-def test_a_device_that_fills_up_in_a_call_names_the_holders(model_path, monkeypatch, call):
+def test_a_device_full_in_a_call_names_the_holders(model_path, monkeypatch, call):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     before = bits(engine)
 

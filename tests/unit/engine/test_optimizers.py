@@ -57,13 +57,13 @@ def test_rates_warm_up_and_follow_the_schedule():
         ({"lr": float("inf")}, ".lr", ""),
     ],
 )
-def test_settings_that_contradict_are_refused(settings, where, message):
+def test_contradicting_settings_are_refused(settings, where, message):
     _, (problem, *_) = parse(OptimizerConfig, settings, "optimizer")
     assert problem.where == f"optimizer{where}"
     assert message in problem.what
 
 
-def test_an_optimizer_that_an_engine_has_not_is_refused():
+def test_an_optimizer_of_another_engine_is_refused():
     errors = {
         name: find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), OptimizerConfig(name="sgd"))
         for name in ("fsdp2", "deepspeed", "megatron")
@@ -361,7 +361,7 @@ def test_flat_parts_take_the_steps_of_one_row_in_any_pieces(monkeypatch, size):
 
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("shape", [(5, 300), (700,)], ids=str)
-def test_moments_that_are_read_can_be_written_again(shape):
+def test_moments_can_be_read_and_written_again(shape):
     parameter = make_parameter(*shape)
     optimizer = optimizer_of(parameter)
     take_steps(parameter, optimizer, 3)

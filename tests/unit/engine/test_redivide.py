@@ -177,7 +177,7 @@ def test_each_rank_gets_its_rows_and_their_moments(before, after):
         ),
     ],
 )
-def test_states_that_do_not_fit_are_refused(other, error, message):
+def test_states_of_other_models_are_refused(other, error, message):
     with pytest.raises(error, match=message):
         merge_states(state_of(torch.zeros(5, 2), ALL_ROWS), [other])
 
