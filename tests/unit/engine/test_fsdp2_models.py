@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of models and settings of the fsdp2 engine: other families, heads, adapters beside 4 bits, files, modules."""
 
-import copy
 import json
 import re
 import sys
@@ -303,14 +302,6 @@ def test_steps_equal_steps_over_the_rounded_model(biased_path, tmp_path, setting
 
 
 @pytest.mark.usefixtures("in_4_bits")
-def test_results_do_not_depend_on_passes_and_recomputing(biased_path):
-    ways = [{}, {"max_tokens_per_microbatch": 16384}, {"gradient_checkpointing": True}]
-    one, whole, recomputed = ([step(make(biased_path, **way), seed) for seed in range(2)] for way in ways)
-    assert recomputed == one
-    assert [result.loss for result in whole] == pytest.approx([result.loss for result in one], rel=1e-5)
-
-
-@pytest.mark.usefixtures("in_4_bits")
 def test_published_weights_give_the_same_logprobs(biased_path):
     engine, plain = make(biased_path), make(biased_path, None, None)
     for seed in range(3):
@@ -326,26 +317,12 @@ def test_published_weights_give_the_same_logprobs(biased_path):
 
 
 @pytest.mark.usefixtures("in_4_bits")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_has_adapters_alone_beside_the_same_4_bits(biased_path, precision):
-    engine, undisturbed = make(biased_path, precision=precision), make(biased_path, precision=precision)
-    step(engine, 0), step(undisturbed, 0)
-    state = copy.deepcopy(engine.state_dict())
-    assert all(".lora_" in name for name in state["model"])
-    engine.meta()
-    assert engine.footprint() == {}
-    engine.load_state_dict(state)
-    assert packed(engine) == packed(undisturbed)
-    assert step(engine, 1) == step(undisturbed, 1)
-    assert bits(engine) == bits(undisturbed)
-
-
-@pytest.mark.usefixtures("in_4_bits")
 def test_a_checkpoint_continues_and_fits_no_whole_model(biased_path, tmp_path):
     engine, other = make(biased_path), make(biased_path)
     step(engine, 0)
     engine.save_checkpoint(tmp_path / "checkpoint")
     other.load_checkpoint(tmp_path / "checkpoint")
+    assert packed(other) == packed(engine)
     assert step(other, 1) == step(engine, 1)
     assert bits(other) == bits(engine)
     base = make(biased_path, replace(LORA, quantize_base=None))
