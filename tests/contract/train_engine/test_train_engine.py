@@ -45,7 +45,7 @@ from tests.support.train_exercise import (
 # -- five steps -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature(44, 47)
+@pytest.mark.feature(44, 47, 58, 122)
 @pytest.mark.parametrize("case", parameters())
 def test_five_steps_end_in_the_weights_of_the_plain_loop(case, ranks_of, expected):
     reports, weights = expected
@@ -76,7 +76,7 @@ def rows_of(ranks, column):
     return [row for replica in sorted(by_replica) for row in by_replica[replica]]
 
 
-@pytest.mark.feature(47, 50)
+@pytest.mark.feature(47, 50, 123)
 @pytest.mark.parametrize("case", parameters())
 def test_logprobs_and_entropies_are_the_dense_models(case, ranks_of, model_path):
     model, batch, ranks = plain_model(model_path), make_batch(0), ranks_of(five_steps, case)

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train engine's state, from which it continues bit for bit, and the folder of a checkpoint."""
+"""The train engine's state, the folder of a checkpoint, and memory of a device, the host standing in for it."""
 
+import copy
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.training.backend import present, write_folder
-from tests.support.fsdp2_toys import step
+from tests.support.fsdp2_toys import bits, logprobs, step, weights
 from tests.support.processes import run
 from tests.support.train_exercise import digest, saved
 
@@ -148,3 +151,203 @@ def test_the_last_folder_moved_away_is_the_checkpoint(tmp_path, monkeypatch):
         write_folder(path, Ranks(), lambda folder, content=content: (folder / "content").write_text(content))
     path.rename(tmp_path / "gone")
     assert (present(path) / "content").read_text() == "8"
+
+
+# -- accounting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_counts_until_nothing_refers_to_it():
+    memory = DeviceMemory()
+    tensor = memory.bring("actor", "weights", torch.zeros(10))
+    view = tensor[2:]
+    assert memory.bytes_of("actor") == {"weights": 40}
+    del tensor
+    assert memory.total() == 40
+    del view
+    assert (memory.total(), memory.bytes_of("actor"), memory.peak) == (0, {}, 40)
+
+
+def test_a_storage_counts_once():
+    memory = DeviceMemory()
+    whole = torch.zeros(10)
+    memory.hold("actor", "weights", [whole, whole[:5], whole])
+    memory.hold("rollout", "weights", [whole])
+    assert memory.by_owner() == {"actor": {"weights": 40}}
+
+
+def test_a_tensor_too_large_is_refused_with_the_holders():
+    memory = DeviceMemory(capacity=100)
+    tensors = [memory.bring("actor", kind, torch.zeros(10)) for kind in ("weights", "optimizer")]
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        memory.bring("rollout", "kv_cache", torch.zeros(10))
+    assert str(caught.value) == (
+        "rollout asks for 40 bytes of kv_cache on cpu: 80 of 100 bytes are in use (actor: 40 of weights"
+        " + 40 of optimizer)"
+    )
+    tensors.pop()
+    assert memory.bring("rollout", "kv_cache", torch.zeros(10)).shape == (10,)
+
+
+@pytest.mark.parametrize("words", ["CUDA Error: out of memory at cumem_allocator.cpp:62", "CUDA out of memory."])
+def test_another_programs_out_of_memory_names_the_holders(words):
+    memory = DeviceMemory()
+    tensor = memory.bring("actor", "weights", torch.zeros(10))
+    message = r"vllm ran out of memory .* 40 bytes are in use \(actor: 40 of weights\)"
+    with pytest.raises(OutOfDeviceMemory, match=message), memory.computing("vllm"):
+        raise EngineError("it broke off") from RuntimeError(words)
+    with pytest.raises(EngineError, match="^it broke off$"), memory.computing("vllm"):
+        raise EngineError("it broke off")
+    assert tensor is not None
+
+
+def test_a_released_tensor_counts_no_longer():
+    memory = DeviceMemory(capacity=100)
+    bucket = torch.zeros(80, dtype=torch.uint8)
+    memory.hold("sync", "buffer", [bucket])
+    memory.release(bucket[:8])
+    assert (memory.total(), memory.peak) == (0, 80)
+    memory.require("actor", "weights", 100)
+
+
+# -- tensors on the way ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["zeros", "copy_"])
+def test_a_failed_move_to_the_host_can_be_undone_and_repeated(monkeypatch, step):
+    parked = ParkedTensors("actor", DeviceMemory())
+    tensors = [torch.full((10,), float(number)) for number in range(3)]
+    wanted = [tensor.clone() for tensor in tensors]
+    parked.hold("weights", tensors)
+    owner = torch if step == "zeros" else torch.Tensor
+    real, calls = getattr(owner, step), []
+
+    def scarce(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("no page-locked memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, step, scarce)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        parked.to_host()
+    monkeypatch.undo()
+    assert not parked.on_device
+    assert [parked.locate(tensor).tolist() for tensor in tensors] == [each.tolist() for each in wanted]
+    parked.to_device()
+    assert [tensor.tolist() for tensor in tensors] == [each.tolist() for each in wanted]
+    parked.to_host()
+    assert parked.memory.total() == 0
+    parked.to_device()
+    assert [tensor.tolist() for tensor in tensors] == [each.tolist() for each in wanted]
+
+
+# -- an engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature(17, 55)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_trip_to_the_host_changes_nothing(model_path, precision):
+    settings = TrainSettings(precision=precision)
+    stayed, travelled = (Fsdp2TrainEngine(model_path, CONFIG, settings) for _ in range(2))
+    for seed in range(3):
+        travelled.cpu()
+        assert (travelled.place(), travelled.footprint()) == ("cpu", {})
+        travelled.cuda()
+        assert step(stayed, seed) == step(travelled, seed)
+        assert travelled.footprint() == stayed.footprint()
+    assert bits(stayed) == bits(travelled)
+
+
+def test_gradients_count_in_the_peak_and_are_freed(model_path):
+    memory = DeviceMemory()
+    engine = Fsdp2TrainEngine(model_path, CONFIG, memory=memory)
+    before = memory.total()
+    step(engine)
+    count = sum(tensor.numel() for tensor in weights(engine).values())
+    assert memory.peak >= before + 4 * count
+    assert memory.total() == before
+
+
+def test_an_engine_too_large_stays_in_host_memory(model_path):
+    memory = DeviceMemory()
+    actor, reference = (
+        Fsdp2TrainEngine(model_path, CONFIG, memory=memory),
+        Fsdp2TrainEngine(model_path, None, memory=memory),
+    )
+    actor.cpu()
+    memory.capacity = memory.total() + 1000
+    with pytest.raises(OutOfDeviceMemory, match=r"trained .*T asks for .* \(frozen .*T: [\d,]+ of weights"):
+        actor.cuda()
+    assert (actor.place(), actor.footprint()) == ("cpu", {})
+    reference.cpu()
+    memory.capacity = 10**9
+    actor.cuda()
+    assert step(actor).loss
+
+
+def test_a_call_on_an_offloaded_engine_names_the_way_back(model_path):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    before = bits(engine)
+    engine.cpu()
+    for call in (lambda: step(engine), lambda: logprobs(engine), lambda: engine.save_checkpoint("x")):
+        with pytest.raises(EngineError, match=r"in host memory: call cuda\(\) first"):
+            call()
+    with pytest.raises(EngineError, match="no key-value cache"):
+        engine.cuda("kv_cache")
+    # Weights can be had from there all the same.
+    assert bits(engine) == before
+    assert engine.publish().stamp.version == 0
+    engine.load_state_dict(engine.state_dict())
+    engine.cuda()
+    assert bits(engine) == before
+
+
+@pytest.mark.feature(20)
+def test_a_call_after_meta_is_refused_until_weights_arrive(model_path):
+    actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
+    step(actor)
+    expected, published, live = logprobs(actor), actor.publish(), actor.state_dict()
+    state = copy.deepcopy(live)
+    for engine in (actor, reference):
+        engine.meta()
+        assert (engine.place(), engine.footprint()) == ("meta", {})
+        with pytest.raises(EngineError, match=r"released by meta\(\)"):
+            engine.cpu()
+        engine.cuda()
+        with pytest.raises(EngineError, match=r"needs weights, which meta\(\) released: .* brings new ones"):
+            logprobs(engine)
+    with pytest.raises(EngineError, match="the state's tensors were released with their engine"):
+        actor.load_state_dict(live)
+    actor.load_state_dict(state)
+    reference.receive(published)
+    for engine in (actor, reference):
+        assert engine.place() == "cuda"
+        assert np.array_equal(logprobs(engine), expected)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "step", "cuda"])
+def test_a_device_full_in_a_call_names_the_holders(model_path, monkeypatch, call):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    before = bits(engine)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if call == "cuda":
+        engine.cpu()
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    else:
+        monkeypatch.setattr(torch.nn.functional, "embedding", full)
+    message = r"trained .*T ran out of memory while computing on cpu: .* bytes are in use"
+    with pytest.raises(OutOfDeviceMemory, match=message):
+        {"evaluate": lambda: logprobs(engine), "step": lambda: step(engine), "cuda": engine.cuda}[call]()
+    monkeypatch.undo()
+    assert engine.place() == ("cpu" if call == "cuda" else "cuda")
+    assert bits(engine) == before
+
+
+def test_two_engines_of_a_model_are_told_apart(model_path):
+    memory = DeviceMemory()
+    engines = [Fsdp2TrainEngine(model_path, None, memory=memory) for _ in range(2)]
+    assert len(memory.by_owner()) == 2
+    assert engines[0].footprint() == engines[1].footprint()
