@@ -59,7 +59,7 @@ def write_random(path, model):
     return write_atomically(path, model, make_byte_tokenizer())
 
 
-def make_batch(seed):
+def make_batch(seed=0):
     """Rows of unequal lengths, with a hole in each long action mask, as a tool's answer leaves one."""
     generator = np.random.default_rng(seed)
     tokens = [generator.integers(0, 256, head + tail) for head, tail in LENGTHS]

@@ -57,8 +57,9 @@ ON_HOST = {"optimizer_on_host": True}
 FSDP2 += [Case("fsdp2", 2, sizes, ON_HOST) for sizes in legal_sizes(2)]
 DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (1, 2)]
 DEEPSPEED += [(2, ParallelSizes(), {"zero_stage": stage} | ON_HOST) for stage in (1, 2, 3)]
+SHIM = {"cpu_shim": True}
 MEGATRON = [
-    Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), {"cpu_shim": True})
+    Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), SHIM)
     for tensor, pipeline, copies in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
 ]
 

@@ -47,6 +47,12 @@ def digest(engine):
     return whole.hexdigest()
 
 
+def saved(state):
+    """Return a state that has gone through bytes, as a commit goes."""
+    skeleton, buffers = state_tree.dump(state)
+    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
+
+
 def weights_of(engine):
     return {name: tensor.detach().to("cpu", copy=True).numpy() for name, tensor in engine.named_weights()}
 
@@ -74,7 +80,7 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
         "logprobs": [row.copy() for row in evaluated.ragged("logprobs")],
         "entropy": [row.copy() for row in evaluated.ragged("entropy")],
         "candidate_logprobs": [row.copy() for row in evaluated.ragged("candidate_logprobs")],
-        "told": reports,
+        "steps": reports,
         "progress": [after - before for before, after in pairwise(noted)],
         "footprints": (before, empty, after),
         "places": places,
@@ -94,6 +100,6 @@ def go_on(rank, world_size, port, case, path, checkpoint, other):
         train(engine, rank, [77])  # It may have gone on, and is taken back.
         engine.load_checkpoint(folder)
         reports = train(engine, rank, range(SAVED_AFTER, STEPS))
-        results.append({"told": reports, "digest": digest(engine), "weights": weights_of(engine)})
+        results.append({"steps": reports, "digest": digest(engine), "weights": weights_of(engine)})
     engine.close()
     return results

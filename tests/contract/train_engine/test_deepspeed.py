@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places of deepspeed's tensors, in bf16 and with its optimizer on the host; neither changes a step's result."""
 
-import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
-from dlrover.python.rl.data import state_tree
-from tests.support.plain_engine import apart, start_weights, write_model
-from tests.support.processes import run
+from tests.support.plain_engine import apart, start_weights
 from tests.support.train_cases import Case
-from tests.support.train_exercise import digest, make_engine, share, train, weights_of
+from tests.support.train_exercise import digest, make_engine, saved, share, train, weights_of
 
 pytestmark = [
     pytest.mark.needs("deepspeed"),
     pytest.mark.parametrize("stage", [1, 2, 3]),
 ]
-
-TWO = pytest.param(2, marks=pytest.mark.slow)
+one_and_two_ranks = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 PLACES = (False, True)
 
 
-def saved(state):
-    skeleton, buffers = state_tree.dump(state)
-    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
-
-
 def refused(engine, rank):
-    """An update whose second micro-batch has a gradient that is not finite, and the step after it."""
+    """Try updates that fail, one of them in its second micro-batch, and take the step after them."""
     passes = []
 
     def infinite(logprobs, columns):
@@ -44,28 +36,26 @@ def refused(engine, rank):
     return len(passes) > 1, digest(engine) == before, train(engine, rank, [2]), weights_of(engine)
 
 
-def in_bf16(rank, world_size, port, stage, path):
+def in_bf16(rank, world_size, port, on_device, path, folder):
     """Return bytes held and sent after two steps, and later steps, with the optimizer on the device and on the host."""
     result, states = {}, {}
     for on_host in PLACES:
-        case = Case("deepspeed", world_size, backend={"zero_stage": stage, "optimizer_on_host": on_host})
+        case = replace(on_device, backend=on_device.backend | {"optimizer_on_host": on_host})
         engine = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
         start = {name: tensor.tobytes() for name, tensor in weights_of(engine).items()}
         steps = train(engine, rank, range(2))
         sent = {name: (tensor.dtype, tensor.float().numpy()) for name, tensor in engine.named_weights(torch.bfloat16)}
         states[on_host] = saved(engine.state_dict())
         buffers = sum(buffer.nbytes for buffer in engine._model.module.buffers())
-        held_bytes = {
-            kind: nbytes - (buffers if kind == "weights" else 0) for kind, nbytes in engine.footprint().items()
-        }
+        footprint = engine.footprint()
         result[on_host] = {
             "start": start,
             "steps": steps,
             "sent": sent,
             "weights": weights_of(engine),
-            "held": held_bytes,
+            "held": footprint | {"weights": footprint["weights"] - buffers},
+            "parameters": engine.parameter_count,
         }
-        result[on_host]["parameters"] = engine.parameter_count
         twin = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
         twin.load_state_dict(states[on_host])
         result[on_host]["twin"] = train(twin, rank, [2]), weights_of(twin)
@@ -87,19 +77,9 @@ def in_bf16(rank, world_size, port, stage, path):
     return result
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    torch.set_num_threads(1)
-    return write_model(tmp_path_factory.mktemp("deepspeed") / "T")
-
-
-@pytest.fixture(scope="module")
-def results_of(model_path):
-    @functools.cache
-    def of(world_size, stage):
-        return run(world_size, in_bf16, stage, model_path)
-
-    return of
+@pytest.fixture
+def results_of(ranks_of):
+    return lambda world_size, stage: ranks_of(in_bf16, Case("deepspeed", world_size, backend={"zero_stage": stage}))
 
 
 def near(actual, expected, path):
@@ -107,8 +87,8 @@ def near(actual, expected, path):
 
 
 @pytest.mark.feature(53)
-@pytest.mark.parametrize("world_size", [1, TWO])
-def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage, world_size, results_of):
+@one_and_two_ranks
+def test_passes_hold_two_bytes_a_parameter_and_masters_four(stage, world_size, results_of):
     for rank in results_of(world_size, stage):
         parameters, divided = rank[False]["parameters"], world_size if stage == 3 else 1
         footprint = rank[False]["held"]
@@ -119,10 +99,8 @@ def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage
         assert rank["frozen"] == (2 * parameters // divided, ["weights"])
 
 
-@pytest.mark.parametrize("world_size", [1, TWO])
-def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_them(
-    stage, world_size, results_of, model_path
-):
+@one_and_two_ranks
+def test_weights_start_as_in_the_files_and_are_sent_in_bf16(stage, world_size, results_of, model_path):
     wanted = {name: tensor.tobytes() for name, tensor in start_weights(model_path).items()}
     for rank in results_of(world_size, stage):
         for on_host in PLACES:
@@ -133,8 +111,8 @@ def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_t
                 assert np.array_equal(sent, rounded), name
 
 
-@pytest.mark.parametrize("world_size", [1, TWO])
-def test_on_the_host_steps_are_those_of_the_device(stage, world_size, results_of, model_path):
+@one_and_two_ranks
+def test_steps_on_the_host_equal_steps_on_the_device(stage, world_size, results_of, model_path):
     for rank in results_of(world_size, stage):
         for step, other in zip(rank[True]["steps"], rank[False]["steps"], strict=True):
             assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
@@ -145,8 +123,8 @@ def test_on_the_host_steps_are_those_of_the_device(stage, world_size, results_of
         assert near(weights, twin_weights, model_path)
 
 
-@pytest.mark.parametrize("world_size", [1, TWO])
-def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_size, results_of):
+@one_and_two_ranks
+def test_a_refused_update_changes_nothing(stage, world_size, results_of):
     for rank in results_of(world_size, stage):
         for on_host in PLACES:
             several, unchanged, steps, weights = rank[on_host]["refused"]
@@ -158,4 +136,4 @@ def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_si
 
 def test_a_state_of_another_precision_is_refused_with_both(stage, results_of):
     (rank,) = results_of(1, stage)
-    assert "the state has weights of torch.bfloat16, and the engine is of precision fp32" in rank["another precision"]
+    assert "the state has weights of torch.bfloat16, but the engine's precision is fp32" in rank["another precision"]

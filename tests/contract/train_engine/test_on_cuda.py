@@ -2,12 +2,11 @@
 """The contract on a GPU, where there is one: five steps near a plain loop's on the host, and a place to move to."""
 
 import dataclasses
-import functools
 
 import pytest
 
 from dlrover.python.rl.engine.api.base import LoraSettings
-from tests.support.plain_engine import CONFIG, STEPS, apart, plain_run, reported, start_weights, write_model
+from tests.support.plain_engine import CONFIG, STEPS, apart, reported, start_weights
 from tests.support.processes import run
 from tests.support.train_cases import Case
 from tests.support.train_exercise import SAVED_AFTER, five_steps, go_on, make_engine, train, weights_of
@@ -26,54 +25,35 @@ CASES = {
 pytestmark = pytest.mark.needs("cuda")
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("cuda") / "T")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def results_of(model_path, folder):
-    @functools.cache
-    def of(name):
-        (result,) = run(1, five_steps, CASES[name], model_path, folder / name)
-        return result
-
-    return of
-
-
 @pytest.mark.feature(44)
 @pytest.mark.parametrize("name", LIMITS)
-def test_five_steps_are_near_the_plain_loops(name, results_of, model_path):
+def test_five_steps_are_near_the_plain_loops(name, ranks_of, expected, model_path):
     of_reports, of_weights = LIMITS[name]
-    reports, weights = plain_run(model_path)
-    result = results_of(name)
+    reports, weights = expected
+    (result,) = ranks_of(five_steps, CASES[name])
     assert apart(result["weights"], weights, start_weights(model_path)) < of_weights
-    for step, plain in zip(result["told"], reports, strict=True):
+    for step, plain in zip(result["steps"], reports, strict=True):
         assert reported(step) == pytest.approx(plain, rel=of_reports)
 
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("name", LIMITS)
-def test_in_host_memory_nothing_is_on_the_device(name, results_of):
-    before, empty, after = results_of(name)["footprints"]
+def test_in_host_memory_nothing_is_on_the_device(name, ranks_of):
+    (result,) = ranks_of(five_steps, CASES[name])
+    before, empty, after = result["footprints"]
     assert before == after
     assert "weights" in before and ("optimizer" in before) != ("host" in name)
-    assert empty == {}
-    assert results_of(name)["places"] == ["cpu", "cuda"]
+    assert (empty, result["places"]) == ({}, ["cpu", "cuda"])
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_saved_loaded_and_continued_is_near_not_stopping(name, results_of, model_path, folder):
-    """Not to the bit: some sums of a GPU have no order."""
-    undisturbed = results_of(name)
-    ((same, _),) = run(1, go_on, CASES[name], model_path, folder / name, folder / name)
+def test_a_loaded_checkpoint_continues_near_the_same_steps(name, ranks_of, model_path, folder):
+    """Compare with a tolerance: some sums of a GPU have no order."""
+    case = CASES[name]
+    (undisturbed,) = ranks_of(five_steps, case)
+    ((same, _),) = run(1, go_on, case, model_path, folder / case.name, folder / case.name)
     assert apart(same["weights"], undisturbed["weights"], start_weights(model_path)) < LIMITS[name][1]
-    for step, other in zip(same["told"], undisturbed["told"][SAVED_AFTER:], strict=True):
+    for step, other in zip(same["steps"], undisturbed["steps"][SAVED_AFTER:], strict=True):
         assert reported(step) == pytest.approx(reported(other), rel=LIMITS[name][0])
 
 
@@ -97,7 +77,7 @@ def in_few_bits(path, device, optimizer, lora):
     ids=["moments in 8 bits", "adapters over 4 bits", "both"],
 )
 @pytest.mark.filterwarnings("ignore:inner dimension")  # of a model as small as this
-def test_weights_in_4_bits_and_moments_in_8_train_as_on_a_cpu(optimizer, base, model_path):
+def test_4_bit_weights_and_8_bit_moments_train_as_on_a_cpu(optimizer, base, model_path):
     pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     if base is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")

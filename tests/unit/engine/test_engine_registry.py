@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines by name, by entry point and by class; what they state about themselves."""
+"""Engines by name, by entry point and by class; what they state about themselves, and the extras that bring them."""
 
+import re
 import sys
+import tomllib
 import types
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common import extensions
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
@@ -67,7 +71,7 @@ def test_an_entry_point_is_an_engines_name(entry_point):
 
 
 @pytest.mark.parametrize("name", ["mine", "my_engines:MyEngine"])
-def test_what_a_users_engine_states_is_checked(entry_point, name):
+def test_options_and_sizes_are_checked_against_an_engines_info(entry_point, name):
     (error,) = validate_engine(TRAIN_ENGINES, name, {"color": "blue"}, "config.engine.train")
     assert (error.where, "did you mean 'colour'" in error.what) == ("config.engine.train_options.color", True)
     info, sizes = engine_info(TRAIN_ENGINES, name), ParallelSizes(tensor_parallel_size=2)
@@ -78,7 +82,7 @@ def test_what_a_users_engine_states_is_checked(entry_point, name):
     ]
 
 
-def test_a_base_in_4_bits_needs_an_engine_that_has_one():
+def test_a_base_in_4_bits_needs_an_engine_with_the_option():
     lora = LoraSettings(quantize_base="nf4")
     errors = find_train_errors("megatron", engine_info(TRAIN_ENGINES, "megatron"), ParallelSizes(), lora)
     assert errors[-1] == "megatron cannot quantize the model: lora.quantize_base needs fsdp2 or deepspeed"
@@ -88,7 +92,7 @@ def test_a_base_in_4_bits_needs_an_engine_that_has_one():
     assert find_optimizer_errors("silent", EngineInfo(), OptimizerConfig(name="adamw_8bit"))
 
 
-def test_an_engine_that_states_nothing_may_do_everything(module):
+def test_an_engine_without_info_may_do_everything(module):
     info = engine_info(TRAIN_ENGINES, "my_engines:Silent")
     sizes = ParallelSizes(pipeline_parallel_size=2)
     assert find_train_errors("silent", info, sizes, LoraSettings(), bare_head=True) == []
@@ -103,7 +107,7 @@ def test_an_unknown_name_gets_the_nearest(module):
 
 
 @pytest.mark.parametrize("point", [TRAIN_ENGINES, ROLLOUT_ENGINES], ids=["train", "rollout"])
-def test_the_classes_of_this_package_state_what_their_folder_does(point):
+def test_classes_of_this_package_have_the_info_of_their_folder(point):
     for name in ("fsdp2",) if point is TRAIN_ENGINES else ("torch", "sglang"):
         assert engine_class(point, name).info is engine_info(point, name)
 
@@ -124,7 +128,7 @@ class Proxy:
 
 
 @pytest.mark.parametrize(
-    ("point", "name", "said"),
+    ("point", "name", "message"),
     [
         (TRAIN_ENGINES, "score", "cannot be made from model, optimizer, settings, rendezvous, memory: too many"),
         (TRAIN_ENGINES, "NoEngine", "is not an engine: it has none of step, evaluate, publish, state_dict"),
@@ -133,17 +137,39 @@ class Proxy:
         (ROLLOUT_ENGINES, "__name__", "is a str, not an engine"),
     ],
 )
-def test_what_is_no_engine_is_found_before_it_is_made(point, name, said):
+def test_a_class_of_another_kind_is_refused(point, name, message):
     (error,) = validate_engine(point, f"{__name__}:{name}", {}, "engine.train")
     assert error.where == "engine.train"
-    assert f"{name} {said}" in error.what
+    assert f"{name} {message}" in error.what
+    assert not validate_engine(TRAIN_ENGINES, f"{__name__}:Proxy", {}, "engine.train"), "it finds its methods itself"
 
 
-def test_an_engine_may_find_its_methods_itself():
-    assert not validate_engine(TRAIN_ENGINES, f"{__name__}:Proxy", {}, "engine.train")
-
-
-def test_a_function_that_makes_something_else_is_named():
+def test_a_function_without_an_engine_is_named():
     assert not validate_engine(ROLLOUT_ENGINES, f"{__name__}:score", {}, "engine.rollout")
     with pytest.raises(EngineError, match=r":score returned a str, which has none of add, advance, receive"):
         engine_class(ROLLOUT_ENGINES, f"{__name__}:score")("model", "settings", "memory")
+
+
+# -- extras -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature(14)
+@pytest.mark.parametrize(("name", "package"), [("deepspeed", "deepspeed"), ("megatron", "megatron-core")])
+def test_a_missing_backend_is_named_with_its_extra(name, package):
+    if find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(MissingExtra, match=rf"'{package}' is not installed: pip install 'dlrover-rl\[{name}\]'"):
+        engine_class(TRAIN_ENGINES, name)
+
+
+@pytest.mark.feature(14)
+def test_extras_named_in_code_and_pages_exist():
+    root = Path(__file__).parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    files = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "dlrover").rglob("*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    lists = [names for text in texts for names in re.findall(r"dlrover-rl\[([\w,-]+)\]", text)]
+    named = {name for names in lists for name in names.split(",")}
+    named |= {name for text in texts for name in re.findall(r'MissingExtra\("[\w-]+", "([\w-]+)"\)', text)}
+    assert {"lora", "deepspeed", "megatron", "vllm"} <= named
+    assert named <= project["optional-dependencies"].keys()

@@ -42,18 +42,18 @@ def hugging_face(config, head):
 
 @pytest.mark.parametrize("head", ["causal", "token"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_table_has_every_tensor_of_the_model_once_with_its_shape(name, head):
+def test_the_table_has_each_tensor_once_with_its_shape(name, head):
     config = CONFIGS[name]
     config.num_labels = 1
     table = list_parameters(TransformerShape.of(config, head))
-    found = [pair for item in table for pair in zip(item.sources, item.shapes, strict=True)]
-    assert len(found) == len(dict(found))
-    assert dict(found) == {name: tuple(tensor.shape) for name, tensor in hugging_face(config, head).items()}
+    sources = [pair for item in table for pair in zip(item.sources, item.shapes, strict=True)]
+    assert len(sources) == len(dict(sources))
+    assert dict(sources) == {name: tuple(tensor.shape) for name, tensor in hugging_face(config, head).items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_split_over_ranks_joins_to_the_same_bits(name, ranks):
+def test_tensors_split_over_ranks_join_to_the_same_bits(name, ranks):
     shape = TransformerShape.of(CONFIGS[name], "causal")
     weights = hugging_face(CONFIGS[name], "causal")
     for item in list_parameters(shape):
@@ -131,7 +131,7 @@ def test_layers_are_numbered_on_their_stage():
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary positions are of type 'yarn'"),
     ],
 )
-def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes, message):
+def test_a_model_megatron_computes_otherwise_is_refused(changes, message):
     config = SimpleNamespace(**{**Qwen2Config(**SIZES).to_dict(), **changes})
     with pytest.raises(EngineError, match=message):
         TransformerShape.of(config, "causal")
@@ -142,6 +142,6 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes, messa
     ("tensor", "pipeline", "message"),
     [(4, 1, "2 key-value heads cannot be divided by tensor_parallel_size 4"), (1, 3, "4 layers .*_size 3")],
 )
-def test_sizes_that_do_not_divide_the_model_are_refused_with_the_numbers(tensor, pipeline, message):
+def test_sizes_of_other_models_are_refused(tensor, pipeline, message):
     with pytest.raises(EngineError, match=message):
         TransformerShape.of(CONFIGS["qwen2"], "causal").check_split(tensor, pipeline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's module over several ranks: gradients, steps and weights are those of one process, whatever the layout."""
+"""A user's module over several ranks has the gradients, steps and weights of one process in every layout."""
 
 import pickle
 import zlib
@@ -42,7 +42,7 @@ CALLS = [[(ROWS, 1)], [(ROWS[:7], 1)], [(ROWS[:3], 1)], [(ROWS[:1], 1)], [(ROWS[
 
 
 def drawn(name, shape):
-    """The same in every process."""
+    """Draw a weight by its name, the same in every process."""
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.ones(shape) if "norm" in name else torch.randn(shape, generator=draw) * 0.06
 
@@ -64,15 +64,15 @@ class Rank:
 
 
 def gradients(mine):
-    """What ``.grad`` holds after each group of calls, whole; last after a call whose rows are not divided."""
-    found = []
+    """Read ``.grad``, whole, after each group of calls, and last after a call whose rows are not divided."""
+    results = []
     for group in CALLS:
         for rows, divide_by in group:
             mine.call("train_step", NeedParallel(rows, pad=True), divide_by)
-        found.append(mine.call("gradients_now"))
+        results.append(mine.call("gradients_now"))
         mine.engine._made.module.zero_grad()
     mine.call("train_step", ROWS)
-    return [*found, mine.call("gradients_now")]
+    return [*results, mine.call("gradients_now")]
 
 
 def trained(mine, folder):
@@ -92,37 +92,37 @@ def learned_from(mine, type):
     """Loss and whole gradients of one pass over rows that are divided by their sequences, or are not."""
     ids, labels = ([row[at : at + 8] for row in LONG] for at in (0, 1))
     loss = mine.call("train_step", NeedParallel(ids, type=type), NeedParallel(labels, type=type), 4 * 8)
-    found = mine.call("gradients_now")
+    gradient = mine.call("gradients_now")
     mine.engine._made.module.zero_grad()
-    return loss, found
+    return loss, gradient
 
 
 def sequences(rank, ports, long_models):
-    """What ranks learn that share sequences."""
-    found = {}
+    """Learn with ranks that share sequences."""
+    results = {}
     for layout, sizes in SEQUENCE_LAYOUTS.items():
         for kind, module in long_models.items():
             mine = Rank(rank, next(ports), sizes, module)
-            found[layout, kind] = {type: learned_from(mine, type) for type in ("seq", "dp")}
+            results[layout, kind] = {type: learned_from(mine, type) for type in ("seq", "dp")}
             mine.engine.close()
-    return found
+    return results
 
 
 def everything(rank, _world, port, ports, modules, language_models, long_models, folder):
     """All layouts, one after the other in the same processes: starting these takes longest."""
-    found, ports = {}, iter([port, *ports])
+    results, ports = {}, iter([port, *ports])
     for layout, sizes in LAYOUTS.items():
         for kind, module in modules.items():
             mine = Rank(rank, next(ports), sizes, module)
-            found[layout, kind] = gradients(mine)
+            results[layout, kind] = gradients(mine)
             mine.engine.close()
     for layout, sizes in {**LAYOUTS, **TENSOR_LAYOUTS}.items():
         for vocabulary, module in language_models.items():
             mine = Rank(rank, next(ports), sizes, module)
-            found[layout, vocabulary] = trained(mine, f"{folder}/{layout}-{vocabulary}")
+            results[layout, vocabulary] = trained(mine, f"{folder}/{layout}-{vocabulary}")
             mine.engine.close()
-    found |= sequences(rank, ports, long_models)
-    return pickle.dumps(found)  # Tensors would travel by handles of processes that have ended.
+    results |= sequences(rank, ports, long_models)
+    return pickle.dumps(results)  # Tensors would travel by handles of processes that have ended.
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +136,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(model, saved):
-    """What each rank has found."""
+def ranks(model, saved):
+    """The results of each rank."""
     modules = {}
     for kind in KINDS:
         with empty_weights():
             modules[kind.__name__] = cloudpickle.dumps(kind())
-    language_models = {name: cloudpickle.dumps(made) for name, made in language_modules(model).items()}
+    language_models = {name: cloudpickle.dumps(module) for name, module in language_modules(model).items()}
     long_models = {cls.__name__: cloudpickle.dumps(cls.from_pretrained(model)) for cls in (Long, EvenLong)}
     with held_ports(30) as ports:
         results = run(WORLD, everything, ports, modules, language_models, long_models, str(saved), timeout_s=TIMEOUT_S)
@@ -150,7 +150,7 @@ def found(model, saved):
 
 
 def plain_gradient(group, kind):
-    """In one process, the slow way: the gradient of the mean (or sum) over each call's rows."""
+    """Compute the gradient of the mean (or sum) over each call's rows in one process."""
     module = kind()
     module.load_state_dict(start())
     module.eval()
@@ -168,39 +168,30 @@ def close(one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("number", range(len(CALLS)))
-def test_the_gradient_is_that_of_the_rows(found, layout, kind, number):
-    expected = plain_gradient(CALLS[number], kind)
-    for rank in found:
+@pytest.mark.parametrize("number", range(len(CALLS) + 1))
+def test_ranks_have_the_gradient_of_all_rows(ranks, layout, kind, number):
+    """Rows of the last call are not divided, and count once."""
+    expected = plain_gradient([*CALLS, [(ROWS, 1)]][number], kind)
+    for rank in ranks:
         gradient = rank[layout, kind.__name__][number]
         assert gradient.keys() == expected.keys()
         assert [name for name in expected if not close(gradient[name], expected[name])] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_rows_that_are_not_divided_count_once(found, layout, kind):
-    expected = plain_gradient([(ROWS, 1)], kind)
-    for rank in found:
-        gradient = rank[layout, kind.__name__][-1]
-        assert [name for name in expected if not close(gradient[name], expected[name])] == []
-
-
 @pytest.mark.parametrize(
-    ("rows", "of", "mean", "total"), [(2, 7, 2 / 7, 1.0), (0, 3, 0.0, 0.0), (3, 3, 1.0, 1.0), (0, 0, 0.25, 0.25)]
+    ("share", "sizes", "mean", "total"),
+    [
+        (CallShare(rows=2, of=7), {"replicas": 4}, 2 / 7, 1.0),
+        (CallShare(rows=0, of=3), {"replicas": 4}, 0.0, 0.0),
+        (CallShare(rows=3, of=3), {"replicas": 4}, 1.0, 1.0),
+        (CallShare(rows=0, of=0), {"replicas": 4}, 0.25, 0.25),
+        (CallShare(rows=2, of=4, sequences=True), {"replicas": 2, "context": 3}, 1 / 6, 1.0),
+        (CallShare(rows=2, of=4, sequences=False), {"replicas": 2, "context": 3}, 1 / 6, 1 / 3),
+    ],
 )
-def test_a_replicas_gradient_is_weighted_by_its_rows(rows, of, mean, total):
-    share = CallShare(rows=rows, of=of)
-    assert compute_gradient_weight("mean", share, replicas=4) == mean
-    assert compute_gradient_weight("sum", share, replicas=4) == total
-
-
-@pytest.mark.parametrize(("sequences", "mean", "total"), [(True, 1 / 6, 1.0), (False, 1 / 6, 1 / 3)])
-def test_ranks_that_have_the_same_rows_count_once(sequences, mean, total):
-    share = CallShare(rows=2, of=4, sequences=sequences)
-    assert compute_gradient_weight("mean", share, replicas=2, context=3) == pytest.approx(mean)
-    assert compute_gradient_weight("sum", share, replicas=2, context=3) == pytest.approx(total)
+def test_a_gradient_is_weighted_by_its_rows(share, sizes, mean, total):
+    assert compute_gradient_weight("mean", share, **sizes) == pytest.approx(mean)
+    assert compute_gradient_weight("sum", share, **sizes) == pytest.approx(total)
 
 
 # -- sequences --------------------------------------------------------------------------------------------------------
@@ -222,13 +213,13 @@ def unsplit(model):
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS)
 @pytest.mark.parametrize("kind", ["Long", "EvenLong"])
 @pytest.mark.parametrize("type", ["seq", "dp"])
-def test_divided_sequences_give_the_loss_and_gradient_of_whole_ones(found, unsplit, layout, kind, type):
+def test_divided_sequences_have_the_loss_and_gradient_of_whole(ranks, unsplit, layout, kind, type):
     loss, expected = unsplit
     context, tensor = (SEQUENCE_LAYOUTS[layout].get(f"{name}_parallel_size", 1) for name in ("context", "tensor"))
     alike = tensor if type == "seq" else tensor * context  # ranks that have computed the same
-    parts = [rank[layout, kind][type][0] for rank in found[::alike]]
+    parts = [rank[layout, kind][type][0] for rank in ranks[::alike]]
     assert (sum(parts) if kind == "Long" else sum(parts) / len(parts)) == pytest.approx(loss, abs=1e-5)
-    for rank in found:
+    for rank in ranks:
         gradients = rank[layout, kind][type][1]
         assert gradients.keys() == expected.keys()
         far = {name: float((gradients[name] - one).abs().max()) for name, one in expected.items()}
@@ -239,26 +230,26 @@ def test_divided_sequences_give_the_loss_and_gradient_of_whole_ones(found, unspl
 
 
 def language_modules(model):
-    """One whose vocabulary cannot be shared by two, so that each has all of it; and one whose can."""
+    """One with a vocabulary that two cannot share, so that each has all of it; and one with a vocabulary they can."""
     return {"odd": OneByOne.from_pretrained(model), "even": Drawn.from_pretrained(model, vocab_size=260)}
 
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """The same two steps by one plain loop; each row's loss is the mean over its tokens, and all rows count alike."""
+    """The weights after two steps of a plain loop; a row's loss is the mean over its tokens, and rows count alike."""
     odd = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
     even = Qwen2ForCausalLM(Drawn.from_pretrained(model, vocab_size=260).config)
     for name, tensor in even.named_parameters():
         tensor.data = drawn(name, tuple(tensor.shape))
-    found = {}
+    weights = {}
     for vocabulary, plain in {"odd": odd, "even": even}.items():
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         for texts in (TEXTS, TEXTS[:3]):
             (sum(row_loss(plain, row) for row in texts) / len(texts)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[vocabulary] = {name: tensor.detach() for name, tensor in plain.named_parameters()}
-    return found
+        weights[vocabulary] = {name: tensor.detach() for name, tensor in plain.named_parameters()}
+    return weights
 
 
 def row_loss(module, row):
@@ -270,8 +261,8 @@ def row_loss(module, row):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", ["odd", "even"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *TENSOR_LAYOUTS])
-def test_a_language_model_trains_alike_in_every_layout(found, expected, saved, layout, vocabulary):
-    weights, logprobs, _, versions = zip(*(rank[layout, vocabulary] for rank in found), strict=True)
+def test_a_language_model_trains_alike_in_every_layout(ranks, expected, saved, layout, vocabulary):
+    weights, logprobs, _, versions = zip(*(rank[layout, vocabulary] for rank in ranks), strict=True)
     plain = expected[vocabulary]
     assert weights[1:] == (None,) * (WORLD - 1)
     assert weights[0].keys() == plain.keys()
@@ -289,15 +280,15 @@ def test_a_language_model_trains_alike_in_every_layout(found, expected, saved, l
 @pytest.mark.parametrize(
     ("layout", "parts"), [("shards", 4), ("copies", 1), ("both", 2), ("tensor-shards", 4), ("tensor-copies", 2)]
 )
-def test_each_rank_holds_its_part_of_weights_and_optimizer(found, expected, layout, parts):
+def test_each_rank_holds_its_part_of_weights_and_optimizer(ranks, expected, layout, parts):
     whole = 3 * 4 * sum(tensor.numel() for tensor in expected["even"].values())  # weights and two moments
-    for rank in found:
-        held = sum(rank[layout, "even"][2].values())
-        assert whole / parts * 0.9 < held < whole / parts * 1.15
+    for rank in ranks:
+        nbytes = sum(rank[layout, "even"][2].values())
+        assert whole / parts * 0.9 < nbytes < whole / parts * 1.15
 
 
 class OneByOne(Policy):
-    """Its loss is the mean over rows, not over their tokens."""
+    """A policy whose loss is the mean over rows, not over their tokens."""
 
     def train_step(self, rows, grad_acc_steps=1):
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, padding_value=-100)
@@ -311,7 +302,7 @@ class OneByOne(Policy):
 
 
 class Drawn(OneByOne):
-    """Of weights that are drawn."""
+    """A policy whose weights are drawn."""
 
     def materialization_source(self):
         return drawn
