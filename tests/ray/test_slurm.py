@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cli_on_ray import CLI
 
 from dlrover.python.rl.cli.begin import write_skeleton
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.ray.durable_jobs import wait_for
+from tests.support.commands import CLI, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 

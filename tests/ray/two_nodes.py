@@ -24,6 +24,7 @@ from dlrover.python.rl.runtime.ray.cluster.cluster import (
     restore_environment,
     settings,
 )
+from tests.support.commands import processes_below
 
 _START_ATTEMPTS = 3
 _LOOPBACK = "127.0.0.1"
@@ -84,7 +85,7 @@ class TwoNodes:
 
     def kill_node(self, index: int) -> float:
         """SIGKILL of a raylet and of everything that it started, as if the power had gone."""
-        below = descendants(self.raylet_pid(index))
+        below = processes_below(self.raylet_pid(index))
         killed_s = self.kill_raylet(index)
         for pid in below:
             _signal(pid, signal.SIGKILL)
@@ -248,27 +249,13 @@ def _start_node(cluster: Cluster, index: int, cpus: float, env: dict[str, str]) 
 
 def _raylets() -> set[int]:
     """Return the processes that this process has started."""
-    pids = set()
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-                pids.add(pid)
-    return pids
+    return {pid for pid in processes_below(os.getpid()) if _name_of(pid) == "raylet"}
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below one, in no special order."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents.setdefault(int(fields[1]), []).append(int(folder.name))
-    below_all, todo = [], [pid]
-    while todo:
-        below = parents.get(todo.pop(), [])
-        below_all += below
-        todo += below
-    return below_all
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def users_of(folder: Path) -> list[int]:

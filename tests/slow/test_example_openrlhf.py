@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.chaos.outside import processes_below
+from tests.support.commands import processes_below
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "openrlhf"

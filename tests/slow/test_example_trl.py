@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.losses.columns import group_advantages
-from tests.chaos.outside import processes_below
+from tests.support.commands import processes_below
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "trl"

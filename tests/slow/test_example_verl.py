@@ -16,7 +16,7 @@ import torch
 
 from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.runtime.checkpoint.state_file import read_state
-from tests.chaos.outside import processes_below
+from tests.support.commands import processes_below
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-verl" / "bin" / "python"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.outside import CLI, digests, prepare
+from tests.chaos.outside import digests, prepare
+from tests.support.commands import CLI
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 

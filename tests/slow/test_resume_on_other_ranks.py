@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.chaos.outside import CLI
+from tests.support.commands import CLI
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 

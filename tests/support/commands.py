@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line in processes of its own, and the process table: nothing else is known of what they do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
+_DEADLINE_S = 120.0
+
+
+def environment(**more):
+    """Return the environment of a command, which finds the package and the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())]), **more}
+
+
+class Command(subprocess.Popen):
+    """A command in a separate session, as in a terminal: Ctrl-C reaches the whole foreground group."""
+
+    def __init__(self, arguments, output, cwd, **env):
+        self.output = output
+        with output.open("w") as log:
+            super().__init__(
+                arguments, cwd=cwd, env=environment(**env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
+
+    def said(self):
+        return self.output.read_text()
+
+    def has_said(self, text):
+        """Return True if ``text`` is in the output, or the command has ended."""
+        return text in self.said() or self.poll() is not None
+
+    def end(self, code=0, within_s=_DEADLINE_S):
+        """Wait for the end, which must have this exit code, and return the output."""
+        self.wait(within_s)
+        assert self.returncode == code, self.said()
+        return self.said()
+
+    def interrupt(self):
+        os.killpg(self.pid, signal.SIGINT)
+
+
+class Desk:
+    """A working directory in which commands are typed.
+
+    Args:
+        folder: the directory.
+        address: of the cluster that each command is to use, ``""`` for none.
+        env: variables of all commands.
+    """
+
+    def __init__(self, folder, address="", **env):
+        self.folder, self.env, self.commands = folder, env, []
+        self.address = address
+
+    def start(self, *arguments, **env):
+        output = self.folder / f"output-{len(self.commands)}.txt"
+        options = ["--address", self.address] if self.address else []
+        command = Command([*CLI, *arguments, *options], output, self.folder, **{**self.env, **env})
+        self.commands.append(command)
+        return command
+
+    def run(self, *arguments, code=0, within_s=_DEADLINE_S, **env):
+        return self.start(*arguments, **env).end(code, within_s)
+
+    def status(self, name):
+        return json.loads(self.run("status", name, "--json"))
+
+    def detach(self, name, text, *overrides):
+        """Start the job of a file's text, and return once it has done two steps."""
+        (self.folder / f"{name}.yaml").write_text(text)
+        self.run("run", f"{name}.yaml", "--detach", *overrides)
+        wait_for(lambda: self.status(name)["step"] > 2)
+
+    def kill_all(self):
+        for command in self.commands:
+            command.kill()
+            command.wait(_DEADLINE_S)
+
+
+def wait_for(reached, within_s=_DEADLINE_S):
+    """Wait until ``reached()`` is true, and return what it gave."""
+    deadline_s = time.monotonic() + within_s
+    while not (outcome := reached()):
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
+        time.sleep(0.02)
+    return outcome
+
+
+def say(line):
+    """Print a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+# -- the process table ------------------------------------------------------------------------------------------------
+
+
+def process_table():
+    """Return the parent and the command line of every process."""
+    rows = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
+    return rows
+
+
+def processes_below(pid):
+    """Return the command lines of all descendants of a process."""
+    rows, below, waiting = process_table(), {}, [pid]
+    while waiting:
+        above = waiting.pop()
+        children = {child: command for child, (parent, command) in rows.items() if parent == above}
+        below |= children
+        waiting += children
+    return below
+
+
+def command_of(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
+
+
+def is_alive(pid):
+    """Return True if a process exists that is no zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
