@@ -18,6 +18,7 @@ import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.ray.two_nodes import users_of
+from tests.support.commands import environment, processes_below, wait_for
 from tests.support.session_toys import EchoEngine, Policy, TwoLayers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -196,7 +197,8 @@ def test_script_ended_during_a_rollout_leaves_nothing(tmp_path, how):
     rl.init(slots_per_node=2, log_to_driver=False)
     engine = rl.InferenceEngine("anything", EchoEngine).build(pause_s=600, began={str(began)!r})
     import ray
-    print(json.dumps([ray._private.worker._global_node.get_session_dir_path(), list(processes_below(os.getpid()))]), flush=True)
+    folder = ray._private.worker._global_node.get_session_dir_path()
+    print(json.dumps([folder, list(processes_below(os.getpid()))]), flush=True)
     engine.generate(["a", "b"])
     """
     process = started(code, tmp_path)

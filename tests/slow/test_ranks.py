@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of two FSDP2 ranks, each with half of the model, is resumed from the command line on one, two and four ranks
-and in another layout: it ends with the model that it would have had."""
+"""Runs of several FSDP2 ranks from the command line: resumed on other ranks and in another layout, and struck on one
+rank, they end with the model that they would have had."""
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.chaos.outside import digests, prepare
 from tests.support.commands import CLI
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,7 +73,7 @@ def desk(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(1, SHARDS), (2, SHARDS), (4, SHARDS), (4, COPIES), (2, COPIES)], ids=str
 )
-def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
+def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
     folder = desk / f"on-{ranks}-{layout[-1]}"
     shutil.copytree(desk / "half", folder, symlinks=True)
     code, output = run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
@@ -81,3 +86,54 @@ def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
             assert np.abs(weights_here[name] - tensor).max() < 2e-5, name
     if (ranks, layout) == (2, SHARDS):
         assert all(np.array_equal(weights_here[name], tensor) for name, tensor in expected.items())
+
+
+# -- a rank is killed --------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+SIZES = ["trainer.device_per_node=8", "workload.actor.num=2", "workload.reference.num=2"]
+WITHIN_S = 180.0
+
+
+def start_grpo(folder, *more):
+    job = str(ROOT / "examples/arithmetic/grpo.yaml")
+    settings = [f"steps={STEPS}", f"job_dir={folder}", *SIZES, *more]
+    with open(f"{folder}.log", "w") as log:
+        return subprocess.Popen([*CLI, "run", job, *settings], cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
+
+
+def members_of(folder):
+    """The pid of each process, by its name, and the step of the run."""
+    done = subprocess.run([*CLI, "status", "--json", "arithmetic-grpo"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {}, 0
+    view = json.loads(done.stdout)
+    return {member["process"]: member["pid"] for member in view["members"]}, view["step"]
+
+
+def wait_for_members(folder, process, condition):
+    until_s = time.monotonic() + WITHIN_S
+    while True:
+        assert process.poll() is None, Path(f"{folder}.log").read_text()[-4000:]
+        assert time.monotonic() < until_s
+        pids, step = members_of(folder)
+        if condition(pids, step):
+            return pids, step
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("standby", [1, 0], ids=["a standby takes its place", "there is no standby"])
+def test_killed_rank_leaves_the_other_and_the_result_as_they_are(tmp_path, standby):
+    prepare(tmp_path)
+    calm, struck = tmp_path / "calm", tmp_path / "struck"
+    assert start_grpo(calm).wait(WITHIN_S) == 0, Path(f"{calm}.log").read_text()[-4000:]
+    process = start_grpo(struck, f"workload.actor.standby={standby}")
+    before, _ = wait_for_members(struck, process, lambda pids, step: step >= STEPS // 2)  # the standby is ready by then
+    os.kill(before["ACTOR[1]"], signal.SIGKILL)
+    after, _ = wait_for_members(
+        struck, process, lambda pids, step: pids.get("ACTOR[1]", before["ACTOR[1]"]) != before["ACTOR[1]"]
+    )
+    assert after["ACTOR[0]"] == before["ACTOR[0]"]
+    assert process.wait(WITHIN_S) == 0, Path(f"{struck}.log").read_text()[-4000:]
+    assert digests(struck) == digests(calm)
