@@ -20,6 +20,21 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())]), **more}
 
 
+def run_python(folder, *arguments, code=0, within_s=250.0, **env):
+    """Run Python in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**{"OMP_NUM_THREADS": "1", **env}),
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+    assert code in (done.returncode, None), done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
 class Command(subprocess.Popen):
     """A command in a separate session, as in a terminal: Ctrl-C reaches the whole foreground group."""
 
