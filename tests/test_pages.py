@@ -11,6 +11,9 @@ from mdit_py_plugins.anchors import anchors_plugin
 from test_repository import ROOT, git_files
 
 from docs.generate import generate, outdated_pages, remove_generated
+from tests.feature_table import ABSENT, QUICKLY, SECTIONS, features, shown
+from tests.feature_table import PAGE as FEATURES
+from tests.feature_table import page as features_page
 
 MARKDOWN = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
 """Headings get the ids that GitHub gives them."""
@@ -141,3 +144,25 @@ def test_broken_link_is_named(link, fault):
     pages = {"docs/page.md": f"# Here\n{link}\n", "docs/other.md": other}
     files = with_folders({*pages, "x.py", "a b.png"})
     assert list(broken_links(pages, files)) == ([f"docs/page.md: {fault}"] if fault else [])
+
+
+# -- the page of features ----------------------------------------------------------------------------------------------
+
+
+def test_every_feature_has_a_test():
+    names, tests = features(), shown()
+    assert list(names) == list(range(1, 151))
+    assert set(names) - set(tests) == set(ABSENT)
+    assert set(tests) <= set(names), "numbers of no feature"
+
+
+def test_feature_to_be_shown_quickly_has_a_quick_test():
+    quick = shown(slow=False)
+    for title, (first, *names) in SECTIONS.items():
+        if title[0] in QUICKLY:
+            slow = [number for number in range(first, first + len(names)) if number not in quick]
+            assert set(slow) <= set(ABSENT), title
+
+
+def test_page_of_features_is_up_to_date():
+    assert FEATURES.read_text(encoding="utf-8") == features_page(), "write it again: python -m tests.feature_table"

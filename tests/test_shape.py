@@ -124,9 +124,9 @@ def test_excesses_names_the_changed_file_before_larger_ones():
     places = [Place(f"large{file}.py", line, "told") for file in range(12) for line in range(1, 4)]
     places.append(Place("small.py", 1, "told"))
     (message,) = excesses({"vague_names": places}, {"vague_names": 36}, {"small.py"})
-    _, first, *others = message.splitlines()
+    _, first, *following = message.splitlines()
     assert first == "  small.py:1: told"
-    assert len(others) == 9
+    assert len(following) == 9
     (unordered,) = excesses({"vague_names": places}, {"vague_names": 36})
     assert "small.py" not in unordered
 

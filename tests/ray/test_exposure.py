@@ -124,7 +124,7 @@ def test_cluster_beyond_loopback_without_a_token_is_a_risk(tmp_path, mode):
             gcs = f"{machine_addresses()[0]}:{port}"
             wait_for(lambda: is_open(gcs), 60)
             risk = find_risk(f"127.0.0.1:{port}", "")
-            assert risk == find_risk(gcs, "") and ("runs code" in risk) == (mode == "disabled")
+            assert risk == find_risk(gcs, "") and ("can run code" in risk) == (mode == "disabled")
         finally:
             head.terminate()
             head.wait(60)
