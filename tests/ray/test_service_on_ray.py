@@ -95,7 +95,7 @@ def test_next_manager_starts_a_master_that_was_launched(tmp_path, monkeypatch, r
         with monkeypatch.context() as patch:
             patch.setattr(on_ray, "ask", unanswered)
             patch.setattr(ray_runner, "_REVIVALS", 0)
-            patch.setattr(RayJobRunner, "_end_all", lambda *_: asyncio.sleep(WITHIN_S))
+            patch.setattr(RayJobRunner, "_kill_all", lambda *_: asyncio.sleep(WITHIN_S))
             async with serving(tmp_path) as manager:
                 await manager.ask(submission("unbegun", toy_text(tmp_path / "notes", steps=3)))
                 await until(lambda: launched)
