@@ -176,40 +176,19 @@ def test_waits_of_the_package_have_a_deadline_or_a_reason():
     assert not violations, "\n" + "\n".join(violations)
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        "ray.get(ref)",
-        "ray.get(ref, timeout=None)",
-        "ray.wait([ref], num_returns=1)",
-        "subprocess.run(['true'])",
-        "process.wait()",
-        "process.communicate()",
-        "process.wait(timeout=None)",
-        "thread.join()",
-        "thread.join(timeout=None)",
-        "future.result()",
-        "queue.get()",
-        "queue.get(True)",
-        "queue.get(block=True)",
-        "condition.wait_for(done)",
-        "lock.acquire()",
-        "lock.acquire(True)",
-        "wait(futures)",
-        "cf.wait(futures)",
-        "connection.poll(None)",
-        "connection.recv()",
-        "socket.create_connection(address)",
-        "fcntl.flock(file, fcntl.LOCK_EX)",
-        "await asyncio.wait([task])",
-        "await asyncio.wait_for(task, None)",
-        "await event.wait()",
-        "await queue.get()",
-        "await actor.method.remote()",
-        "x = actor.method.remote(); await x",
-        "await asyncio.wait_for(task, None or timeout) and await event.wait()",
-    ],
-)
+WITHOUT_DEADLINE = [
+    "ray.get(ref)", "ray.get(ref, timeout=None)", "ray.wait([ref], num_returns=1)", "subprocess.run(['true'])",
+    "process.wait()", "process.communicate()", "process.wait(timeout=None)", "thread.join()",
+    "thread.join(timeout=None)", "future.result()", "queue.get()", "queue.get(True)", "queue.get(block=True)",
+    "condition.wait_for(done)", "lock.acquire()", "lock.acquire(True)", "wait(futures)", "cf.wait(futures)",
+    "connection.poll(None)", "connection.recv()", "socket.create_connection(address)",
+    "fcntl.flock(file, fcntl.LOCK_EX)", "await asyncio.wait([task])", "await asyncio.wait_for(task, None)",
+    "await event.wait()", "await queue.get()", "await actor.method.remote()", "x = actor.method.remote(); await x",
+    "await asyncio.wait_for(task, None or timeout) and await event.wait()",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", WITHOUT_DEADLINE)
 def test_wait_without_a_deadline_needs_a_reason(wait):
     head = "import asyncio, ray\nfrom concurrent.futures import wait\nimport concurrent.futures as cf\n"
     source = f"{head}async def f():\n    {wait}\n"
@@ -220,38 +199,21 @@ def test_wait_without_a_deadline_needs_a_reason(wait):
     assert wait_faults("x.py", source.replace(wait, f"{wait}  # waits:"))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "ray.get(ref, timeout=1.0)",
-        "ray.wait([ref], timeout=0)",
-        "subprocess.run(['true'], timeout=limit_s)",
-        "process.wait(1.0)",
-        "thread.join(timeout=1.0)",
-        "', '.join(names)",
-        "table.get(key)",
-        "table.get('key', None)",
-        "os.path.join(a, b)",
-        "future.result(timeout=1.0)",
-        "queue.get(timeout=1.0)",
-        "queue.get(True, 1.0)",
-        "queue.get(block=False)",
-        "condition.wait_for(done, 1.0)",
-        "lock.acquire(blocking=False)",
-        "lock.acquire(False)",
-        "lock.acquire(timeout=1.0)",
-        "process.poll()",
-        "connection.poll(1.0)",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "await asyncio.wait([task], timeout=1.0)",
-        "await asyncio.wait_for(event.wait(), 1.0)",
-        "await asyncio.wait_for(actor.method.remote(), timeout=1.0)",
-        "ready = news.wait_for(done); await asyncio.wait_for(ready, 1.0)",
-        "async with asyncio.timeout(1.0): await actor.method.remote()",
-        "await asyncio.sleep(1.0)",
-        "ref = actor.method.remote()",
-    ],
-)
+WITH_DEADLINE = [
+    "ray.get(ref, timeout=1.0)", "ray.wait([ref], timeout=0)", "subprocess.run(['true'], timeout=limit_s)",
+    "process.wait(1.0)", "thread.join(timeout=1.0)", "', '.join(names)", "table.get(key)", "table.get('key', None)",
+    "os.path.join(a, b)", "future.result(timeout=1.0)", "queue.get(timeout=1.0)", "queue.get(True, 1.0)",
+    "queue.get(block=False)", "condition.wait_for(done, 1.0)", "lock.acquire(blocking=False)", "lock.acquire(False)",
+    "lock.acquire(timeout=1.0)", "process.poll()", "connection.poll(1.0)",
+    "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "await asyncio.wait([task], timeout=1.0)",
+    "await asyncio.wait_for(event.wait(), 1.0)", "await asyncio.wait_for(actor.method.remote(), timeout=1.0)",
+    "ready = news.wait_for(done); await asyncio.wait_for(ready, 1.0)",
+    "async with asyncio.timeout(1.0): await actor.method.remote()", "await asyncio.sleep(1.0)",
+    "ref = actor.method.remote()",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WITH_DEADLINE)
 def test_call_with_a_deadline_is_no_fault(call):
     assert wait_faults("x.py", f"import asyncio, ray\nasync def f():\n    {call}\n") == []
 
