@@ -169,11 +169,7 @@ def _findings(runs: Iterable[Run]) -> list[Mapping[str, Any]]:
 
 
 def with_table(page: str, table: str) -> str:
-    """``page`` with ``table`` between its markers.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """``page`` with ``table`` between its markers."""
     before, begin, remainder = page.partition(BEGIN)
     _, end, after = remainder.partition(END)
     if not begin or not end:

@@ -73,13 +73,7 @@ _LAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Planned:
-    """One fault.
-
-    Attributes:
-        kind: what is done.
-        after_s: seconds after the fault before it in the same burst; 0 for the first.
-        pick: chooses among victims, files and bits.
-    """
+    """One fault."""
 
     kind: Kind
     after_s: float
@@ -97,9 +91,6 @@ class Burst:
 def schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = tuple(Kind)) -> tuple[Burst, ...]:
     """The plan of a run: a third overlapping, the others of each kind at least once where they are enough for that, the
     bursts spread evenly over the steps.
-
-    Raises:
-        ValueError: there are too few steps for so many faults.
     """
     chance = random.Random(f"chaos-{seed}")
     quick = [kind for kind in kinds if kind in QUICK]

@@ -54,15 +54,7 @@ _CLASSES = {RLRoleType.ACTOR: "ChaosActor", RLRoleType.ROLLOUT: "ChaosRollout", 
 
 @dataclass
 class Outcome:
-    """The end of a run.
-
-    Attributes:
-        status: of the job at its end.
-        recorder: what was seen of it.
-        faults: what was done to it.
-        problems: whatever must not be.
-        seconds: how long the job took.
-    """
+    """The end of a run."""
 
     status: JobStatus
     recorder: Recorder
@@ -81,15 +73,8 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
 ) -> JobSpec:
     """The tiny GRPO job with the workloads of this package, limits that are out of the way, and short patience.
 
-    Args:
-        inputs: folder of model and problems, shared by the runs that are compared.
-        folder: of this run: ``out`` is its job directory, ``shared`` what the harness and its processes share.
-        name: of the job.
-        steps: to run.
-        seed: of the data's order and the samples.
-        hang_after_s: the limit of every process.
-        max_staleness: how far rollouts run ahead.
-    """
+    Model and problems are in ``inputs``, for all runs that are compared; ``folder`` gets the job directory ``out``, and
+    ``shared`` for harness and processes."""
     job = tiny_job(inputs, steps)
     shared = folder / "shared"
     (shared / "tmp").mkdir(parents=True, exist_ok=True)
@@ -131,15 +116,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
 def run_job(
     job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Callable[[str], None], here: bool = False
 ) -> Outcome:
-    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left.
-
-    Args:
-        job: what to run.
-        cluster: where.
-        plan: the faults.
-        log: is called with each line of the report.
-        here: run it in this process instead of on the cluster.
-    """
+    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left."""
     shared = job.job_dir.parent / "shared"
     kept_dir = job.job_dir.with_name("kept")
     with small_disk(job.job_dir, _DISK_MB) if plan else nullcontext(False) as own_disk:
@@ -219,14 +196,8 @@ def _end_problems(outcome: Outcome, injector: Injector, planned: int) -> list[st
 
 
 def judge(oracle: Path, chaos: Path, outcome: Outcome, config: Any) -> tuple[list[str], dict[int, int]]:
-    """Return the violations of a disturbed run, and the steps it repeated.
-
-    Args:
-        oracle: folder of the undisturbed run.
-        chaos: folder of the disturbed one.
-        outcome: of the disturbed one.
-        config: of both. Where rollouts run ahead, the two are not compared, and repeated steps are not counted.
-    """
+    """Return the violations of a disturbed run, and the steps it repeated; where rollouts run ahead, neither the runs are
+    compared nor these counted."""
     ahead = config.rollout.max_staleness > 0
     redone = {} if ahead else redone_steps(read_rows(chaos / "shared" / EXECUTIONS))
     allowed = len(outcome.faults) + sum(fault.kind in CORRUPTING for fault in outcome.faults)

@@ -59,14 +59,7 @@ class Loss:
 
 @dataclass
 class Ledger:
-    """A journal, folded.
-
-    Attributes:
-        submitted: the first event.
-        up: who is up now, by name.
-        starts: every start, oldest first.
-        losses: every loss, oldest first.
-    """
+    """A journal, folded."""
 
     submitted: Submitted | None = None
     up: dict[str, Up] = field(default_factory=dict)

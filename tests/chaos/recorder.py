@@ -31,10 +31,6 @@ class Recorder:
 
     Args:
         job: whose files to watch.
-
-    Attributes:
-        ledger: the journal as it was last read.
-        commits: every commit in the order in which they were seen.
     """
 
     def __init__(self, job: JobSpec) -> None:

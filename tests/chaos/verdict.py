@@ -146,14 +146,7 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
 
 
 def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
-    """Return what is left of a run ten seconds after its end.
-
-    Args:
-        job: its name.
-        run: which run of it.
-        shared: the folder that all its processes have in their environment.
-        pids: every process it ever had.
-    """
+    """Return what is left of a run ten seconds after its end."""
     deadline_s = time.monotonic() + _GRACE_S
     while left := list(_left(job, run, shared, pids)):
         if time.monotonic() > deadline_s:

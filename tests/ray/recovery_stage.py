@@ -36,19 +36,7 @@ HANG_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The settings that differ between jobs.
-
-    Attributes:
-        actor: class of the two ACTOR workers.
-        trainer: class of the trainer.
-        steps: how many.
-        rollouts: workers of ROLLOUT.
-        standby: standbys of ROLLOUT.
-        job_restarts: how often the whole job may be started again.
-        master_restarts: how often Ray may start the master again.
-        rollout_restarts: how often a rollout worker may be recovered.
-        checkpoint: what is kept in the job's directory.
-    """
+    """The settings that differ between jobs."""
 
     actor: str = "Worker"
     trainer: str = "Loop"
@@ -80,15 +68,7 @@ def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec
 
 @dataclass
 class Stage:
-    """One job, while it runs and afterwards.
-
-    Attributes:
-        job: the job.
-        folder: where its processes note what they do.
-        status: how it ended.
-        reports: the steps that were reported.
-        seen: the processes that were looked at.
-    """
+    """One job, while it runs and afterwards."""
 
     job: JobSpec
     folder: Path

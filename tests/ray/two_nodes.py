@@ -34,12 +34,7 @@ _VARIABLES = ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ADD
 
 @dataclass
 class TwoNodes:
-    """A head (index 0, which no test should kill) and worker nodes (1, 2, ...). Node ``i`` has a resource ``node<i>``.
-
-    Attributes:
-        folder: of all its files.
-        cpus: logical CPUs of each worker node.
-    """
+    """A head (index 0, which no test should kill) and worker nodes (1, 2, ...); node ``i`` has a resource ``node<i>``."""
 
     folder: Path
     cluster: Cluster
@@ -115,11 +110,7 @@ class TwoNodes:
         return pid
 
     def close(self) -> None:
-        """End everything.
-
-        Raises:
-            AssertionError: processes are left.
-        """
+        """End everything; no process may be left."""
         for index in sorted(self.stopped):
             self.continue_raylet(index)
         if self.keeper is not None:
@@ -155,15 +146,7 @@ def two_nodes(
     connect: bool = True,
     environment: Callable[[int], dict[str, str]] = lambda index: {},
 ) -> Iterator[TwoNodes]:
-    """A cluster with the settings of one that the product starts itself.
-
-    Args:
-        workers: nodes beside the head.
-        cpus: logical, of each worker node.
-        head_cpus: logical, of the head.
-        environment: variables of the processes on the node of an index.
-        connect: connect this process, in the product's namespace. It must not be connected to another cluster.
-    """
+    """A cluster with the settings of one that the product starts itself."""
     assert not ray.is_initialized(), "this process is connected to another cluster"
     before = {name: os.environ.get(name) for name in _VARIABLES}
     with contextlib.ExitStack() as stack:
