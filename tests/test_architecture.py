@@ -300,7 +300,7 @@ def dangers_of_tree():
             yield f"{place}: {danger}"
 
 
-def test_calls_that_run_code_from_data_have_a_reason():
+def test_calls_running_code_from_data_have_a_reason():
     assert set(dangers_of_tree()) == set(ALLOWED)
 
 

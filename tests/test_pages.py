@@ -62,7 +62,7 @@ def test_generated_parts_of_pages_are_up_to_date():
     assert not outdated, f"run `make format` or `python -m docs.generate`: {', '.join(outdated)}"
 
 
-def test_pages_have_nothing_that_only_sphinx_shows():
+def test_pages_have_nothing_for_sphinx_alone():
     lines = {name: UNSHOWN.findall(remove_generated(text)) for name, text in page_texts().items()}
     assert {name: faults for name, faults in lines.items() if faults} == {}
 
@@ -113,7 +113,7 @@ def test_page_with_an_old_part_is_outdated(tmp_path):
         "(a-target)=",
     ],
 )
-def test_line_that_only_sphinx_shows_is_found(line):
+def test_line_for_sphinx_alone_is_seen(line):
     text = f"# Title\n{line}\nText.\n<!-- generated: code a.py -->\n```{{include}} b\n<!-- /generated -->\n"
     assert UNSHOWN.findall(remove_generated(text)) == [line]
 

@@ -76,7 +76,7 @@ def test_targets_in_text_are_found(text, targets):
     assert targets_in(text) == targets
 
 
-def test_every_make_target_that_is_named_exists():
+def test_every_named_make_target_exists():
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in git_files(*SOURCES)}
     texts.pop("tests/test_repository.py", None)  # it also names targets that do not exist
     unknown = {name: sorted(targets_in(text) - TARGETS) for name, text in texts.items() if targets_in(text) - TARGETS}
@@ -158,7 +158,7 @@ def test_linter_finds_nothing(arguments):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_version_equals_that_of_the_installed_package(capsys):
+def test_version_equals_the_installed_package(capsys):
     import dlrover.rl
     from dlrover.python.rl.cli.commands import cli
 

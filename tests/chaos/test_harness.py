@@ -97,7 +97,7 @@ def journal():
     ]
 
 
-def test_ledger_has_the_processes_that_are_up_and_lost():
+def test_ledger_has_the_living_and_lost_processes():
     ledger = ledger_of(journal())
     assert {process: up.pid for process, up in ledger.up.items()} == {
         "master": 10,
@@ -376,7 +376,7 @@ def test_load_runs_takes_one_run_or_a_list(tmp_path):
         assert load_runs(tmp_path / "chaos.json") == [SAMPLE]
 
 
-def test_fault_table_refuses_a_page_that_differs_then_writes_it(tmp_path, capsys):
+def test_fault_table_refuses_and_then_writes_an_old_page(tmp_path, capsys):
     results, page = tmp_path / "chaos.json", tmp_path / "page.md"
     results.write_text(json.dumps(SAMPLE))
     page.write_text(PAGE_WITHOUT_TABLE)

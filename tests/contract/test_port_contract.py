@@ -158,7 +158,7 @@ def test_workers_know_their_ranks_and_addresses(stage):
     assert stage.trainer().RG_ACTOR.address()[0] == (address, int(port), None, {"lr": 0.5})
 
 
-def test_call_that_does_not_block_gives_pending_results(stage):
+def test_call_without_blocking_gives_pending_results(stage):
     pending = stage.trainer(ROLLOUT=2).RG_ROLLOUT.later([1, 2])
     assert len(pending) == 2
     assert pending.result(timeout=30) == [1, 2]
@@ -193,7 +193,7 @@ def test_pending_rows_are_split_over_any_number_of_workers(stage, takers):
     assert [len(part) for part in parts] == np.diff(even_cuts(7, takers)).tolist()
 
 
-def test_failed_pending_result_fails_the_call_that_takes_it(stage):
+def test_failed_pending_result_fails_the_next_call(stage):
     trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
     # Both fail at the same time: whichever is heard of first is told, each with its own words.
     with pytest.raises(InvocationError, match=r"ROLLOUT\[([01])\]\.late_boom.*OddError: from rank \1") as caught:
@@ -202,7 +202,7 @@ def test_failed_pending_result_fails_the_call_that_takes_it(stage):
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_argument_that_cannot_be_sent_is_refused(stage, wrong):
+def test_argument_without_pickle_is_refused(stage, wrong):
     group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
     before = group.call_count()
     parts = [1, 2]
@@ -212,7 +212,7 @@ def test_argument_that_cannot_be_sent_is_refused(stage, wrong):
     assert group.call_count() == before
 
 
-def test_result_that_cannot_be_sent_is_an_error(stage):
+def test_result_without_pickle_is_an_error(stage):
     with pytest.raises(InvocationError, match=r"ROLLOUT\[[01]\]\.lock.*cannot pickle"):
         stage.trainer(ROLLOUT=2).RG_ROLLOUT.lock()
 

@@ -322,7 +322,7 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     "words", [pytest.param(words, marks=[pytest.mark.slow] * (words != "run_here")) for words in SCRIPTS]
 )
-def test_script_of_a_guide_prints_what_it_should(desk, words):
+def test_script_of_a_guide_prints_its_result(desk, words):
     printed = run_script(desk, block_with(words), PYTHONBREAKPOINT="0")
     assert not SCRIPTS[words] or printed == SCRIPTS[words]
 

@@ -25,7 +25,7 @@ def guide_job(tmp_path):
     return replace(spec, job_dir=tmp_path)
 
 
-def test_the_guides_blocks_run_twice_in_one_folder(tmp_path):
+def test_blocks_of_the_guide_run_twice_in_one_folder(tmp_path):
     for name in ("first", "second"):
         status = run_here(check_job(guide_job(tmp_path / name), local=True))
         assert status.phase is Phase.FINISHED, status.cause
@@ -33,18 +33,18 @@ def test_the_guides_blocks_run_twice_in_one_folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_guides_blocks_run_on_ray(tmp_path, ray_session):
+def test_blocks_of_the_guide_run_on_ray(tmp_path, ray_session):
     status = run_on_ray(check_job(guide_job(tmp_path)), connected=True)
     assert status.phase is Phase.FINISHED, status.cause
 
 
-def test_the_guides_module_paths_are_real_places():
+def test_module_paths_of_the_guide_exist():
     assert workload_module.BaseWorkload is trainer_module.BaseWorkload
     assert workload_module.BaseWorkload.__module__ == "dlrover.python.rl.trainer.workload"
     assert trainer_module.BaseTrainer.__module__ == "dlrover.python.rl.trainer.trainer"
 
 
-def test_the_tables_defaults_of_trainer_invocation():
+def test_trainer_invocation_has_the_defaults_of_the_table():
     assert DEFAULT_OPTIONS.blocking is True
     assert DEFAULT_OPTIONS.is_async is False
     assert DEFAULT_OPTIONS.timeout == 10
@@ -54,12 +54,12 @@ def test_the_tables_defaults_of_trainer_invocation():
     assert DEFAULT_OPTIONS.post_func is None
 
 
-def test_the_examples_pre_function_gives_way_to_the_tables_pre_func():
+def test_trainer_invocation_takes_pre_func_not_pre_function():
     with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
         trainer_invocation(is_async=True, timeout=30, pre_function=abs)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "10", True])
-def test_a_timeout_is_greater_than_zero_as_the_table_says(timeout):
+def test_timeout_of_trainer_invocation_is_above_zero(timeout):
     with pytest.raises((TypeError, ValueError), match="timeout"):
         trainer_invocation(timeout=timeout)

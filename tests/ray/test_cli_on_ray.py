@@ -98,7 +98,7 @@ def test_run_interrupted_at_any_moment_leaves_no_process(desk, moment, number):
 
 
 @pytest.mark.slow
-def test_second_ctrl_c_ends_the_command_and_the_master_stops_the_job(desk_on_ray):
+def test_second_ctrl_c_ends_the_command_and_the_job_stops(desk_on_ray):
     command = start(desk_on_ray, "twice", faults=["ACTOR-0:update:2:hold"])
     command.interrupt()
     time.sleep(0.2)  # two presses of a key, not one
@@ -112,7 +112,7 @@ def test_second_ctrl_c_ends_the_command_and_the_master_stops_the_job(desk_on_ray
 
 
 @pytest.mark.slow
-def test_master_that_dies_comes_back_and_the_run_continues(desk_on_ray):
+def test_killed_master_comes_back_and_the_run_continues(desk_on_ray):
     command = start(desk_on_ray, "survivor")
     kill_master("survivor")
     wait_for(lambda: status_of("survivor").masters == 2, 60)
@@ -206,7 +206,7 @@ def test_master_of_an_ended_job_releases_its_resources(desk_on_ray):
 
 
 @pytest.mark.slow
-def test_log_of_a_killed_worker_is_kept_and_its_failure_explained(desk_on_ray):
+def test_log_and_failure_of_a_killed_worker_are_shown(desk_on_ray):
     desk = desk_on_ray
     limits = {"workload_max_restart": {"actor": 0}}
     desk.detach("failing", toy_text(desk.folder, restart=limits, **ENDLESS))

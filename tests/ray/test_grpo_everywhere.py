@@ -62,7 +62,7 @@ def assert_same_end(folder, one, other):
 
 
 @pytest.mark.slow
-def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
+def test_samples_of_the_first_step_are_the_same_everywhere(folder):
     seen = [samples(folder / name) for name in PLACES]
     assert len(seen[0]) == 4 * 8
     assert all(one == other for one, other in pairwise(seen))
@@ -102,7 +102,7 @@ def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
 
 @pytest.mark.feature(109)
 @pytest.mark.slow
-def test_a_reward_model_says_the_same_everywhere(folder):
+def test_reward_model_gives_the_same_everywhere(folder):
     judge = folder / "judge"
     AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(judge)

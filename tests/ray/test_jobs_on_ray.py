@@ -160,7 +160,7 @@ def test_rank_waiting_for_a_lost_one_is_aborted_and_stays(stage):
     assert job.status.recoveries == {"ACTOR": 1}
 
 
-def test_master_that_dies_finds_every_process_again(stage):
+def test_killed_master_finds_every_process_again(stage):
     """First the master is stopped, and the job continues; then it is killed, and finds every process again.
     The second time a worker dies with it."""
     first, second = "trainer:end:4:hold", "trainer:end:5:hold"
@@ -318,7 +318,7 @@ def test_job_whose_worker_cannot_start_fails(stage):
 
 
 @pytest.mark.slow
-def test_role_that_always_dies_ends_the_job_at_its_limit(stage):
+def test_role_dying_forever_ends_the_job_at_its_limit(stage):
     job = stage("loops", "ROLLOUT-0:generate:2:die", rollout_restarts=1).run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {"ROLLOUT": 1})
     assert "the limit of 1 restarts for ROLLOUT is reached" in job.status.reason
@@ -348,7 +348,7 @@ def test_job_without_durable_steps_restarts_once(stage, trainer, fault):
 
 
 @pytest.mark.slow
-def test_job_that_always_dies_ends_at_its_limit(stage):
+def test_job_dying_forever_ends_at_its_limit(stage):
     job = stage("crash-loop", "ACTOR-0:update:2:die", trainer="Plain", rollouts=0, job_restarts=2).run()
     assert (job.status.phase, job.status.restarts) == (Phase.FAILED, 2)
     assert "the limit of 2 restarts" in job.status.reason
@@ -499,7 +499,7 @@ def test_job_too_large_for_the_cluster_fails_with_need_and_free(stage):
     assert job.nothing_is_left()
 
 
-def test_job_that_can_never_fit_is_refused(stage):
+def test_job_too_large_for_its_nodes_is_refused(stage):
     job = stage("never", rollouts=0).job
     with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
         check_job(replace(job, trainer=replace(job.trainer, device_per_node=1)))

@@ -42,7 +42,7 @@ def expected(scene):
     return scene("undisturbed")["model"]
 
 
-def test_rollouts_shrink_when_a_node_is_lost_and_grow_when_one_comes_and_the_bits_are_the_same(scene, expected):
+def test_rollouts_shrink_and_grow_with_the_nodes(scene, expected):
     seen = scene("fewer")
     assert seen["phase"] == "finished", seen["reason"]
     assert seen["sizes"] == [3, 2, 3]
@@ -50,7 +50,7 @@ def test_rollouts_shrink_when_a_node_is_lost_and_grow_when_one_comes_and_the_bit
     assert seen["model"] == expected
 
 
-def test_a_node_that_announces_its_end_is_left_before_it_and_nothing_is_charged(scene, expected):
+def test_node_announcing_its_end_is_left_without_charge(scene, expected):
     seen = scene("told")
     assert seen["phase"] == "finished", seen["reason"]
     assert (seen["before"], seen["after"]) == (1, [0, 1])
@@ -63,7 +63,7 @@ def expected_apart(scene):
     return scene("apart")["model"]
 
 
-def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(scene, expected_apart):
+def test_node_lost_with_its_memory_costs_no_committed_step(scene, expected_apart):
     seen = scene("apart_without_one")
     assert seen["phase"] == "finished", seen["reason"]
     assert seen["model"] == expected_apart
@@ -71,7 +71,7 @@ def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(scene, expe
     assert "continuing from its copy" not in seen["log"]
 
 
-def test_two_neighbours_that_are_lost_cost_the_steps_since_the_last_copy_and_that_is_said(scene, expected_apart):
+def test_two_lost_neighbours_cost_the_steps_since_the_last_copy(scene, expected_apart):
     seen = scene("apart_without_two_neighbours")
     assert seen["phase"] == "finished", seen["reason"]
     assert seen["model"] == expected_apart

@@ -52,7 +52,7 @@ def test_runs_on_two_clusters_and_in_one_process_are_apart(desk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["--ray", "--local"])
-def test_run_whose_cluster_was_killed_resumes_after_its_last_step(desk, where):
+def test_run_resumes_after_its_last_step_without_its_cluster(desk, where):
     process = desk.held("out")
     process.kill()
     process.wait(60)
@@ -63,7 +63,7 @@ def test_run_whose_cluster_was_killed_resumes_after_its_last_step(desk, where):
 
 
 @pytest.mark.slow
-def test_folder_that_cannot_be_made_is_refused_on_a_shared_cluster(desk, ray_session):
+def test_folder_impossible_to_make_is_refused_on_a_cluster(desk, ray_session):
     output = desk.run("run", "job.yaml", "--address", "auto", "name=nowhere", "job_dir=/proc/none/out", code=2)
     assert output.partition("1 error in the job:\n")[2].startswith("  - job_dir: cannot be created: ")
     assert "Traceback" not in output
@@ -142,7 +142,7 @@ def foreign():
 
 
 @pytest.mark.slow
-def test_supervised_run_resumes_on_the_next_cluster_at_its_address(desk, foreign):
+def test_supervised_run_resumes_on_the_next_cluster(desk, foreign):
     address, start = foreign
     end = start()
     try:

@@ -36,7 +36,7 @@ def started(folder, **workload):
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_script_start_again_together(tmp_path):
+def test_ranks_of_a_script_start_again_together(tmp_path):
     script = (
         "echo rank $RANK start $RESTART_COUNT; case $RANK$RESTART_COUNT in 00) sleep 987654;; 10) kill -9 $$;; esac"
     )
@@ -50,7 +50,7 @@ def test_the_ranks_of_a_script_start_again_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path):
+def test_ranks_of_torchrun_start_again_together(tmp_path):
     python = f"{sys.executable} {SCRIPT} --steps 300 --out "
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(SCRIPT), "--steps=300"]
     subprocess.run([*torchrun, "--out=alone"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
@@ -69,7 +69,7 @@ def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_end_of_a_member_ends_its_script_and_its_children(tmp_path):
+def test_killed_worker_takes_its_script_and_children_along(tmp_path):
     (tmp_path / "tree.sh").write_text("setsid sleep 987654 & echo both sleep; sleep 987654\n")
     with started(tmp_path, train={"command": "sh tree.sh"}) as command:
         wait_for(lambda: command.has_said("both sleep"), 120)
@@ -86,7 +86,7 @@ def test_the_end_of_a_member_ends_its_script_and_its_children(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
+def test_script_without_output_is_hung_and_one_with_output_not(tmp_path):
     speaks = {"command": "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 1; done", "hang_after_s": 4}
     silent = {"command": "[ $RESTART_COUNT = 1 ] || sleep 987654", "hang_after_s": 4}
     with started(tmp_path, speaks=speaks, silent=silent) as command:
@@ -96,7 +96,7 @@ def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_drained_is_left_without_charge_before_it_goes(tmp_path):
+def test_drained_node_is_left_without_charge(tmp_path):
     root = Path(__file__).parents[2]
     (tmp_path / "drain.py").write_text(
         f"""

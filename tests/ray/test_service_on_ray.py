@@ -82,7 +82,7 @@ def test_next_manager_finds_a_running_job(tmp_path, monkeypatch, ray_session):
     run(body())
 
 
-def test_next_manager_starts_a_master_that_was_launched(tmp_path, monkeypatch, ray_session):
+def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_session):
     """Pretend that the service was killed in between."""
     monkeypatch.chdir(tmp_path)
     launched = []
@@ -219,7 +219,7 @@ def small_job(folder, steps, step_s, **keys):
     return toy_text(folder, module="toy_job", steps=steps, step_s=step_s, master={"cpu": 0.1}, **keys)
 
 
-def test_service_that_lost_its_raylet_ends_and_the_next_resumes(tmp_path):
+def test_service_without_its_raylet_ends_and_the_next_resumes(tmp_path):
     notes, steps = tmp_path / "notes", 6
     service = Service(tmp_path, "--cpus", "4", DLROVER_RL_MEMORY=str(tmp_path / "memory"))
     service.start(TZ="UTC")

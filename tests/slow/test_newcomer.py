@@ -80,7 +80,7 @@ def shell(tmp_path):
         assert shell.service.wait(120) == 0
 
 
-def test_the_first_job_of_the_page(shell):
+def test_first_job_of_the_page_runs_as_typed(shell):
     begin, during, end = blocks("The first job")
     for line in begin:
         if line.startswith("dlrover-rl serve"):

@@ -109,7 +109,7 @@ def metrics(bucket, run):
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "speed/"))} for line in lines]
 
 
-def test_a_run_that_is_killed_goes_on_on_another_machine_from_its_last_copy(server, bucket, tmp_path):
+def test_killed_run_resumes_on_another_machine(server, bucket, tmp_path):
     first, second, third = (Machine(tmp_path / name, server) for name in ("first", "second", "third"))
     code, output = first.run("run", "job.yaml", "--local", "job_dir=s3://runs/whole")
     assert code == 0, output
@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_goes_on_on_another_machine_from_its_last_copy(serv
     assert weights[0] == weights[1]
 
 
-def test_a_bucket_that_cannot_be_written_is_told_before_anything_starts(server, tmp_path):
+def test_bucket_without_access_is_refused_before_the_start(server, tmp_path):
     machine = Machine(tmp_path / "one", server)
     code, output = machine.run("run", "job.yaml", "--local", "job_dir=s3://none-of-mine/run")
     assert code == 2 and "job_dir: s3://none-of-mine/run cannot be written" in output, output
