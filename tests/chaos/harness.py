@@ -26,7 +26,6 @@ from dlrover.python.rl.master.client.on_ray import stop_master
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
-from tests.chaos.ahead import violations
 from tests.chaos.damage import small_disk
 from tests.chaos.faults import CORRUPTING, NODE_LOSSES, Burst
 from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commits
@@ -36,7 +35,7 @@ from tests.chaos.job import tiny_job
 from tests.chaos.ledger import is_stopped
 from tests.chaos.recorder import Recorder
 from tests.chaos.tables import confusion_table, fault_table
-from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps
+from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS
 from tests.ray.two_nodes import TwoNodes
 
@@ -86,7 +85,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
     longest_s = hang_after_s + _GROUP * _REWARD_S
     workloads[RLRoleType.REWARD] = replace(workloads[RLRoleType.REWARD], standby=0, hang_after_s=longest_s)
     workloads[RLRoleType.ROLLOUT] = replace(workloads[RLRoleType.ROLLOUT], per_node=1)
-    reward = {"function": "tests.chaos.rewards:judge", "timeout_s": _REWARD_S}
+    reward = {"function": "tests.chaos.graded:judge", "timeout_s": _REWARD_S}
     changed = {"seed": seed, "steps": steps, "reward": reward, "rollout": {"max_staleness": max_staleness}}
     return replace(
         job,

@@ -14,41 +14,10 @@ import pytest
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.health import find_risk
 from tests.ray.toy_job import toy_text
-from tests.support.commands import Desk, processes_below, wait_for
+from tests.support.commands import Desk, listening, processes_below, wait_for
 from tests.support.processes import free_port
 
 pytestmark = pytest.mark.ray
-
-LISTEN = "0A"
-
-
-def listening(pids):
-    """The addresses that processes listen at, as ``address:port``, from the kernel's tables."""
-    rows = {}
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == LISTEN:
-                rows[inode] = family, local
-    return {readable(*rows[inode]) for pid in pids for inode in sockets_of(pid) if inode in rows}
-
-
-def sockets_of(pid):
-    """The inodes of a process's sockets."""
-    links = []
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                links.append(os.readlink(entry))
-    return [link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")]
-
-
-def readable(family, local):
-    address, _, port = local.partition(":")
-    size = 4 if family == socket.AF_INET else 16
-    words = bytes.fromhex(address)
-    plain = b"".join(words[at : at + 4][::-1] for at in range(0, size, 4))
-    return f"{socket.inet_ntop(family, plain)}:{int(port, 16)}"
 
 
 def beyond_loopback(addresses):

@@ -525,13 +525,3 @@ def test_master_whose_loop_breaks_releases_everything(stage):
     finally:
         end(master)
     assert job.nothing_is_left()
-
-
-@pytest.mark.slow
-def test_two_jobs_run_side_by_side_on_one_cluster(stage):
-    jobs = [stage(name, rollouts=0, steps=3) for name in ("left", "right")]
-    masters = [start_master(check_job(job.job)) for job in jobs]
-    for job, master in zip(jobs, masters, strict=True):
-        status = follow(master, deadline_s=90)
-        assert (status.phase, status.restarts, job.starts()) == (Phase.FINISHED, 0, 1), status
-        end(master)

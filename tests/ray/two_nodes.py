@@ -34,7 +34,7 @@ _VARIABLES = ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ADD
 
 @dataclass
 class TwoNodes:
-    """A head (index 0, which no test should kill) and worker nodes (1, 2, ...), each with a resource ``node<index>``."""
+    """A head (index 0, not to be killed) and worker nodes (1, 2, ...), each with a resource ``node<index>``."""
 
     folder: Path
     cluster: Cluster

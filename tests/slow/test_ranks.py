@@ -7,9 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from safetensors.numpy import load_file
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.chaos.outside import digests, prepare
-from tests.support.commands import CLI
+from tests.support.commands import ROOT, Desk, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,16 +35,7 @@ config:
 
 
 def run(folder, epochs, *more):
-    settings = [f"epochs={epochs}", f"job_dir={folder}", *more]
-    done = subprocess.run(
-        [*CLI, "run", "job.yaml", *settings],
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    Desk(folder.parent).run("run", "job.yaml", f"epochs={epochs}", f"job_dir={folder}", *more, within_s=300)
 
 
 def weights(folder):
@@ -65,8 +53,7 @@ def desk(tmp_path_factory):
     rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in pairs]
     (folder / "examples.jsonl").write_text("\n".join(rows))
     for name, epochs in (("calm", 2), ("half", 1)):
-        code, output = run(folder / name, epochs, SHARDS)
-        assert code == 0, output[-4000:]
+        run(folder / name, epochs, SHARDS)
     return folder
 
 
@@ -76,8 +63,7 @@ def desk(tmp_path_factory):
 def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
     folder = desk / f"on-{ranks}-{layout[-1]}"
     shutil.copytree(desk / "half", folder, symlinks=True)
-    code, output = run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
-    assert code == 0, output[-4000:]
+    run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 9))
     weights_here, expected = weights(folder), weights(desk / "calm")
@@ -90,50 +76,35 @@ def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
 
 # -- a rank is killed --------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[2]
 STEPS = 40
 SIZES = ["trainer.device_per_node=8", "workload.actor.num=2", "workload.reference.num=2"]
 WITHIN_S = 180.0
 
 
-def start_grpo(folder, *more):
+def start_grpo(desk, name, *more):
     job = str(ROOT / "examples/arithmetic/grpo.yaml")
-    settings = [f"steps={STEPS}", f"job_dir={folder}", *SIZES, *more]
-    with open(f"{folder}.log", "w") as log:
-        return subprocess.Popen([*CLI, "run", job, *settings], cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
+    return desk.start("run", job, f"steps={STEPS}", f"job_dir={desk.folder / name}", *SIZES, *more)
 
 
-def members_of(folder):
-    """The pid of each process, by its name, and the step of the run."""
-    done = subprocess.run([*CLI, "status", "--json", "arithmetic-grpo"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+def processes_of(desk):
+    """The pid of each process of the run, by its name, and its step; none while there is no run."""
+    status = desk.start("status", "--json", "arithmetic-grpo")
+    if status.wait(60):
         return {}, 0
-    view = json.loads(done.stdout)
+    view = json.loads(status.said())
     return {member["process"]: member["pid"] for member in view["members"]}, view["step"]
-
-
-def wait_for_members(folder, process, condition):
-    until_s = time.monotonic() + WITHIN_S
-    while True:
-        assert process.poll() is None, Path(f"{folder}.log").read_text()[-4000:]
-        assert time.monotonic() < until_s
-        pids, step = members_of(folder)
-        if condition(pids, step):
-            return pids, step
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("standby", [1, 0], ids=["a standby takes its place", "there is no standby"])
 def test_killed_rank_leaves_the_other_and_the_result_as_they_are(tmp_path, standby):
     prepare(tmp_path)
-    calm, struck = tmp_path / "calm", tmp_path / "struck"
-    assert start_grpo(calm).wait(WITHIN_S) == 0, Path(f"{calm}.log").read_text()[-4000:]
-    process = start_grpo(struck, f"workload.actor.standby={standby}")
-    before, _ = wait_for_members(struck, process, lambda pids, step: step >= STEPS // 2)  # the standby is ready by then
+    desk = Desk(tmp_path)
+    start_grpo(desk, "calm").end(0, WITHIN_S)
+    command = start_grpo(desk, "struck", f"workload.actor.standby={standby}")
+    wait_for(lambda: processes_of(desk)[1] >= STEPS // 2, WITHIN_S)  # the standby is ready by then
+    before, _ = processes_of(desk)
     os.kill(before["ACTOR[1]"], signal.SIGKILL)
-    after, _ = wait_for_members(
-        struck, process, lambda pids, step: pids.get("ACTOR[1]", before["ACTOR[1]"]) != before["ACTOR[1]"]
-    )
-    assert after["ACTOR[0]"] == before["ACTOR[0]"]
-    assert process.wait(WITHIN_S) == 0, Path(f"{struck}.log").read_text()[-4000:]
-    assert digests(struck) == digests(calm)
+    wait_for(lambda: processes_of(desk)[0].get("ACTOR[1]", before["ACTOR[1]"]) != before["ACTOR[1]"], WITHIN_S)
+    assert processes_of(desk)[0]["ACTOR[0]"] == before["ACTOR[0]"]
+    command.end(0, WITHIN_S)
+    assert digests(tmp_path / "struck") == digests(tmp_path / "calm")

@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 _DEADLINE_S = 120.0
+_LISTEN = "0A"
 
 
 def environment(**more):
@@ -154,3 +156,32 @@ def is_alive(pid):
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def listening(pids):
+    """The addresses that processes listen at, as ``address:port``, from the kernel's tables."""
+    rows = {}
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTEN:
+                rows[inode] = family, local
+    return {_readable(*rows[inode]) for pid in pids for inode in _sockets_of(pid) if inode in rows}
+
+
+def _sockets_of(pid):
+    """The inodes of a process's sockets."""
+    links = []
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                links.append(os.readlink(entry))
+    return [link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")]
+
+
+def _readable(family, local):
+    address, _, port = local.partition(":")
+    size = 4 if family == socket.AF_INET else 16
+    words = bytes.fromhex(address)
+    plain = b"".join(words[at : at + 4][::-1] for at in range(0, size, 4))
+    return f"{socket.inet_ntop(family, plain)}:{int(port, 16)}"
