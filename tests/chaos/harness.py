@@ -195,8 +195,10 @@ def _end_problems(outcome: Outcome, injector: Injector, planned: int) -> list[st
 
 
 def judge(oracle: Path, chaos: Path, outcome: Outcome, config: Any) -> tuple[list[str], dict[int, int]]:
-    """Return the violations of a disturbed run, and the steps it repeated; where rollouts run ahead, neither the runs are
-    compared nor these counted."""
+    """Return the violations of a disturbed run, and the steps it repeated.
+
+    Where rollouts run ahead, the two runs are not compared, and repeated steps not counted.
+    """
     ahead = config.rollout.max_staleness > 0
     redone = {} if ahead else redone_steps(read_rows(chaos / "shared" / EXECUTIONS))
     allowed = len(outcome.faults) + sum(fault.kind in CORRUPTING for fault in outcome.faults)

@@ -30,6 +30,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from tests.support.commands import is_alive
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 
@@ -157,22 +158,12 @@ def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
     return ledger
 
 
-def is_alive(pid: int) -> bool:
-    """Return True if a Ray worker of this pid runs (a zombie does not)."""
-    return _state_of(pid) not in "ZX"
-
-
 def is_stopped(pid: int) -> bool:
     """Return True if a process exists but a signal has stopped it."""
-    return _state_of(pid) == "T"
-
-
-def _state_of(pid: int) -> str:
-    """Return Linux's letter for its state, or a dead process's if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
-        return "X"
+        return False
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
