@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from dlrover.python.rl.common.names import package_version
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -153,9 +154,7 @@ BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(
 def test_linter_finds_nothing(arguments):
     if importlib.util.find_spec("ruff") is None:
         pytest.skip("ruff is not installed")
-    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", "--quiet", str(ROOT)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_python(ROOT, "-m", "ruff", *arguments, "--no-cache", "--quiet", ROOT)
 
 
 def test_version_equals_the_installed_package(capsys):
@@ -184,9 +183,7 @@ def test_wheel_has_every_module_job_file_and_stub(tmp_path):
     shutil.copytree(ROOT / "dlrover", tmp_path / "dlrover", ignore=shutil.ignore_patterns("__pycache__"))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover").rglob("*.py")}
     recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/recipe").rglob("*.yaml")}
-    command = [sys.executable, "-c", BUILD, str(tmp_path / "out")]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 0, ran.stderr
+    run_python(tmp_path, "-c", BUILD, tmp_path / "out", PYTHONPATH="")
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rl = ROOT / "dlrover/python/rl"
@@ -211,7 +208,5 @@ def test_extras_resolve_with_their_constraints(extras, tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     options = ["--dry-run", "--ignore-installed", "--quiet", "--constraint", str(ROOT / constraints)]
-    command = [sys.executable, "-m", "pip", "install", *options, f"{tmp_path}[test,{extras}]"]
-    resolved = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
-    assert resolved.returncode == 0, resolved.stderr
+    resolved = run_python(tmp_path, "-m", "pip", "install", *options, f"{tmp_path}[test,{extras}]", within_s=850)
     assert f"dlrover-rl {package_version()} does not provide" not in resolved.stderr

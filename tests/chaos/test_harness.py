@@ -46,6 +46,7 @@ from tests.chaos.ledger import is_alive, is_stopped, ledger_of
 from tests.chaos.recorder import Commit
 from tests.chaos.tables import percentile
 from tests.chaos.verdict import differences, redone_steps, repeated_calls
+from tests.support.commands import run_python
 
 
 def test_schedule_follows_from_its_seed():
@@ -281,9 +282,7 @@ with small_disk(folder, 1) as mounted:
 
 def test_clear_removes_the_small_disk_of_a_killed_run(tmp_path):
     folder = tmp_path / "run"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, folder / "chaos" / "out"], cwd=REPOSITORY, check=False, timeout=60
-    )
+    killed = run_python(REPOSITORY, "-c", KILLED, folder / "chaos" / "out", code=None)
     if killed.returncode == 3:
         pytest.skip("mounting is not allowed here")
     assert killed.returncode == 0

@@ -363,12 +363,8 @@ def site(tmp_path_factory):
     """The built pages."""
     pytest.importorskip("sphinx")
     out = tmp_path_factory.mktemp("html")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(out / "trees"), "-b", "html"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(ROOT / "docs"), str(out / "html")], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["-W", "--keep-going", "-q", "-d", out / "trees", "-b", "html"]
+    run_python(ROOT, "-m", "sphinx", *options, DOCS, out / "html", within_s=280)
     return out / "html"
 
 

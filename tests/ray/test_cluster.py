@@ -2,27 +2,19 @@
 """A cluster of our own: what it survives, and what it leaves behind."""
 
 import stat
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.runtime.ray.cluster.cluster import has_durable_gcs, private_folder
+from tests.support.commands import ROOT, run_python
 
 pytestmark = pytest.mark.ray
 
-ROOT = Path(__file__).parents[2]
 
-
-def in_own_process(code, timeout_s=120):
+def in_own_process(code):
     """Run ``code`` in another interpreter, since this one uses the session's cluster. Return its output lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split("\n")
+    return run_python(ROOT, "-c", textwrap.dedent(code), within_s=120).stdout.split("\n")
 
 
 @pytest.mark.slow

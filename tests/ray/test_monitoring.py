@@ -4,7 +4,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -20,7 +19,7 @@ from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from tests.ray.toy_job import toy_text
-from tests.support.commands import Desk, wait_for
+from tests.support.commands import Desk, debian_programs, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,15 +29,8 @@ ALERTS = Path(metrics.__path__[0]) / "alerts.yaml"
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
     """The folder of ``prometheus`` and ``promtool``: of this machine, or unpacked from Debian's package."""
-    if shutil.which("prometheus") and shutil.which("promtool"):
-        return Path(shutil.which("prometheus")).parent
-    folder = tmp_path_factory.mktemp("prometheus")
-    if not shutil.which("apt-get"):
-        pytest.skip("neither prometheus nor apt-get is here")
-    subprocess.run(["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, timeout=120)
-    (package,) = folder.glob("*.deb")
-    subprocess.run(["dpkg", "-x", package, folder / "root"], check=True, timeout=60)
-    return folder / "root/usr/bin"
+    folder = debian_programs(tmp_path_factory.mktemp("prometheus"), "prometheus", "prometheus", "promtool")
+    return folder or pytest.skip("neither prometheus nor apt-get is here")
 
 
 class Watched:

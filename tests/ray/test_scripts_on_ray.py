@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.support.commands import Desk, is_alive, processes_below, wait_for
+from tests.support.commands import Desk, is_alive, processes_below, run_python, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -52,8 +51,7 @@ def test_ranks_of_a_script_start_again_together(tmp_path):
 @pytest.mark.slow
 def test_ranks_of_torchrun_start_again_together(tmp_path):
     python = f"{sys.executable} {SCRIPT} --steps 300 --out "
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(SCRIPT), "--steps=300"]
-    subprocess.run([*torchrun, "--out=alone"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    run_python(tmp_path, "-m", "torch.distributed.run", "--nproc_per_node=2", SCRIPT, "--steps=300", "--out=alone")
     with started(tmp_path, train={"command": f"{python} out", "num": 2}) as command:
         wait_for(lambda: command.has_said("step 20 "), 120)
         first = ranks_of(command, python)
@@ -130,8 +128,7 @@ with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
         command.end()
 """.replace("\\\\n", "\\n")
     )
-    done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    run_python(tmp_path, "drain.py", within_s=280)
     output = (tmp_path / "output-0.txt").read_text()
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{output[-6000:]}"
     assert "it will be removed: it is drained" in output
     assert re.search(r"2 ranks from step \d+, restart 1", output), output

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,18 @@ def run_python(folder, *arguments, code=0, within_s=250.0, **env):
     )
     assert code in (done.returncode, None), done.stdout[-4000:] + done.stderr[-4000:]
     return done
+
+
+def debian_programs(folder, package, *programs):
+    """Return the folder of these programs: of this machine, or unpacked from Debian's package; None without either."""
+    if all(map(shutil.which, programs)):
+        return Path(shutil.which(programs[0])).parent
+    if not shutil.which("apt-get"):
+        return None
+    subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True, timeout=120)
+    (file,) = folder.glob("*.deb")
+    subprocess.run(["dpkg", "-x", file, folder / "root"], check=True, timeout=60)
+    return folder / "root/usr/bin"
 
 
 class Command(subprocess.Popen):
