@@ -97,5 +97,5 @@ def test_run_survives_kills_from_outside(tmp_path, options):
     reason="no network namespaces can be made here; python -m tests.chaos.run has Ray nodes on one address",
 )
 def test_run_over_three_hosts_survives_when_one_is_cut_off(tmp_path):
-    """Another one dies, and one joins."""
+    """One more dies, and one joins."""
     assert hosts.main(["--out", str(tmp_path)]) == 0

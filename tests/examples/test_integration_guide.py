@@ -45,13 +45,11 @@ def test_module_paths_of_the_guide_exist():
 
 
 def test_trainer_invocation_has_the_defaults_of_the_table():
-    assert DEFAULT_OPTIONS.blocking is True
-    assert DEFAULT_OPTIONS.is_async is False
-    assert DEFAULT_OPTIONS.timeout == 10
-    assert DEFAULT_OPTIONS.target == "ALL"
-    assert DEFAULT_OPTIONS.auto_shard is True
-    assert DEFAULT_OPTIONS.pre_func is None
-    assert DEFAULT_OPTIONS.post_func is None
+    table = {
+        "blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True, "pre_func": None,
+        "post_func": None,
+    }  # fmt: skip
+    assert {name: getattr(DEFAULT_OPTIONS, name) for name in table} == table
 
 
 def test_trainer_invocation_takes_pre_func_not_pre_function():

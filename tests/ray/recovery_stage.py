@@ -176,7 +176,7 @@ class Stage:
         return min(at_s for at_s in came if at_s >= lost) - lost
 
     def starts(self):
-        """How often the trainer was started from its beginning."""
+        """Return how often the trainer was started from its beginning."""
         return (self.folder / "starts").read_text().count("started") if (self.folder / "starts").exists() else 0
 
     def result_is_exact(self):

@@ -56,6 +56,14 @@ def wait(groups, placement, timeout_s=DEADLINE_S):
     asyncio.run(wait_until_reserved(CLUSTER, groups, placement, timeout_s))
 
 
+def reserved(prefix, **plan_of_job):
+    """Reserve groups for a plan, and wait for them."""
+    placement = planned(**plan_of_job)
+    groups = reserve(CLUSTER, placement, prefix)
+    wait(groups, placement)
+    return placement, groups
+
+
 def names(groups):
     by_id = {row.id: row.name for row in CLUSTER.list_groups()}
     return [by_id[group] for group in groups]
@@ -77,9 +85,7 @@ def actor_at(slot, placement, groups):
 
 
 def test_reserve_makes_one_group_for_each_node(prefix):
-    placement = planned(nodes=2, per_node=1)
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+    placement, groups = reserved(prefix, nodes=2, per_node=1)
     assert names(groups) == [f"{prefix}/node-0", f"{prefix}/node-1"]
     assert reserve(CLUSTER, placement, prefix) == groups
     assert find_groups(CLUSTER, prefix) == groups
@@ -88,15 +94,11 @@ def test_reserve_makes_one_group_for_each_node(prefix):
 
 
 def test_remove_groups_gives_back_all_of_a_prefix(prefix):
-    placement = planned(nodes=2, per_node=1)
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+    placement, groups = reserved(prefix, nodes=2, per_node=1)
     assert sorted(remove_groups(CLUSTER, f"{prefix}/")) == [f"{prefix}/node-0", f"{prefix}/node-1"]
     assert remove_groups(CLUSTER, f"{prefix}/") == find_groups(CLUSTER, prefix) == []
     assert not any(is_usable(CLUSTER, group) for group in groups)
-    again = reserve(CLUSTER, placement, prefix)
-    wait(again, placement)
-    assert find_groups(CLUSTER, prefix) == again != groups
+    assert find_groups(CLUSTER, prefix) == reserved(prefix, nodes=2, per_node=1)[1] != groups
 
 
 def test_remove_groups_leaves_a_longer_name(prefix):
@@ -107,15 +109,13 @@ def test_remove_groups_leaves_a_longer_name(prefix):
 
 
 def test_workers_and_standbys_are_put_into_their_bundles(prefix):
-    placement = planned(standby=1, resource={"cpu": 0.5, "memory": 16})
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+    placement, groups = reserved(prefix, standby=1, resource={"cpu": 0.5, "memory": 16})
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])
     actors = [actor_at(slot, placement, groups) for slot in slots]
-    reserved = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
-    assert [resources["CPU"] for resources, _ in reserved] == [0.5] * 3
-    assert [resources["memory"] for resources, _ in reserved] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
-    assert [group for _, group in reserved] == [groups[0]] * 3
+    answers = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
+    assert [resources["CPU"] for resources, _ in answers] == [0.5] * 3
+    assert [resources["memory"] for resources, _ in answers] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
+    assert [group for _, group in answers] == [groups[0]] * 3
 
 
 def test_placement_without_groups_asks_for_resources_alone():
@@ -129,9 +129,7 @@ def test_placement_without_groups_asks_for_resources_alone():
 
 
 def test_worker_without_resources_has_a_place(prefix):
-    placement = planned(resource={"cpu": 0})
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+    placement, groups = reserved(prefix, resource={"cpu": 0})
     actor = actor_at(placement.slots[ACTOR][0], placement, groups)
     resources, group = ray.get(actor.resources.remote(), timeout=60.0)
     assert (resources.get("CPU", 0), group) == (0, groups[0])
@@ -148,16 +146,13 @@ def test_excluded_node_is_left_out_and_the_wait_logged(prefix, monkeypatch, capl
     assert not is_usable(CLUSTER, groups[0])
     assert reserve(CLUSTER, placement, prefix, (here(),)) == groups
     remove_groups(CLUSTER, f"{prefix}/")
-    allowed = reserve(CLUSTER, placement, prefix)
-    wait(allowed, placement)
+    _, allowed = reserved(prefix)
     assert is_usable(CLUSTER, allowed[0])
     assert not is_usable(CLUSTER, allowed[0], (here(),))
 
 
 def test_place_on_a_node_excluded_later_is_reserved_again(prefix):
-    placement = planned()
-    (old,) = groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+    placement, (old,) = reserved(prefix)
     new = reserve_node(CLUSTER, placement, 0, old, (here(),))
     assert names([new]) == [f"{prefix}/node-0/2-{here()}"]
     assert is_usable(CLUSTER, old), "processes may still run in it"

@@ -331,7 +331,7 @@ class Swallowing(Plain):
 
 
 class AsksMaster(Loop):
-    """Its workers ask the master for its state."""
+    """Lets its workers ask the master for its state."""
 
     def step(self, step):
         assert set(self.RG_ACTOR.master_phase()) == {"running"}

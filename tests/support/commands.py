@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line in processes of its own, and the process table: nothing else is known of what they do."""
+"""Commands in separate processes, and the process table."""
 
 import json
 import os

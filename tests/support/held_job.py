@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that waits at a step for its test, run by the command line in a process of its own."""
+"""A job that waits at a step for its test, run by the command line in a separate process."""
 
 import json
 import os
@@ -11,7 +11,7 @@ TEXT = """
 name: held
 trainer: {module: held_job_classes, class: Held, device_type: CPU, device_per_node: 2}
 workload: {actor: {module: held_job_classes, class: Counter}}
-checkpoint: {commit_every: 1}  # they go on with other settings
+checkpoint: {commit_every: 1}  # it is resumed with other settings
 config: {steps: 6, hold: 0}
 """
 
@@ -81,7 +81,7 @@ class Desk(commands.Desk):
             pass
 
     def steps(self, name):
-        """The steps that were run in a folder, in order; the totals must be those of an undisturbed run."""
+        """The steps that were run in a folder, in order; the totals must equal an undisturbed run's."""
         file = self.folder / name / "steps.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         assert all(total == step * (step + 1) // 2 for step, total in rows), rows
