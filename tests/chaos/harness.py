@@ -32,8 +32,7 @@ from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commit
 from tests.chaos.gates import FOLDER, Gates
 from tests.chaos.injector import Injected, Injector, Target
 from tests.chaos.job import tiny_job
-from tests.chaos.ledger import is_stopped
-from tests.chaos.recorder import Recorder
+from tests.chaos.ledger import Recorder, is_stopped
 from tests.chaos.tables import confusion_table, fault_table
 from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS

@@ -23,8 +23,7 @@ from pathlib import Path
 from tests.chaos.damage import fill_disk, flip_bit, tear, tear_journal
 from tests.chaos.faults import Burst, Kind, Planned
 from tests.chaos.gates import Gates
-from tests.chaos.ledger import Up, is_alive
-from tests.chaos.recorder import Recorder
+from tests.chaos.ledger import Recorder, Up, is_alive
 from tests.ray.two_nodes import TwoNodes
 
 _LOOK_S = 0.01

@@ -42,8 +42,7 @@ from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, 
 from tests.chaos.gates import Gates
 from tests.chaos.harness import REPOSITORY, _wake_the_unreachable
 from tests.chaos.injector import _METHODS, Injected
-from tests.chaos.ledger import is_alive, is_stopped, ledger_of
-from tests.chaos.recorder import Commit
+from tests.chaos.ledger import Commit, is_alive, is_stopped, ledger_of
 from tests.chaos.tables import percentile
 from tests.chaos.verdict import differences, redone_steps, repeated_calls
 from tests.support.commands import run_python

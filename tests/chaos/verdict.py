@@ -146,7 +146,7 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
         yield f"state {at} differs: {str(left)[:80]} and {str(right)[:80]}"
 
 
-# -- rollouts that run ahead -------------------------------------------------------------------------------------------
+# -- rollouts that run ahead ------------------------------------------------------------------------------------------
 
 
 def violations(job_dir: Path, config: Any) -> list[str]:

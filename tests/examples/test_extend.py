@@ -105,7 +105,7 @@ def test_own_environment_trains(tmp_path, model):
     succeed(tmp_path, model, DATA / "guess.yaml", files, *data)
 
 
-# -- an own role, whose column the loss of an own algorithm needs ------------------------------------------------------
+# -- an own role, whose column the loss of an own algorithm needs -----------------------------------------------------
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_wheel_runs_beside_upstream_and_without_it(environment, order):
     assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)
 
 
-# -- the image ---------------------------------------------------------------------------------------------------------
+# -- the image --------------------------------------------------------------------------------------------------------
 
 
 def copy_context(folder):

@@ -149,7 +149,7 @@ class Policy(TrainModule, Qwen2ForCausalLM):
 
     @torch.no_grad()
     def logprobs(self, rows):
-        """Return those of each row's tokens after the first."""
+        """Return the log-probs of each row's tokens after the first."""
         results = []
         for row in rows:
             tokens = torch.tensor([row], device=self.device)
