@@ -121,7 +121,7 @@ def test_a_reader_that_comes_often_enough_sees_each_line_once(tmp_path, seed):
     assert seen + read(reader) == "".join(written)
 
 
-# -- what a process writes first and last -----------------------------------------------------------------------------
+# -- what a process writes first and last ------------------------------------------------------------------------------
 
 
 def test_what_is_written_last_is_copied_without_its_end_of_line(tmp_path):

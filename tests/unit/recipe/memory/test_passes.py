@@ -159,7 +159,7 @@ def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(traine
     assert chosen(trainer) == (16384, True)
 
 
-# -- who stays on a device that is shared -----------------------------------------------------------------------------
+# -- who stays on a device that is shared ------------------------------------------------------------------------------
 
 BOTH = ("ACTOR", "ROLLOUT")
 
