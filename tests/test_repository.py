@@ -191,6 +191,7 @@ def test_wheel_has_every_module_job_file_and_stub(tmp_path):
         *(rl / "cli/skeleton").rglob("*.*"),
         *(rl / "classic").glob("*.pyi"),
         ROOT / "dlrover/rl/__init__.pyi",
+        *(rl / "config").glob("*.yaml"),
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
     }

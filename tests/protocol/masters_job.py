@@ -16,7 +16,7 @@ from unittest import mock
 
 from ray.exceptions import RayActorError
 
-from dlrover.python.rl.common.errors import JobFailed
+from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import Cause, CauseKind
@@ -213,7 +213,7 @@ class Job:
 
     def state(self):
         """Return the journal's state."""
-        with suppress(OSError, rl_master.JournalCorrupt):
+        with suppress(OSError, JournalCorrupt):
             return replay(decode(read_lines(self.folder / brain.JOURNAL)))
         return None
 
@@ -280,9 +280,8 @@ class Job:
         patch(asyncio, to_thread=self._to_thread)
         patch(node_watch, in_daemon_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
         patch(actors, session_folder=lambda: "/nonexistent")
-        its_brain = self._brain_on_clock()
         patch(journal_store, os=Disk(self))
-        patch(brain, Brain=its_brain)
+        patch(brain, Brain=self._brain_on_clock())
         patch(
             rl_master.MasterRun,
             take=lambda run: None,
@@ -298,7 +297,6 @@ class Job:
             end_unless=self._end_unless,
             end_later=_end_later,
             leave=self._leave,
-            Brain=its_brain,
             HangDetector=partial(rl_master.HangDetector, now_s=lambda: world.now_s),
             time=SimpleNamespace(monotonic=lambda: world.now_s, time=time.time),
         )

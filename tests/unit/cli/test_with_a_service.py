@@ -154,7 +154,7 @@ def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
     words = ["ROLLOUT[1]: process_died: it is gone", "trainer: hung: no step", ended["reason"]]
     assert [line.split(maxsplit=2)[2] for line in said[first : first + 3]] == words
     assert "Its log: dlrover-rl logs job rollout-1" in said and "  Traceback: malloc" in said
-    assert any(line.startswith("What to try: Memory ran out") for line in said)
+    assert any(line.startswith("What to try: Use smaller batches") for line in said)
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
 
 

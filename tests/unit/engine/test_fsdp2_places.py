@@ -125,7 +125,7 @@ def test_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_path)
         gc.collect()
         assert not [ref for ref in alive if ref() is not None]
         assert (engine.place(), engine.footprint()) == ("meta", {})
-        with pytest.raises(EngineError, match=r"released by meta\(\)"):
+        with pytest.raises(EngineError, match=r"which meta\(\) released"):
             engine.evaluate(batch())
         engine.cuda()
         with pytest.raises(EngineError, match="brings new ones"):

@@ -355,7 +355,7 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
         ("model=runs/tinny", "config.model: no such folder: runs/tinny; did you mean 'runs/tiny'?"),
         (
             "model=runs/teacher",
-            "config.model: no such folder: runs/teacher; 'runs' is a folder here: one of the hub has",
+            "config.model: no such folder: runs/teacher; 'runs' is a folder here: to use the hub's, download",
         ),
         ("model=tiny.gguf", "config.model: no such folder: tiny.gguf"),
         ("data.train=train.txt", "train.txt: no such file; did you mean 'train.jsonl'?"),

@@ -43,7 +43,7 @@ def problems_of(job):
         (
             {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}},
             "config.rollout.dynamic_filtering",
-            "has to be at least 2",
+            "needs rollout.samples_per_prompt above 1",
         ),
         ({"algorithm": {"name": "distillation"}}, "config.algorithm", "the trainer of recipe.distill has it"),
         ({"algorithm": {"name": "openai_ppo"}}, "workload", "needs the role 'reference'"),

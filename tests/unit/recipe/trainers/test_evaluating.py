@@ -205,7 +205,7 @@ def test_roles_that_do_not_go_together_are_refused(inputs):
     assert problems_of(config, ACTOR=1, ROLLOUT=1, REWARD=1) == {}
     assert "both" in problems_of(config, ACTOR=1, ROLLOUT=1)["workload"]
     never = config_of(inputs, eval_every=0)
-    assert "nothing to do" in problems_of(never, ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
+    assert "need evaluations" in problems_of(never, ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
     answers = {"reward": {"function": "no.such:function"}}
     found = problems_of(config | {"answers": {"reward": {"model": "scorer"}}}, ACTOR=1, ROLLOUT=1, REWARD=1)
     assert "reward.function scores" in found["config.answers.reward.model"]
