@@ -70,7 +70,7 @@ def _features_of(item):
 
 
 def pytest_collection_finish():
-    """What is imported stays. Engines that give memory back need not look through all of it for cycles, each time."""
+    """Keep all imports: engines that give memory back need not look through all of it for cycles, each time."""
     gc.collect()
     gc.freeze()
 

@@ -119,14 +119,14 @@ def faults(path: str, source: str) -> list[str]:
         path: the file's path inside ``dlrover/python/rl``, with ``/``.
         source: its text.
     """
-    found = []
+    messages = []
     package = PurePosixPath(path).parts[0]
     if package not in LAYER_OF:
         return [f"{path}: '{package}' is not a package of the layers"]
     for item in imports_of(ast.parse(source)):
         reasons = [item.fault] if item.fault else _reasons(path, package, item)
-        found += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
-    return found
+        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
+    return messages
 
 
 def _reasons(path: str, package: str, item: Import) -> list[str]:

@@ -11,6 +11,9 @@ from mdit_py_plugins.anchors import anchors_plugin
 from test_repository import ROOT, git_files
 
 from docs.generate import generate, outdated_pages, remove_generated
+from tests.feature_table import ABSENT, QUICKLY, SECTIONS, features, shown
+from tests.feature_table import PAGE as FEATURES
+from tests.feature_table import page as features_page
 
 MARKDOWN = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
 """Headings get the ids that GitHub gives them."""
@@ -59,7 +62,7 @@ def test_generated_parts_of_pages_are_up_to_date():
     assert not outdated, f"run `make format` or `python -m docs.generate`: {', '.join(outdated)}"
 
 
-def test_pages_have_nothing_that_only_sphinx_shows():
+def test_pages_have_nothing_for_sphinx_alone():
     lines = {name: UNSHOWN.findall(remove_generated(text)) for name, text in page_texts().items()}
     assert {name: faults for name, faults in lines.items() if faults} == {}
 
@@ -110,7 +113,7 @@ def test_page_with_an_old_part_is_outdated(tmp_path):
         "(a-target)=",
     ],
 )
-def test_line_that_only_sphinx_shows_is_found(line):
+def test_line_for_sphinx_alone_is_seen(line):
     text = f"# Title\n{line}\nText.\n<!-- generated: code a.py -->\n```{{include}} b\n<!-- /generated -->\n"
     assert UNSHOWN.findall(remove_generated(text)) == [line]
 
@@ -141,3 +144,25 @@ def test_broken_link_is_named(link, fault):
     pages = {"docs/page.md": f"# Here\n{link}\n", "docs/other.md": other}
     files = with_folders({*pages, "x.py", "a b.png"})
     assert list(broken_links(pages, files)) == ([f"docs/page.md: {fault}"] if fault else [])
+
+
+# -- the page of features ---------------------------------------------------------------------------------------------
+
+
+def test_every_feature_has_a_test():
+    names, tests = features(), shown()
+    assert list(names) == list(range(1, 151))
+    assert set(names) - set(tests) == set(ABSENT)
+    assert set(tests) <= set(names), "numbers of no feature"
+
+
+def test_feature_to_be_shown_quickly_has_a_quick_test():
+    quick = shown(slow=False)
+    for title, (first, *names) in SECTIONS.items():
+        if title[0] in QUICKLY:
+            slow = [number for number in range(first, first + len(names)) if number not in quick]
+            assert set(slow) <= set(ABSENT), title
+
+
+def test_page_of_features_is_up_to_date():
+    assert FEATURES.read_text(encoding="utf-8") == features_page(), "write it again: python -m tests.feature_table"

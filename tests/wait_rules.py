@@ -52,11 +52,11 @@ def wait_faults(path: str, source: str) -> list[str]:
     """
     tree = ast.parse(source)
     excused = {number for number, line in enumerate(source.splitlines(), 1) if line.partition(MARK)[2].strip()}
-    found = _Waits(tree)
-    found.visit(tree)
+    waits = _Waits(tree)
+    waits.visit(tree)
     return [
         f"{path}:{node.lineno}: {why}"
-        for node, why in sorted(found.faults, key=lambda fault: fault[0].lineno)
+        for node, why in sorted(waits.faults, key=lambda fault: fault[0].lineno)
         if not excused & set(range(node.lineno - 1, (node.end_lineno or node.lineno) + 1))
     ]
 
@@ -115,7 +115,7 @@ class _Waits(ast.NodeVisitor):
 
 
 def _reason(call: ast.Call, name: str) -> str:
-    """Why a call can wait for ever, ``""`` when it cannot."""
+    """Return the reason for which a call can wait for ever, or ``""`` if it cannot."""
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if name in FUNCTIONS:
         return "" if _has_timeout(call, FUNCTIONS[name]) else f"{name} without a timeout"
@@ -137,8 +137,8 @@ def _reason(call: ast.Call, name: str) -> str:
 
 def _bare(call: ast.Call, method: str) -> str:
     flags = all(isinstance(argument, ast.Constant) and argument.value is True for argument in call.args)
-    others = {keyword.arg for keyword in call.keywords} - {"block", "timeout"}
-    if others or not (flags or _has_timeout(call, BARE_METHODS[method])) or _says_no(call, "block"):
+    more = {keyword.arg for keyword in call.keywords} - {"block", "timeout"}
+    if more or not (flags or _has_timeout(call, BARE_METHODS[method])) or _says_no(call, "block"):
         return ""  # a lookup or a text's join
     return "" if _has_timeout(call, BARE_METHODS[method]) else f".{method}() without a timeout"
 
@@ -184,8 +184,12 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 def _context_variables(tree: ast.AST) -> set[str]:
     """``current.get`` for each ``current = ContextVar(...)``: it takes no argument and never waits."""
     bound = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    made = [node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)]
-    targets = [target for node in made for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    variables = [
+        node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)
+    ]
+    targets = [
+        target for node in variables for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
     return {f"{target.id}.get" for target in targets if isinstance(target, ast.Name)}
 
 

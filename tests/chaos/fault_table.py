@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.chaos.fault_table [--check]``: the tables of ``docs/fault-table.md`` from what was measured.
 
-What is expected of each kind of fault stands here; what was measured stands in ``benchmarks/results/chaos.json``: the
-``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such, and in ``chaos-outside.json``, a list of what
-:mod:`tests.chaos.outside` has written as ``results.json``. Without a file the page says that there are no metrics.
+What is expected of each kind of fault stands in ``expected.toml``; what was measured stands in
+``benchmarks/results/chaos.json``: the ``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such, and in
+``chaos-outside.json``, a list of what :mod:`tests.chaos.outside` has written as ``results.json``. Without a file the
+page says that there are no metrics.
 """
 
 import argparse
 import json
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,14 +38,6 @@ class Expected(NamedTuple):
     recovered: str
 
 
-_PING = "the trainer's failed call, or the master: Ray's states"
-_BEATS = "beats: none (for `lease_s` at most), or the same call, for `hang_after_s`"
-_RANKS = "all ranks of the role restart and load the last commit; the step continues"
-_SHARE = "a standby or a new process takes the rank; its share of the step is done again"
-_TRAINER = "a new trainer; calls that were answered are not made again"
-_NODE = "its processes are replaced on other nodes, and it is not used again"
-_SET_ASIDE = "the commit is rejected; the one before is loaded"
-
 CRASHES = frozenset(
     {
         *(Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_STANDBY),
@@ -54,78 +48,8 @@ CRASHES = frozenset(
 
 MASTERLESS = frozenset({Kind.KILL_MASTER, Kind.TEAR_JOURNAL})
 
-EXPECTED = {
-    Kind.KILL_ACTOR: Expected("SIGKILL", "the step continues", _PING, _RANKS),
-    Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step continues", _PING, _SHARE),
-    Kind.KILL_REWARD: Expected("SIGKILL", "the step continues", _PING, _SHARE),
-    Kind.KILL_TRAINER: Expected("SIGKILL", "the step continues", "the master: Ray's states", _TRAINER),
-    Kind.KILL_MASTER: Expected(
-        "SIGKILL", "the step is not interrupted", "Ray", "it replays its journal and finds the processes by name"
-    ),
-    Kind.KILL_STANDBY: Expected("SIGKILL", "the step is not interrupted", "the master: Ray's states", "another one"),
-    Kind.HANG_ACTOR: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _RANKS),
-    Kind.HANG_ROLLOUT: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _SHARE),
-    Kind.HANG_REWARD: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _SHARE),
-    Kind.HANG_TRAINER: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _TRAINER),
-    Kind.CUT_RECEIVE: Expected(
-        "SIGKILL while it receives weights",
-        "no process samples half of them",
-        _PING,
-        f"{_SHARE}, the weights first",
-    ),
-    Kind.CUT_PUBLISH: Expected(
-        "SIGKILL while it publishes weights",
-        "no process samples half of them",
-        _PING,
-        f"{_RANKS}, publishing again",
-    ),
-    Kind.NAN_LOSS: Expected(
-        "an update is given a NaN",
-        "no rank changes its weights",
-        "the engine, before the update",
-        "the step begins again from the last commit",
-    ),
-    Kind.FLIP_MEMORY: Expected(
-        "one bit, then a loss", "one step more is done again", "the checksums, when it is read", _SET_ASIDE
-    ),
-    Kind.TEAR_MEMORY: Expected(
-        "a file cut short, then a loss", "one step more is done again", "its length, when it is read", _SET_ASIDE
-    ),
-    Kind.FLIP_DURABLE: Expected(
-        "one bit of a copy in `job_dir`", "the run is not interrupted", "the checksums, when it is read", _SET_ASIDE
-    ),
-    Kind.TEAR_DURABLE: Expected(
-        "a copy in `job_dir` cut short", "the run is not interrupted", "its length, when it is read", _SET_ASIDE
-    ),
-    Kind.TEAR_JOURNAL: Expected(
-        "half a line at the journal's end, master killed",
-        "the step is not interrupted",
-        "the line's checksum",
-        "the half line never counted; then as for the master",
-    ),
-    Kind.FULL_DISK: Expected(
-        "`job_dir` full for seconds",
-        "commits and decisions wait",
-        "the failed write",
-        "commit and journal are written when there is room; a copy that failed is made with a later step",
-    ),
-    Kind.KILL_GCS: Expected(
-        "SIGKILL", "calls continue; starts wait", "its keeper", "it is started again with its tables from disk"
-    ),
-    Kind.KILL_RAYLET: Expected("SIGKILL", "the step continues", "its connection closes and is refused", _NODE),
-    Kind.KILL_NODE: Expected(
-        "SIGKILL of all its processes", "the step continues", "its connection closes and is refused", _NODE
-    ),
-    Kind.CUT_NODE: Expected(
-        "its raylet is stopped for longer than Ray waits",
-        "the step continues; what is left there is refused and ends itself",
-        "Ray's health check",
-        _NODE,
-    ),
-    Kind.PAUSE_MASTER: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
-    Kind.PAUSE_GCS: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
-    Kind.PAUSE_RAYLET: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
-}
+_TEXT = Path(__file__).with_name("expected.toml").read_text(encoding="utf-8")
+EXPECTED = {Kind(name): Expected(**columns) for name, columns in tomllib.loads(_TEXT).items()}
 
 
 def load_runs(path: Path = RESULTS) -> list[Run]:
@@ -245,11 +169,7 @@ def _findings(runs: Iterable[Run]) -> list[Mapping[str, Any]]:
 
 
 def with_table(page: str, table: str) -> str:
-    """``page`` with ``table`` between its markers.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """``page`` with ``table`` between its markers."""
     before, begin, remainder = page.partition(BEGIN)
     _, end, after = remainder.partition(END)
     if not begin or not end:

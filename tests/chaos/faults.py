@@ -48,16 +48,8 @@ NODE_LOSSES = frozenset({Kind.KILL_RAYLET, Kind.KILL_NODE, Kind.CUT_NODE})
 
 QUICK = frozenset(
     {
-        Kind.KILL_ACTOR,
-        Kind.KILL_ROLLOUT,
-        Kind.KILL_REWARD,
-        Kind.KILL_TRAINER,
-        Kind.KILL_MASTER,
-        Kind.HANG_ACTOR,
-        Kind.HANG_ROLLOUT,
-        Kind.HANG_REWARD,
-        Kind.HANG_TRAINER,
-        Kind.KILL_GCS,
+        *(Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MASTER, Kind.KILL_GCS),
+        *(Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.HANG_TRAINER),
     }
 )
 """Done by one signal, at a time of one's choosing: these strike while another fault is being recovered."""
@@ -73,13 +65,7 @@ _LAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Planned:
-    """One fault.
-
-    Attributes:
-        kind: what is done.
-        after_s: seconds after the fault before it in the same burst; 0 for the first.
-        pick: chooses among victims, files and bits.
-    """
+    """One fault."""
 
     kind: Kind
     after_s: float
@@ -97,9 +83,6 @@ class Burst:
 def schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = tuple(Kind)) -> tuple[Burst, ...]:
     """The plan of a run: a third overlapping, the others of each kind at least once where they are enough for that, the
     bursts spread evenly over the steps.
-
-    Raises:
-        ValueError: there are too few steps for so many faults.
     """
     chance = random.Random(f"chaos-{seed}")
     quick = [kind for kind in kinds if kind in QUICK]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from dlrover.python.rl.control.events import CauseKind
 from tests.chaos.faults import HARMLESS, NODE_LOSSES, Kind
 from tests.chaos.injector import Injected
-from tests.chaos.ledger import Ledger, Loss, Up
-from tests.chaos.recorder import Commit
+from tests.chaos.ledger import Commit, Ledger, Loss, Up
 
 _EARLY_S = 0.1
 _NODE_WINDOW_S = 90.0

@@ -21,11 +21,7 @@ _PACE, _PACE_S = "pace", 2.0
 
 
 class Gates:
-    """Gates in a folder.
-
-    Args:
-        folder: shared by all processes of the run.
-    """
+    """Gates in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

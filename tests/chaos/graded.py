@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of the tiny job: exact arithmetic that has something to teach to a model of random weights."""
+"""Rewards of the tiny job: exact arithmetic that has something to teach to a model of random weights, and the same with
+one problem on which it is hostile, the same way every time, which a chaos run has to live with."""
+
+import os
+import zlib
+
+MARKED = "2"
+"""The answer of the problem that is poisoned."""
 
 
 def graded(completion, answer, extra_info):
@@ -12,3 +19,20 @@ def graded(completion, answer, extra_info):
     digits = sum(character in "0123456789" for character in completion)
     printable = sum(" " <= character <= "~" for character in completion)
     return min(0.125 * digits + 0.0625 * (printable - digits), 0.75)
+
+
+def judge(completion: str, answer: str | None, extra_info: dict) -> float:
+    """The tiny job's own reward. On the marked problem the text decides what goes wrong."""
+    if str(answer) == MARKED:
+        _misbehave(zlib.crc32(completion.encode()) % 16)
+    return graded(completion, answer, extra_info)
+
+
+def _misbehave(how: int) -> None:
+    if how == 0:
+        while True:  # an endless loop: only a deadline ends it
+            pass
+    if how == 1:
+        os._exit(3)
+    if how == 2:
+        raise ValueError("a poisoned sample")

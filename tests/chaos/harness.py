@@ -26,17 +26,15 @@ from dlrover.python.rl.master.client.on_ray import stop_master
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
-from tests.chaos.ahead import violations
 from tests.chaos.damage import small_disk
 from tests.chaos.faults import CORRUPTING, NODE_LOSSES, Burst
 from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import FOLDER, Gates
 from tests.chaos.injector import Injected, Injector, Target
 from tests.chaos.job import tiny_job
-from tests.chaos.ledger import is_stopped
-from tests.chaos.recorder import Recorder
+from tests.chaos.ledger import Recorder, is_stopped
 from tests.chaos.tables import confusion_table, fault_table
-from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps
+from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS
 from tests.ray.two_nodes import TwoNodes
 
@@ -54,15 +52,7 @@ _CLASSES = {RLRoleType.ACTOR: "ChaosActor", RLRoleType.ROLLOUT: "ChaosRollout", 
 
 @dataclass
 class Outcome:
-    """The end of a run.
-
-    Attributes:
-        status: of the job at its end.
-        recorder: what was seen of it.
-        faults: what was done to it.
-        problems: whatever must not be.
-        seconds: how long the job took.
-    """
+    """The end of a run."""
 
     status: JobStatus
     recorder: Recorder
@@ -81,15 +71,8 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
 ) -> JobSpec:
     """The tiny GRPO job with the workloads of this package, limits that are out of the way, and short patience.
 
-    Args:
-        inputs: folder of model and problems, shared by the runs that are compared.
-        folder: of this run: ``out`` is its job directory, ``shared`` what the harness and its processes share.
-        name: of the job.
-        steps: to run.
-        seed: of the data's order and the samples.
-        hang_after_s: the limit of every process.
-        max_staleness: how far rollouts run ahead.
-    """
+    Model and problems are in ``inputs``, for all runs that are compared; ``folder`` gets the job directory ``out``, and
+    ``shared`` for harness and processes."""
     job = tiny_job(inputs, steps)
     shared = folder / "shared"
     (shared / "tmp").mkdir(parents=True, exist_ok=True)
@@ -101,7 +84,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
     longest_s = hang_after_s + _GROUP * _REWARD_S
     workloads[RLRoleType.REWARD] = replace(workloads[RLRoleType.REWARD], standby=0, hang_after_s=longest_s)
     workloads[RLRoleType.ROLLOUT] = replace(workloads[RLRoleType.ROLLOUT], per_node=1)
-    reward = {"function": "tests.chaos.rewards:judge", "timeout_s": _REWARD_S}
+    reward = {"function": "tests.chaos.graded:judge", "timeout_s": _REWARD_S}
     changed = {"seed": seed, "steps": steps, "reward": reward, "rollout": {"max_staleness": max_staleness}}
     return replace(
         job,
@@ -131,15 +114,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
 def run_job(
     job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Callable[[str], None], here: bool = False
 ) -> Outcome:
-    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left.
-
-    Args:
-        job: what to run.
-        cluster: where.
-        plan: the faults.
-        log: is called with each line of the report.
-        here: run it in this process instead of on the cluster.
-    """
+    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left."""
     shared = job.job_dir.parent / "shared"
     kept_dir = job.job_dir.with_name("kept")
     with small_disk(job.job_dir, _DISK_MB) if plan else nullcontext(False) as own_disk:
@@ -221,11 +196,7 @@ def _end_problems(outcome: Outcome, injector: Injector, planned: int) -> list[st
 def judge(oracle: Path, chaos: Path, outcome: Outcome, config: Any) -> tuple[list[str], dict[int, int]]:
     """Return the violations of a disturbed run, and the steps it repeated.
 
-    Args:
-        oracle: folder of the undisturbed run.
-        chaos: folder of the disturbed one.
-        outcome: of the disturbed one.
-        config: of both. Where rollouts run ahead, the two are not compared, and repeated steps are not counted.
+    Where rollouts run ahead, the two runs are not compared, and repeated steps not counted.
     """
     ahead = config.rollout.max_staleness > 0
     redone = {} if ahead else redone_steps(read_rows(chaos / "shared" / EXECUTIONS))

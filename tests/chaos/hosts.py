@@ -25,7 +25,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import dlrover.python.rl.cli
-from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
+from tests.chaos.outside import REPOSITORY, digests, prepare
+from tests.support.commands import CLI, command_of, say
 
 _PREFIX = f"dlrl{os.getpid()}"
 _SWITCH = f"{_PREFIX}sw"
@@ -146,12 +147,6 @@ class Host:
         """Cut the host's power: its processes send nothing any more."""
         self.cut_off()
         self.end()
-
-
-def command_of(pid: int) -> str:
-    with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
 
 
 def _temporary() -> str:

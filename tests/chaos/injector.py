@@ -23,8 +23,7 @@ from pathlib import Path
 from tests.chaos.damage import fill_disk, flip_bit, tear, tear_journal
 from tests.chaos.faults import Burst, Kind, Planned
 from tests.chaos.gates import Gates
-from tests.chaos.ledger import Up, is_alive
-from tests.chaos.recorder import Recorder
+from tests.chaos.ledger import Recorder, Up, is_alive
 from tests.ray.two_nodes import TwoNodes
 
 _LOOK_S = 0.01
@@ -83,37 +82,19 @@ class Injected:
 
 @dataclass(frozen=True)
 class Target:
-    """The processes and files that the injector can reach.
-
-    Attributes:
-        recorder: of the run.
-        cluster: the run is on.
-        gates: into the job's own code.
-        job_dir: of the run.
-        own_disk: True if ``job_dir`` is a separate disk, which can be filled.
-        errands: what the main thread is asked to do: Ray starts nodes in no other.
-    """
+    """The processes and files that the injector can reach."""
 
     recorder: Recorder
     cluster: TwoNodes
     gates: Gates
     job_dir: Path
     own_disk: bool
+    # Done by the main thread: Ray starts nodes in no other.
     errands: "queue.SimpleQueue[Callable[[], None]]" = field(default_factory=queue.SimpleQueue)
 
 
 class Injector:
-    """Does the faults of a plan.
-
-    Args:
-        plan: bursts in the order of their steps.
-        target: what they are done to.
-        log: takes a line for each fault.
-
-    Attributes:
-        done: the faults that struck.
-        problem: why not all of them did, ``""`` when they did.
-    """
+    """Does the faults of a plan to a target; ``problem`` says why not all of them struck."""
 
     def __init__(self, plan: Sequence[Burst], target: Target, log: Callable[[str], None]) -> None:
         self.done: list[Injected] = []

@@ -26,14 +26,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def tiny_job(folder: Path | str, steps: int, *, reference: bool = False, **config) -> JobSpec:
-    """One actor, two rollouts, one reward, and a reference where asked for; it writes to ``folder/out``.
-
-    Args:
-        folder: where model, data and output go.
-        steps: optimizer steps.
-        reference: with the role REFERENCE and a KL penalty.
-        config: fields of the recipe's configuration to replace.
-    """
+    """One actor, two rollouts, one reward, and a reference where asked for; it writes to ``folder/out``."""
     folder = Path(folder)
     write_inputs(folder)
     builder = JobBuilder().device_type("CPU").device_per_node(8).config(_config(folder, steps, reference) | config)

@@ -22,8 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.commands import CLI, process_table, processes_below, say
+
 REPOSITORY = Path(__file__).parents[2]
-CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 SPARED = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own; all others are actors of the job
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet")
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
@@ -43,32 +44,6 @@ class Ended:
     left: list[str] = field(default_factory=list)
     first_step_s: float = math.inf
     same: bool = False
-
-
-def process_table() -> dict[int, tuple[int, str]]:
-    """The parent and the command line of every process."""
-    rows: dict[int, tuple[int, str]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
-                rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
-            except OSError:
-                continue  # it has ended
-    return rows
-
-
-def processes_below(pid: int) -> dict[int, str]:
-    """The command lines of all descendants of a process."""
-    rows = process_table()
-    below, waiting = {}, [pid]
-    while waiting:
-        above = waiting.pop()
-        for child, (parent, command) in rows.items():
-            if parent == above:
-                below[child] = command
-                waiting.append(child)
-    return below
 
 
 def victims(pid: int, rays_own: bool = False) -> dict[int, str]:
@@ -144,11 +119,6 @@ def prepare(folder: Path) -> None:
     example["write_data"](0)
     sft = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/sft.yaml"), "--local", "job_dir=build/demo/sft", "seed=0"]
     subprocess.run(sft, check=True, timeout=_LIMIT_S)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def seeds_of(text: str) -> list[int]:

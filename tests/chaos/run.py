@@ -10,19 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from tests.chaos.ahead import violations
 from tests.chaos.damage import clear
 from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import HANG_S, REPOSITORY, Outcome, as_json, chaos_job, judge, report, run_job, save
+from tests.chaos.verdict import violations
 from tests.ray.two_nodes import TwoNodes, two_nodes
+from tests.support.commands import say
 
 _NODE_CPUS = 4.0
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def chaos(

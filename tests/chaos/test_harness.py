@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recovery import summary
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -24,25 +25,36 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from tests.chaos.damage import clear, flip_bit, tear
-from tests.chaos.fault_table import OUTSIDE, PAGE, RESULTS, load_runs, render, render_outside, with_table
+from tests.chaos.fault_table import (
+    BEGIN,
+    END,
+    EXPECTED,
+    PAGE,
+    RESULTS,
+    load_runs,
+    main,
+    render,
+    render_outside,
+    with_table,
+)
 from tests.chaos.faults import QUICK, Kind, schedule
 from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import Gates
 from tests.chaos.harness import REPOSITORY, _wake_the_unreachable
 from tests.chaos.injector import _METHODS, Injected
-from tests.chaos.ledger import is_alive, is_stopped, ledger_of
-from tests.chaos.recorder import Commit
+from tests.chaos.ledger import Commit, is_alive, is_stopped, ledger_of
 from tests.chaos.tables import percentile
 from tests.chaos.verdict import differences, redone_steps, repeated_calls
+from tests.support.commands import run_python
 
 
-def test_a_plan_follows_from_its_seed():
+def test_schedule_follows_from_its_seed():
     assert schedule(3, 30, 150) == schedule(3, 30, 150)
     assert schedule(3, 30, 150) != schedule(4, 30, 150)
 
 
 @pytest.mark.parametrize(("faults", "steps"), [(100, 400), (30, 120)])
-def test_a_plan_has_all_faults_a_third_of_them_overlapping_inside_the_run(faults, steps):
+def test_schedule_has_a_third_of_its_faults_overlapping(faults, steps):
     for seed in range(20):
         plan = schedule(seed, faults, steps)
         planned = [fault for burst in plan for fault in burst.faults]
@@ -54,13 +66,13 @@ def test_a_plan_has_all_faults_a_third_of_them_overlapping_inside_the_run(faults
         assert ends == sorted(set(ends)) and ends[0] >= 1 and ends[-1] < steps
 
 
-def test_every_kind_strikes_where_there_are_faults_enough():
+def test_schedule_of_many_faults_has_every_kind():
     assert {fault.kind for burst in schedule(0, 100, 400) for fault in burst.faults} == set(Kind)
     assert set(_METHODS) == set(Kind)
     assert len(Kind) >= 12
 
 
-def test_too_few_steps_for_the_faults_are_refused():
+def test_schedule_with_too_few_steps_is_refused():
     with pytest.raises(ValueError, match="at least"):
         schedule(0, 100, 40)
 
@@ -85,7 +97,7 @@ def journal():
     ]
 
 
-def test_the_ledger_knows_who_is_up_and_who_was_lost():
+def test_ledger_has_the_living_and_lost_processes():
     ledger = ledger_of(journal())
     assert {process: up.pid for process, up in ledger.up.items()} == {
         "master": 10,
@@ -97,7 +109,7 @@ def test_the_ledger_knows_who_is_up_and_who_was_lost():
     assert (loss.who, loss.number, loss.pid, loss.cause.kind) == ("ROLLOUT[0]", 1, 12, CauseKind.PROCESS_DIED)
 
 
-def test_a_fault_is_found_with_its_loss_and_its_return():
+def test_findings_have_the_loss_and_return_of_a_fault():
     fault = Injected(Kind.KILL_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12, "far")
     (finding,) = findings_of([fault], ledger_of(journal()), [Commit(7, 1, 10.3), Commit(8, 1, 11.0)])
     assert finding.noticed_s == pytest.approx(0.1)
@@ -106,7 +118,7 @@ def test_a_fault_is_found_with_its_loss_and_its_return():
     assert confusion([finding]) == {"kill rollout": {"process_died": 1}}
 
 
-def test_a_fault_that_strikes_before_the_one_before_it_has_healed_overlaps():
+def test_findings_overlap_until_the_fault_before_has_healed():
     first = Injected(Kind.KILL_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12, "far")
     commits = [Commit(8, 1, 11.0)]
     for at_s, overlaps in ((10.9, True), (11.1, False)):
@@ -115,20 +127,20 @@ def test_a_fault_that_strikes_before_the_one_before_it_has_healed_overlaps():
         assert (findings[1].overlaps, findings[1].cause) == (overlaps, NOTHING)
 
 
-def test_a_master_that_was_paused_is_back_when_it_runs_again_and_not_with_the_next_master():
+def test_findings_of_a_paused_master_end_when_it_runs_again():
     fault = Injected(Kind.PAUSE_MASTER, 10.4, 7, "master", 10, back_s=11.9)
     (finding,) = findings_of([fault], ledger_of([*journal(), (60.0, MasterStarted("head", 15))]), [])
     assert finding.back_s == pytest.approx(1.5)
 
 
-def test_a_loss_that_no_fault_explains_is_a_false_alarm():
+def test_false_alarm_is_a_loss_without_a_fault():
     ledger = ledger_of(journal())
     assert [loss.who for loss in false_alarms([], ledger)] == ["ROLLOUT[0]"]
     assert false_alarms([Injected(Kind.HANG_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12)], ledger) == []
     assert false_alarms([Injected(Kind.PAUSE_RAYLET, 10.4, 7, "raylet", 12)], ledger)
 
 
-def test_the_loss_of_a_node_explains_what_was_on_it():
+def test_loss_of_a_node_explains_its_processes():
     fault = Injected(Kind.KILL_NODE, 10.4, 7, "node", 99, "far")
     lost = (10.45, NodeLost("far", Cause(CauseKind.NODE_LOST, "job", "it is gone")))
     ledger = ledger_of([*journal()[:6], lost, *journal()[6:]])
@@ -137,7 +149,7 @@ def test_the_loss_of_a_node_explains_what_was_on_it():
     assert (finding.cause, finding.noticed_s) == ("node_lost", pytest.approx(0.05))
 
 
-def test_going_back_further_than_a_damaged_commit_costs_is_told():
+def test_lost_commits_beyond_the_damaged_one_are_named():
     commits = [Commit(step, 1, float(step)) for step in (1, 2, 3, 3, 4)]
     damaged = Injected(Kind.FLIP_MEMORY, 3.5, 3)
     assert lost_commits(commits, [damaged]) == []
@@ -148,14 +160,14 @@ def test_going_back_further_than_a_damaged_commit_costs_is_told():
     )
 
 
-def test_steps_that_every_rollout_did_again_count_as_redone():
+def test_redone_steps_are_those_of_every_rollout():
     calls = [("R0", 1), ("R1", 1), ("R0", 2), ("R1", 2), ("R0", 2), ("R1", 2), ("R0", 3), ("R0", 3), ("R1", 3)]
     executions = [{"method": "generate", "who": member, "step": step} for member, step in calls]
     assert redone_steps(executions) == {2: 1}
     assert repeated_calls(executions) == {2: 2, 3: 1}
 
 
-def test_percentiles():
+def test_percentile_leaves_out_missing_values():
     assert percentile([None, 1.0, 3.0, 2.0], 0.5) == 2.0
     assert percentile([1.0, 2.0], 0.99) == 2.0
     assert percentile([None], 0.5) is None
@@ -175,33 +187,41 @@ def write_run(folder, rewards=(0.25, 0.5), samples=2):
     return folder
 
 
-def told(oracle, chaos):
+def differences_without_checkpoints(oracle, chaos):
     """Return the findings except those about checkpoints, which these runs lack."""
     return [line for line in differences(oracle, chaos, 2) if "checkpoint" not in line]
 
 
-def test_two_runs_that_differ_in_times_alone_are_the_same(tmp_path):
-    assert told(write_run(tmp_path / "a"), write_run(tmp_path / "b")) == []
+def test_differences_in_times_do_not_count(tmp_path):
+    assert differences_without_checkpoints(write_run(tmp_path / "a"), write_run(tmp_path / "b")) == []
 
 
-def test_any_other_difference_is_told(tmp_path):
+def test_differences_other_than_times_are_named(tmp_path):
     oracle = write_run(tmp_path / "oracle")
-    assert any("metrics of step 2" in line for line in told(oracle, write_run(tmp_path / "b", rewards=(0.25, 0.75))))
-    assert any("not 1 to 2 once" in line for line in told(oracle, write_run(tmp_path / "c", rewards=(0.25,))))
-    assert any("has 6 rows" in line for line in told(oracle, write_run(tmp_path / "d", samples=3)))
+    assert any(
+        "metrics of step 2" in line
+        for line in differences_without_checkpoints(oracle, write_run(tmp_path / "b", rewards=(0.25, 0.75)))
+    )
+    assert any(
+        "not 1 to 2 once" in line
+        for line in differences_without_checkpoints(oracle, write_run(tmp_path / "c", rewards=(0.25,)))
+    )
+    assert any(
+        "has 6 rows" in line for line in differences_without_checkpoints(oracle, write_run(tmp_path / "d", samples=3))
+    )
     twice = write_run(tmp_path / "e")
     (twice / "samples.jsonl").write_text((twice / "samples.jsonl").read_text() * 2)
-    assert any("more than once" in line for line in told(oracle, twice))
+    assert any("more than once" in line for line in differences_without_checkpoints(oracle, twice))
     other = write_run(tmp_path / "f")
     (other / "model" / "weights").write_bytes(b"weightz")
-    assert any("model/weights" in line for line in told(oracle, other))
+    assert any("model/weights" in line for line in differences_without_checkpoints(oracle, other))
     assert any("last checkpoint" in line for line in differences(oracle, write_run(tmp_path / "g"), 2))
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bit_is_flipped_and_a_file_is_torn(tmp_path):
+def test_flip_bit_and_tear_damage_a_file(tmp_path):
     file = tmp_path / "state"
     file.write_bytes(bytes(8))
     assert flip_bit(file, 13) == 13
@@ -210,7 +230,7 @@ def test_a_bit_is_flipped_and_a_file_is_torn(tmp_path):
     assert file.stat().st_size == 5
 
 
-def test_an_armed_gate_is_taken_once(tmp_path):
+def test_armed_gate_is_taken_once(tmp_path):
     gates = Gates(tmp_path)
     assert not gates.take("nan_loss")
     gates.arm("nan_loss")
@@ -220,7 +240,7 @@ def test_an_armed_gate_is_taken_once(tmp_path):
     assert gates.await_taken("nan_loss", 0.0) is None
 
 
-def test_a_killed_process_is_not_alive_even_before_it_is_waited_for():
+def test_killed_process_is_not_alive_before_it_is_waited_for():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with child:
         assert is_alive(child.pid)
@@ -230,7 +250,7 @@ def test_a_killed_process_is_not_alive_even_before_it_is_waited_for():
         assert child.wait() == -signal.SIGKILL
 
 
-def test_of_the_stopped_processes_only_those_on_a_lost_node_are_woken():
+def test_stopped_processes_on_a_lost_node_are_woken():
     children = {
         node: subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for node in ("far", "head")
     }
@@ -259,11 +279,9 @@ with small_disk(folder, 1) as mounted:
 """
 
 
-def test_what_a_killed_run_has_left_is_cleared_away_with_its_small_disk(tmp_path):
+def test_clear_removes_the_small_disk_of_a_killed_run(tmp_path):
     folder = tmp_path / "run"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, folder / "chaos" / "out"], cwd=REPOSITORY, check=False, timeout=60
-    )
+    killed = run_python(REPOSITORY, "-c", KILLED, folder / "chaos" / "out", code=None)
     if killed.returncode == 3:
         pytest.skip("mounting is not allowed here")
     assert killed.returncode == 0
@@ -272,9 +290,111 @@ def test_what_a_killed_run_has_left_is_cleared_away_with_its_small_disk(tmp_path
     assert str(folder) not in Path("/proc/self/mounts").read_text()
 
 
-def test_the_page_of_faults_is_what_was_measured_and_counts_runs_from_outside():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, render(load_runs(RESULTS), load_runs(OUTSIDE))) == page
+# -- the page of faults -----------------------------------------------------------------------------------------------
+
+PAGE_WITHOUT_TABLE = f"# Faults\n\n{BEGIN}\nold\n{END}\nafter\n"
+
+
+def finding(kind, noticed_s, back_s, commit_s, cause, overlaps=False):
+    fault = {"kind": kind.value, "at_s": 1000.0, "step": 3, "who": "", "pid": 1, "node": "", "note": "", "back_s": 0.0}
+    times = {"noticed_s": noticed_s, "back_s": back_s, "commit_s": commit_s}
+    return {"fault": fault, **times, "cause": cause, "overlaps": overlaps}
+
+
+SAMPLE = {
+    "seconds": 61.5,
+    "problems": [],
+    "redone": {"4": 1},
+    "findings": [
+        finding(Kind.KILL_ROLLOUT, 0.02, 0.5, 0.9, "process_died"),
+        finding(Kind.KILL_ROLLOUT, 0.04, 0.25, 0.7, "node_lost", overlaps=True),
+        finding(Kind.PAUSE_GCS, None, None, 1.25, "(nothing)"),
+    ],
+    "commits": [{"step": 1, "epoch": 1, "at_s": 999.0}, {"step": 40, "epoch": 1, "at_s": 1010.0}],
+}
+
+
+def row_of(table, kind):
+    """The cells of the last row of a kind, which is the measured one."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    return [cells for cells in rows if len(cells) > 1 and cells[1] == kind.value][-1]
+
+
+def test_page_of_faults_shows_the_results():
+    assert main(["--check"]) == 0, "python -m tests.chaos.fault_table"
+
+
+def test_tables_of_the_recovery_benchmark_show_its_results():
+    results = REPOSITORY / "benchmarks" / "results" / "recovery.json"
+    rendered = summary(json.loads(results.read_text(encoding="utf-8")))
+    assert results.with_suffix(".md").read_text(encoding="utf-8") == f"{rendered}\n"
+
+
+def test_fault_table_expects_something_of_every_kind():
+    assert list(EXPECTED) == list(Kind)
+    assert all(part for expected in EXPECTED.values() for part in expected)
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="no chaos run's metrics are kept")
+def test_stored_runs_violated_nothing():
+    assert [problem for run in load_runs() for problem in run["problems"]] == []
+
+
+def test_fault_table_has_the_figures_of_the_findings():
+    table = render([SAMPLE])
+    cells = row_of(table, Kind.KILL_ROLLOUT)
+    assert cells[2:9] == ["2", "0.04", "0.04", "0.50", "0.50", "0.90", "0.90"]
+    assert cells[9] == "node_lost 1, process_died 1"
+    assert row_of(table, Kind.PAUSE_GCS)[2:9] == ["1", "-", "-", "-", "-", "1.25", "1.25"]
+    assert row_of(table, Kind.KILL_NODE)[2] == "0"
+    assert "1 run of 40 steps in all, 3 faults of 2 kinds, 1 of them overlapping" in table
+    assert "1 step done again, 0 violations" in table
+
+
+def test_fault_table_separates_crashes_without_a_master():
+    assert "Of 2 crashes the master had noted 99 % within 0.04 s. " in render([SAMPLE])
+    dead = finding(Kind.KILL_MASTER, None, 0.8, 1.0, "(nothing)")
+    dead["fault"]["at_s"] = 1001.0
+    crash = finding(Kind.KILL_REWARD, 1.9, 3.0, 3.0, "process_died")
+    run = SAMPLE | {"findings": [*SAMPLE["findings"], dead, crash]}
+    assert "Of 2 crashes the master had noted 99 % within 0.04 s; of 1 more, " in render([run])
+    assert "all within 1.90 s" in render([run])
+
+
+def test_fault_table_of_several_runs_or_none():
+    assert row_of(render([SAMPLE, SAMPLE]), Kind.KILL_ROLLOUT)[2] == "4"
+    table = render([])
+    assert "No run's metrics are kept here yet." in table
+    assert all(kind.value in table for kind in Kind)
+
+
+def test_load_runs_takes_one_run_or_a_list(tmp_path):
+    for content in (SAMPLE, [SAMPLE]):
+        (tmp_path / "chaos.json").write_text(json.dumps(content))
+        assert load_runs(tmp_path / "chaos.json") == [SAMPLE]
+
+
+def test_fault_table_refuses_and_then_writes_an_old_page(tmp_path, capsys):
+    results, page = tmp_path / "chaos.json", tmp_path / "page.md"
+    results.write_text(json.dumps(SAMPLE))
+    page.write_text(PAGE_WITHOUT_TABLE)
+    where = ["--results", str(results), "--page", str(page)]
+    assert main(["--check", *where]) == 1
+    assert "is not what" in capsys.readouterr().err
+    assert page.read_text() == PAGE_WITHOUT_TABLE
+    assert main(where) == 0
+    assert main(["--check", *where]) == 0
+    assert page.read_text().startswith("# Faults") and page.read_text().endswith(f"{END}\nafter\n")
+
+
+def test_with_table_leaves_the_text_around_its_markers():
+    assert with_table(f"a{BEGIN}b{END}c", "t") == f"a{BEGIN}\n\nt\n\n{END}c"
+    with pytest.raises(ValueError, match="needs the lines"):
+        with_table("no markers", "t")
+    assert BEGIN in PAGE.read_text(encoding="utf-8")
+
+
+def test_fault_table_counts_runs_from_outside():
     killed = [[12.5, "ray::RLMaster.follow"], [50, "raylet"]]
     run = {"seconds": 170.0, "first_step_s": 40.0, "same": True, "killed": killed}
     series = {"undisturbed": {}, "seed 1": run, "seed 2": run | {"same": False}, "seed 3": run | {"seconds": 200.0}}

@@ -7,22 +7,26 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.data.sampler import PromptCursor
+from dlrover.python.rl.data.source import hold_out
 from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
+from tests.support.commands import listening
 
 TIMING = ("time/", "speed/", "memory/")
 """What the names of metrics that are times begin with: the only ones that may differ."""
 
-_LISTEN = "0A"
 _GRACE_S = 10.0
 _LOOK_S = 0.2
 _MOST = 5
@@ -142,18 +146,70 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
         yield f"state {at} differs: {str(left)[:80]} and {str(right)[:80]}"
 
 
+# -- rollouts that run ahead ------------------------------------------------------------------------------------------
+
+
+def violations(job_dir: Path, config: Any) -> list[str]:
+    """Return the violations of a finished run whose rollouts ran ahead. Which samples a step trains on depends on what
+    was fast there, so its bits are its own; but each problem is trained on once, in time, and every step with a whole
+    batch."""
+    rows = read_rows(job_dir / "samples.jsonl")
+    return [
+        *step_faults(job_dir, config.steps),
+        *sample_faults(job_dir, config.steps),
+        *_batch_faults(rows, config),
+        *_problem_faults(rows, config),
+        *_stale_rows(rows, config.rollout.max_staleness),
+        *_end_faults(job_dir, config.steps),
+    ]
+
+
+def _batch_faults(rows: list[dict[str, Any]], config: Any) -> Iterator[str]:
+    wanted = config.prompts_per_step * config.rollout.samples_per_prompt
+    for step, count in sorted(Counter(row["step"] for row in rows).items()):
+        if count != wanted:
+            yield f"step {step} was trained on {count} samples, not {wanted}"
+
+
+def _problem_faults(rows: list[dict[str, Any]], config: Any) -> Iterator[str]:
+    """Rollouts run ahead by whole steps, so in all each problem comes as often as in a run without staleness."""
+    prompts = load_prompts(str(config.data.train))
+    train, _ = hold_out([row.prompt for row in prompts], config.data.eval_rows, config.seed)
+    cursor = PromptCursor(len(train), config.prompts_per_step, config.seed)
+    rows_in_order = chain.from_iterable(cursor.next() for _ in range(config.steps))
+    wanted = Counter(train[row] for row in rows_in_order)
+    counts = Counter(row["row"] for row in rows if row["sample_index"] == 0)
+    if missing := wanted - counts:
+        yield f"{missing.total()} groups were drawn from the data and never trained on: {sorted(missing)[:5]}"
+    if more := counts - wanted:
+        yield f"{more.total()} groups were trained on once too often: {sorted(more)[:5]}"
+
+
+def _stale_rows(rows: list[dict[str, Any]], max_staleness: int) -> Iterator[str]:
+    """Every step makes a version, so the rows of step ``n`` are trained on weights of version ``n - 1``."""
+    stale = np.array([row["step"] - 1 - row["min_version"] for row in rows])
+    if len(stale) and (stale.max() > max_staleness or stale.min() < 0):
+        at = rows[int(np.argmax(stale))]
+        yield f"staleness reaches from {stale.min()} to {stale.max()}, {max_staleness} allowed: first {at}"
+    if len(stale) and not stale.any():
+        yield "no sample was ever behind: nothing has run ahead"
+
+
+def _end_faults(job_dir: Path, steps: int) -> Iterator[str]:
+    step, states = final_states(job_dir)
+    if step != steps:
+        yield f"the last checkpoint is of step {step}, not {steps}"
+    if states and states["trainer"]["staleness"]["object"]["open"]:
+        yield f"groups are under way at the end: {states['trainer']['flight']['object']['open']}"
+    if not (job_dir / "model" / "config.json").is_file():
+        yield "no model was exported"
+
+
 # -- nothing left -----------------------------------------------------------------------------------------------------
 
 
 def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
-    """Return what is left of a run ten seconds after its end.
-
-    Args:
-        job: its name.
-        run: which run of it.
-        shared: the folder that all its processes have in their environment.
-        pids: every process it ever had.
-    """
+    """Return what is left of a run ten seconds after its end."""
     deadline_s = time.monotonic() + _GRACE_S
     while left := list(_left(job, run, shared, pids)):
         if time.monotonic() > deadline_s:
@@ -166,8 +222,8 @@ def _left(job: str, run: str, shared: Path, pids: set[int]) -> Iterator[str]:
     processes = _processes(shared) | {pid for pid in pids if is_alive(pid) and _is_worker(pid)}
     for pid in sorted(processes):
         yield f"process {pid}: {_command(pid)}"
-    for port in sorted(_ports(processes)):
-        yield f"port {port}"
+    for address in sorted(listening(processes)):
+        yield f"listens at {address}"
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{job}/"):
             yield f"actor {actor['name']}"
@@ -202,19 +258,6 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-def _ports(pids: set[int]) -> set[int]:
-    """TCP ports that these processes listen on."""
-    inodes: set[str] = set()
-    for pid in pids:
-        with suppress(OSError):
-            links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-            inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [
-        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-    ]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTEN and row[9] in inodes}
 
 
 # -- work done again --------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def cut(value, start, stop):
 
 @pytest.mark.parametrize("members", range(1, 6))
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_is_split_evenly_in_order_for_1_to_20_items(stage, kind, members):
+def test_shard_splits_every_type_evenly_and_in_order(stage, kind, members):
     group = stage.trainer(ACTOR=members).RG_ACTOR
     for count in range(members, 21):
         value = KINDS[kind](count)
@@ -62,35 +62,66 @@ def test_every_type_is_split_evenly_in_order_for_1_to_20_items(stage, kind, memb
         assert [plain(part) for part in group.echo(Shard(value))] == expected
 
 
-@pytest.mark.parametrize("members", range(1, 6))
-def test_an_unwrapped_list_of_one_item_per_member_gives_each_its_item(stage, members):
-    group = stage.trainer(ACTOR=members).RG_ACTOR
-    assert group.echo(list("abcde"[:members])) == list("abcde"[:members])
-    assert group.echo(list(range(members + 1)))[0] == [0, 1]
+ROWS_OF_TOKENS = Batch({"tokens": Ragged.from_rows([[1] * 8, [2], [3], [4] * 2], int)})
+CALLS = {
+    "a list of one item for each": (lambda t: t.RG_ROLLOUT.echo(["a", "b"]), ["a", "b"]),
+    "a longer list": (lambda t: t.RG_ROLLOUT.echo([0, 1, 2]), [[0, 1], [2]]),
+    "a list that is replicated": (lambda t: t.RG_ROLLOUT.echo(Replicate([1, 2])), [[1, 2], [1, 2]]),
+    "a method without shards": (lambda t: t.RG_ROLLOUT.whole([1, 2]), [[1, 2], [1, 2]]),
+    "keyword arguments": (
+        lambda t: t.RG_ROLLOUT.echo([1, 2], key=[3, 4, 5]),
+        [((1,), {"key": [3, 4]}), ((2,), {"key": [5]})],
+    ),
+    "rows of an array": (
+        lambda t: [part.tolist() for part in t.RG_ROLLOUT.echo(Shard(np.arange(6).reshape(3, 2)))],
+        [[[0, 1], [2, 3]], [[4, 5]]],
+    ),
+    "a batch by its tokens": (
+        lambda t: [len(part) for part in t.RG_ROLLOUT.echo(Shard(ROWS_OF_TOKENS, by="tokens"))],
+        [1, 3],
+    ),
+    "an async method": (lambda t: t.RG_ROLLOUT.slowly([3, 4]), [6, 8]),
+    "pending results": (lambda t: t.RG_ROLLOUT.echo(t.RG_ROLLOUT.later(["a", "b"])), ["a", "b"]),
+    "more pending results": (
+        lambda t: t.RG_ROLLOUT.echo(t.RG_ACTOR.later(list("abcde"))),
+        [["a", "b", "c"], ["d", "e"]],
+    ),
+    "one pending result": (lambda t: t.RG_ACTOR.echo(Replicate(t.RG_ROLLOUT.later(["x", "y"])[0])), ["x"] * 5),
+    "pending rows to replicas": (
+        lambda t: [part["x"].tolist() for part in t.RG_REWARD.echo(Shard(t.RG_ROLLOUT.rows([2, 2])))],
+        [[0, 1], [100, 101]],
+    ),
+    "rank 0 alone": (lambda t: t.RG_ACTOR.first([1, 2, 3]), [(0, [1, 2, 3])]),
+    "functions before and after": (lambda t: t.RG_ROLLOUT.prepared(1), 40),
+    "a function before": (lambda t: t.RG_ROLLOUT.swapped("a", "b"), [("b", "a"), ("b", "a")]),
+    "a function after a pending call": (lambda t: t.RG_ROLLOUT.counted_later([1, 2]).result(), 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_gives_the_results_in_rank_order(stage, name):
+    call, results = CALLS[name]
+    assert call(stage.trainer()) == results
+
+
+@pytest.mark.parametrize("value", [7, "text", {"a": [1, 2]}, None, {1, 2}, np.float64(3)], ids=repr)
+def test_value_without_rows_goes_to_every_worker(stage, value):
+    assert stage.trainer().RG_ROLLOUT.echo(value) == [value, value]
+
+
+def test_raw_handle_has_the_methods_of_the_workload(stage):
+    trainer = stage.trainer()
+    assert len(trainer.rollouts) == 2
+    assert stage.call_raw(trainer.rollouts[1], "echo", "hello") == "hello"
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "batch"])
-def test_too_few_rows_is_an_error_before_anything_is_sent(stage, kind):
+def test_shard_of_too_few_rows_is_refused_before_sending(stage, kind):
     group = stage.trainer(ACTOR=3).RG_ACTOR
     before = group.call_count()
     with pytest.raises(ShardError, match="argument 0 has 2 rows, too few to split over 3 shards"):
         group.echo(KINDS[kind](2))
     assert group.call_count() == before
-
-
-def test_what_has_no_rows_goes_to_every_member(stage):
-    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
-    for value in (7, "text", {"a": [1, 2]}, None, {1, 2}, np.float64(3)):
-        assert group.echo(value) == [value, value]
-    assert group.echo(Replicate([1, 2])) == [[1, 2], [1, 2]]
-    assert group.whole([1, 2]) == [[1, 2], [1, 2]]
-
-
-def test_keyword_arguments_are_sharded_like_positional_ones(stage):
-    assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo([1, 2], key=[3, 4, 5]) == [
-        ((1,), {"key": [3, 4]}),
-        ((2,), {"key": [5]}),
-    ]
 
 
 class Counted:
@@ -107,13 +138,13 @@ class Counted:
 
 
 @pytest.mark.parametrize("members", [2, 5])
-def test_a_broadcast_value_is_stored_once_whatever_the_size_of_the_group(stage, members):
+def test_broadcast_value_is_stored_once(stage, members):
     Counted.serialised = 0
     assert stage.trainer(ACTOR=members).RG_ACTOR.echo(Counted("once")) == ["once"] * members
     assert Counted.serialised == 1
 
 
-def test_results_come_in_rank_order_and_members_know_who_they_are(stage):
+def test_workers_know_their_ranks_and_addresses(stage):
     answers = stage.trainer().RG_ACTOR.who()
     assert [answer["properties"] for answer in answers] == [(rank, 5, 5, rank, 5) for rank in range(5)]
     assert [answer["env"]["RANK"] for answer in answers] == list("01234")
@@ -127,18 +158,14 @@ def test_results_come_in_rank_order_and_members_know_who_they_are(stage):
     assert stage.trainer().RG_ACTOR.address()[0] == (address, int(port), None, {"lr": 0.5})
 
 
-def test_async_methods_work(stage):
-    assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.slowly([3, 4]) == [6, 8]
-
-
-def test_a_call_that_is_not_waited_for_gives_pending_results(stage):
+def test_call_without_blocking_gives_pending_results(stage):
     pending = stage.trainer(ROLLOUT=2).RG_ROLLOUT.later([1, 2])
     assert len(pending) == 2
     assert pending.result(timeout=30) == [1, 2]
     assert pending[1].result() == 2
 
 
-def test_pending_results_can_be_waited_for_and_stay_where_they_are(stage):
+def test_pending_results_can_be_waited_for(stage):
     group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
     pending = group.later([1, 2])
     assert pending.wait() is None
@@ -156,18 +183,8 @@ def test_pending_results_can_be_awaited(stage):
     assert asyncio.run(wait()) == ([1, 2], 1, [[1, 2], [3, 4]])
 
 
-def test_pending_results_pass_to_another_group(stage):
-    trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
-    assert trainer.RG_ACTOR.echo(trainer.RG_ROLLOUT.later(["a", "b"])) == ["a", "b"]
-
-
-def test_more_pending_results_than_members_arrive_as_lists(stage):
-    trainer = stage.trainer(ACTOR=5, ROLLOUT=2)
-    assert trainer.RG_ROLLOUT.echo(trainer.RG_ACTOR.later(list("abcde"))) == [["a", "b", "c"], ["d", "e"]]
-
-
 @pytest.mark.parametrize("takers", range(1, 6))
-def test_sharded_pending_rows_are_split_anew_over_any_number_of_members(stage, takers):
+def test_pending_rows_are_split_over_any_number_of_workers(stage, takers):
     trainer = stage.trainer(ACTOR=takers, ROLLOUT=2)
     parts = trainer.RG_ACTOR.echo(Shard(trainer.RG_ROLLOUT.rows([4, 3])))
     joined = Batch.concat(parts)
@@ -176,13 +193,7 @@ def test_sharded_pending_rows_are_split_anew_over_any_number_of_members(stage, t
     assert [len(part) for part in parts] == np.diff(even_cuts(7, takers)).tolist()
 
 
-def test_one_pending_result_can_be_given_to_everyone(stage):
-    trainer = stage.trainer(ROLLOUT=2, ACTOR=3)
-    (ref, _) = trainer.RG_ROLLOUT.later(["weights", "other"])
-    assert trainer.RG_ACTOR.echo(Replicate(ref)) == ["weights"] * 3
-
-
-def test_a_failed_pending_result_fails_the_call_that_takes_it(stage):
+def test_failed_pending_result_fails_the_next_call(stage):
     trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
     # Both fail at the same time: whichever is heard of first is told, each with its own words.
     with pytest.raises(InvocationError, match=r"ROLLOUT\[([01])\]\.late_boom.*OddError: from rank \1") as caught:
@@ -191,7 +202,7 @@ def test_a_failed_pending_result_fails_the_call_that_takes_it(stage):
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_an_argument_that_cannot_be_sent_is_refused_before_any_member_has_begun(stage, wrong):
+def test_argument_without_pickle_is_refused(stage, wrong):
     group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
     before = group.call_count()
     parts = [1, 2]
@@ -201,42 +212,25 @@ def test_an_argument_that_cannot_be_sent_is_refused_before_any_member_has_begun(
     assert group.call_count() == before
 
 
-def test_a_result_that_cannot_be_sent_is_an_error_with_role_rank_and_method(stage):
+def test_result_without_pickle_is_an_error(stage):
     with pytest.raises(InvocationError, match=r"ROLLOUT\[[01]\]\.lock.*cannot pickle"):
         stage.trainer(ROLLOUT=2).RG_ROLLOUT.lock()
 
 
-def test_leaving_the_process_is_the_users_error_not_a_death(stage):
+def test_leaving_the_process_is_the_users_error(stage):
     with pytest.raises(InvocationError, match="SystemExit: 3") as caught:
         stage.trainer(ROLLOUT=2).RG_ROLLOUT.leave()
     assert not isinstance(caught.value, WorkloadDied)
 
 
-def test_pending_rows_go_to_every_member_of_a_replica(stage):
-    trainer = stage.trainer(ROLLOUT=2)
-    parts = trainer.RG_REWARD.echo(Shard(trainer.RG_ROLLOUT.rows([2, 2])))
-    assert [part["x"].tolist() for part in parts] == [[0, 1], [100, 101]]
-
-
-def test_rank0_alone_is_called_and_gives_a_list_of_one(stage):
-    assert stage.trainer().RG_ACTOR.first([1, 2, 3]) == [(0, [1, 2, 3])]
-
-
-def test_functions_before_and_after_the_call(stage):
-    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
-    assert group.prepared(1) == 40
-    assert group.swapped("a", "b") == [("b", "a"), ("b", "a")]
-    assert group.counted_later([1, 2]).result() == 2
-
-
-def test_late_ranks_are_named_and_what_arrived_is_kept(stage):
+def test_late_ranks_are_named_beside_the_arrived_results(stage):
     with pytest.raises(InvocationTimeout, match="no answer within 0.5 s from ranks 1, 3") as caught:
         stage.trainer(ACTOR=5).RG_ACTOR.sleepy(Replicate([1, 3]))
     assert caught.value.late == (1, 3)
     assert caught.value.arrived == {0: 0, 2: 2, 4: 4}
 
 
-def test_options_of_a_method_can_be_changed_for_one_call(stage):
+def test_options_change_one_call(stage):
     group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
     assert group.sleepy.options(timeout=30)(Replicate([1])) == [0, 1]
     assert group.echo.options(blocking=False)(5).result() == [5, 5]
@@ -244,7 +238,7 @@ def test_options_of_a_method_can_be_changed_for_one_call(stage):
         group.echo.options(timout=3)
 
 
-def test_an_error_carries_role_rank_method_traceback_and_the_exception_itself(stage):
+def test_error_has_role_rank_method_traceback_and_cause(stage):
     with pytest.raises(InvocationError) as caught:
         stage.trainer().RG_ACTOR.boom(3)
     error = caught.value
@@ -257,7 +251,7 @@ def test_an_error_carries_role_rank_method_traceback_and_the_exception_itself(st
     assert "ACTOR[3].boom" in str(error)
 
 
-def test_a_misspelt_method_fails_at_the_call_before_anything_is_sent(stage):
+def test_misspelt_method_is_refused_before_sending(stage):
     group = stage.trainer().RG_ACTOR
     before = group.call_count()
     with pytest.raises(UnknownMethod, match="'ecko' is no method of Toy.*did you mean 'echo'"):
@@ -268,7 +262,7 @@ def test_a_misspelt_method_fails_at_the_call_before_anything_is_sent(stage):
     assert group.call_count() == before
 
 
-def test_members_of_one_replica_get_the_same_shard_and_give_one_result(stage):
+def test_workers_of_a_replica_share_a_shard_and_a_result(stage):
     group = stage.trainer().RG_REWARD
     assert (group.world_size, group.data_parallel_size) == (4, 2)
     assert group.echo(Shard([1, 2, 3])) == [[1, 2], [3]]
@@ -276,76 +270,62 @@ def test_members_of_one_replica_get_the_same_shard_and_give_one_result(stage):
     assert [answer["properties"][0] for answer in group.who()] == [0, 2]
 
 
-def test_an_argument_changed_by_a_member_stays_as_it_was_for_the_trainer(stage):
+def test_argument_changed_by_a_worker_is_a_copy(stage):
     values = ["mine"]
     assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.mutate(Replicate(values)) == [2, 2]
     assert values == ["mine"]
-
-
-def test_raw_handles_have_the_users_methods(stage):
-    trainer = stage.trainer()
-    assert len(trainer.rollouts) == 2
-    assert stage.call_raw(trainer.rollouts[1], "echo", "hello") == "hello"
-
-
-def test_two_dimensional_arrays_are_split_along_the_first_axis(stage):
-    value = np.arange(12.0).reshape(4, 3)
-    parts = stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo(Shard(value))
-    assert np.array_equal(np.concatenate(parts), value)
-
-
-def test_a_batch_can_be_split_by_tokens(stage):
-    rows = Ragged.from_rows([[1] * 8, [2], [3], [4] * 2], int)
-    parts = stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo(Shard(Batch({"tokens": rows}), by="tokens"))
-    assert [part.ragged("tokens").lengths.tolist() for part in parts] == [[8], [1, 1, 2]]
 
 
 def kept(call_id, method, *args, **terms):
     return Call(call_id, method, args, {}, keep=True, **terms)
 
 
-def test_a_call_is_carried_out_once_whatever_how_often_its_id_comes(stage):
-    port = stage.port
-    before = port.submit("ACTOR", 1, Call(RAW_CALL, "call_count", (), {})).result(30)
+def raw(method):
+    return Call(RAW_CALL, method, (), {})
+
+
+@pytest.fixture
+def port(stage):
+    """The port of the stage, whose workers forget the results that they keep after the test."""
+    yield stage.port
+    for rank in (1, 2, 3):
+        stage.port.submit("ACTOR", rank, raw(FORGET)).result(30)
+
+
+def test_call_is_carried_out_once_for_its_id(port):
+    before = port.submit("ACTOR", 1, raw("call_count")).result(30)
     answers = [port.submit("ACTOR", 1, kept((1, 0), "echo", value)).result(30) for value in ("first", "second")]
     assert answers == ["first", "first"]
-    assert port.submit("ACTOR", 1, Call(RAW_CALL, "call_count", (), {})).result(30) == before + 1
+    assert port.submit("ACTOR", 1, raw("call_count")).result(30) == before + 1
     assert port.submit("ACTOR", 1, kept((2, 0), "echo", "third", settled=1)).result(30) == "third"
-    port.submit("ACTOR", 1, Call(RAW_CALL, FORGET, (), {})).result(30)
 
 
-def test_another_method_at_the_same_id_diverges(stage):
-    port = stage.port
+def test_another_method_at_the_same_id_diverges(port):
     port.submit("ACTOR", 2, kept((1, 0), "echo", 1)).result(30)
     with pytest.raises(ReplayDiverged, match=r"ACTOR\[2\].keep: call \(1, 0\) was echo before"):
         port.submit("ACTOR", 2, kept((1, 0), "keep", 1)).result(30)
     with pytest.raises(ReplayDiverged, match=r"call \(0, 5\) comes after call \(1, 0\) has run"):
         port.submit("ACTOR", 2, kept((0, 5), "echo", 1)).result(30)
-    port.submit("ACTOR", 2, Call(RAW_CALL, FORGET, (), {})).result(30)
 
 
-def test_a_call_does_not_run_before_the_one_it_comes_after(stage):
-    port = stage.port
-    failing = port.submit("ROLLOUT", 0, Call(RAW_CALL, "late_boom", (), {}))
+def test_call_does_not_run_before_the_one_it_follows(port):
+    failing = port.submit("ROLLOUT", 0, raw("late_boom"))
     port.submit("ACTOR", 3, kept((1, 0), "echo", failing))
     skipped = port.submit("ACTOR", 3, kept((1, 1), "echo", 1, after=(1, 0)))
     with pytest.raises(CallSkipped, match=r"ACTOR\[3\].echo: call \(1, 0\) has not run"):
         skipped.result(30)
     port.submit("ACTOR", 3, kept((1, 0), "echo", 0)).result(30)
     assert port.submit("ACTOR", 3, kept((1, 1), "echo", 1, after=(1, 0))).result(30) == 1
-    port.submit("ACTOR", 3, Call(RAW_CALL, FORGET, (), {})).result(30)
 
 
-def test_an_error_is_kept_like_a_result(stage):
-    port = stage.port
+def test_error_of_a_call_is_stored_like_a_result(port):
     for _ in range(2):
         with pytest.raises(InvocationError, match="the user's own words") as caught:
             port.submit("ACTOR", 3, kept((1, 0), "boom", 3)).result(30)
         assert isinstance(caught.value.original, OddError)
-    port.submit("ACTOR", 3, Call(RAW_CALL, FORGET, (), {})).result(30)
 
 
-def test_zy_a_trainer_that_was_replaced_is_refused(stage):
+def test_zy_replaced_trainer_is_refused(stage):
     """Late: from here on the worker refuses the other tests' trainers."""
     port = stage.port
     assert port.submit("ACTOR", 4, Call((1, 0), "echo", (1,), {}, epoch=8)).result(30) == 1
@@ -353,7 +333,7 @@ def test_zy_a_trainer_that_was_replaced_is_refused(stage):
         port.submit("ACTOR", 4, Call((1, 1), "echo", (1,), {}, epoch=7)).result(30)
 
 
-def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
+def test_zz_killed_worker_gives_an_error_within_two_seconds(stage):
     """Last: it takes a worker away from the shared stage."""
     group = stage.trainer().RG_ROLLOUT
     stage.kill("ROLLOUT", 1)
@@ -366,7 +346,7 @@ def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
 
 
 @pytest.mark.parametrize("wrapped", [lambda pending: pending, Shard, lambda pending: Replicate(pending[1])])
-def test_zz_who_takes_a_result_of_a_killed_member_is_told_who_died(stage, wrapped):
+def test_zz_result_of_a_killed_worker_names_it(stage, wrapped):
     trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
     pending = trainer.RG_ROLLOUT.rows(1)
     with pytest.raises(WorkloadDied) as caught:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example and every command of the guides runs as its page shows it."""
+"""Every example and every command of the README and the guides runs as its page shows it, and the site is built."""
 
 import asyncio
 import json
@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.messages import make_assistant_message
 from docs.generate import remove_generated
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -110,9 +113,9 @@ def desk(tmp_path):
     return tmp_path
 
 
-def run(desk, line, typed="", **env):
-    """Run a shell line at the desk."""
-    return subprocess.run(
+def run(desk, line, typed="", code=0, **env):
+    """Run a shell line at the desk, which must end with this exit code; None: with any."""
+    done = subprocess.run(
         ["bash", "-c", line],
         cwd=desk,
         env={**os.environ, "PATH": f"{desk / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **env},
@@ -122,6 +125,19 @@ def run(desk, line, typed="", **env):
         timeout=DEADLINE_S,
         check=False,
     )
+    assert code in (done.returncode, None), done.stdout + done.stderr
+    return done
+
+
+def run_script(desk, text, **env):
+    (desk / "script.py").write_text(text, encoding="utf-8")
+    return run(desk, "python script.py", **env).stdout
+
+
+def block_with(words, pages=GUIDES, language="python"):
+    """Return the one block that holds ``words``."""
+    (text,) = [block.text for block in blocks(pages) if block.language == language and words in block.text]
+    return text
 
 
 def read(file):
@@ -131,9 +147,8 @@ def read(file):
 # -- the examples -----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_trainer_finds_the_lever_that_pays_best(desk):
+def test_first_trainer_finds_the_best_lever(desk):
     done = run(desk, "dlrover-rl run examples/first_trainer/job.yaml --local")
-    assert done.returncode == 0, done.stderr
     learnt = read(desk / "runs/first-trainer/latest/policy.json")
     assert learnt["policy"][1] > 0.9
     first = float(re.search(r"step 1/60 +reward ([\d.]+)", done.stderr)[1])
@@ -142,29 +157,25 @@ def test_the_first_trainer_finds_the_lever_that_pays_best(desk):
 
 
 @pytest.mark.slow
-def test_its_result_does_not_depend_on_the_number_of_rollouts(desk):
+def test_first_trainer_learns_the_same_with_any_rollouts(desk):
     line = "dlrover-rl run examples/first_trainer/job.yaml --local trainer.device_per_node=9"
     for members in (1, 3, 8):
-        done = run(desk, f"{line} workload.rollout.num={members} job_dir=runs/{members}")
-        assert done.returncode == 0, done.stderr
-    learnt = [read(desk / f"runs/{members}/policy.json") for members in (1, 3, 8)]
+        run(desk, f"{line} workload.rollout.num={members} job_dir=runs/{members}")
+        learnt = [read(desk / f"runs/{members}/policy.json") for members in (1, 3, 8)]
     assert learnt[0] == learnt[1] == learnt[2]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_it_learns_the_same_on_ray_digit_for_digit(desk):
+def test_first_trainer_learns_the_same_on_ray(desk):
     for where, option in (("ray", ""), ("here", "--local")):
-        line = f"dlrover-rl run examples/first_trainer/job.yaml {option} job_dir=runs/{where}"
-        done = run(desk, line)
-        assert done.returncode == 0, done.stderr
-    assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
+        run(desk, f"dlrover-rl run examples/first_trainer/job.yaml {option} job_dir=runs/{where}")
+        assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
 
 
 @pytest.mark.feature(148)
-def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
+def test_breakpoint_stops_in_the_worker_with_the_empty_text(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "p self.rank, texts\nc\nc\n")
-    assert done.returncode == 0, done.stderr
     assert "(1, ['', 'eleven'])" in done.stdout
     assert any("(1, ['', 'eleven'])" in text for text in texts_after("(Pdb) p self.rank"))
     assert read(desk / "runs/debug-locally/latest/total.json") == {"total": 28.0, "texts": 4}
@@ -173,20 +184,17 @@ def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
 @pytest.mark.slow
 def test_breakpoints_can_be_switched_off(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", PYTHONBREAKPOINT="0")
-    assert done.returncode == 0, done.stderr
     assert "Pdb" not in done.stdout
     assert read(desk / "runs/debug-locally/latest/total.json")["total"] == 28.0
 
 
 @pytest.mark.slow
-def test_leaving_the_debugger_ends_the_job_as_failed(desk):
-    done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "q\n")
-    assert done.returncode == 1
-    assert "BdbQuit" in done.stderr
+def test_leaving_the_debugger_fails_the_job(desk):
+    assert "BdbQuit" in run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "q\n", code=1).stderr
 
 
 @pytest.mark.slow
-def test_the_debugger_shows_its_prompt_on_a_terminal(desk):
+def test_debugger_shows_its_prompt_on_a_terminal(desk):
     """Run with the progress bar sent elsewhere, as the page says."""
     ours, child_end = pty.openpty()
     line = f"{desk}/bin/dlrover-rl run examples/debug_locally/job.yaml --local 2> run.log"
@@ -217,17 +225,16 @@ def _until(terminal: int, words: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_launch_file_runs_the_example(desk):
+def test_launch_file_runs_the_example(desk):
     (entry,) = read(desk / "examples/debug_locally/launch.json")["configurations"]
     line = " ".join(["python", "-m", entry["module"], *entry["args"]])
-    done = run(desk, line, PYTHONBREAKPOINT="0")
-    assert done.returncode == 0, done.stderr
+    run(desk, line, PYTHONBREAKPOINT="0")
 
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
 
-def test_the_guides_have_commands_and_code():
+def test_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
     assert len(commands()) >= 40
@@ -236,13 +243,11 @@ def test_the_guides_have_commands_and_code():
 
 
 @pytest.mark.parametrize("command", [pytest.param(item, marks=item.marks, id=item.line) for item in commands()])
-def test_the_command_ends_as_its_page_says(desk, command):
+def test_command_ends_as_its_page_says(desk, command):
     for seed, model in enumerate(MODELS if command.trains_a_model else ()):
         if model == MODELS[0] or model in command.line:
-            output = run(desk, f"python -m dlrover.python.rl.recipe.tiny --out {model} --seed {seed}")
-            assert output.returncode == 0, output.stderr
-    done = run(desk, command.line, command.typed)
-    assert done.returncode == command.code, done.stdout + done.stderr
+            run(desk, f"python -m dlrover.python.rl.recipe.tiny --out {model} --seed {seed}")
+            run(desk, command.line, command.typed, command.code)
 
 
 @pytest.mark.parametrize(
@@ -265,18 +270,17 @@ def test_the_command_ends_as_its_page_says(desk, command):
         ),
     ],
 )
-def test_the_errors_read_as_their_page_shows(desk, line, words):
+def test_errors_read_as_their_page_shows(desk, line, words):
     (shown,) = texts_after(words)
     if "own_data" in line:
         run(desk, "python -m dlrover.python.rl.recipe.tiny --out runs/tiny")
-    printed = run(desk, f"dlrover-rl {line}").stderr
+    printed = run(desk, f"dlrover-rl {line}", code=None).stderr
     # The host's name is another one elsewhere.
     for expected in shown.splitlines():
         assert re.sub(r" on \S+:", " on HOST:", expected) in re.sub(r" on \S+:", " on HOST:", printed)
 
 
-def test_the_lines_about_pending_results_run(desk):
-    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "pulls.result" in item.text]
+def test_lines_about_pending_results_run(desk):
     code = f"""
         import json
         from dlrover.rl import Replicate, Shard
@@ -286,19 +290,17 @@ def test_the_lines_about_pending_results_run(desk):
             def fit(self):
                 step = 1
                 (policy,) = self.RG_ACTOR.policy()
-                {textwrap.indent(block.text, " " * 16).strip()}
+                {textwrap.indent(block_with("pulls.result"), " " * 16).strip()}
                 (self.job_dir / "shown.json").write_text(json.dumps([reward, [len(part) for part in parts]]))
     """
     (desk / "examples/first_trainer/shown.py").write_text(textwrap.dedent(code), encoding="utf-8")
     overrides = "trainer.module=shown trainer.class=Shown job_dir=runs/shown"
-    done = run(desk, f"dlrover-rl run examples/first_trainer/job.yaml --local {overrides}")
-    assert done.returncode == 0, done.stderr
+    run(desk, f"dlrover-rl run examples/first_trainer/job.yaml --local {overrides}")
     assert read(desk / "runs/shown/shown.json") == [0.40625, [32, 32]]
 
 
-def test_the_environment_of_messages_answers_them(desk):
-    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "class User" in item.text]
-    (desk / "user.py").write_text(block.text, encoding="utf-8")
+def test_environment_of_messages_answers_them(desk):
+    (desk / "user.py").write_text(block_with("class User"), encoding="utf-8")
     environment = load_environment(f"{desk / 'user.py'}:User")
     observation = asyncio.run(environment.reset({}))
     unsure, sure = (make_assistant_message(text) for text in ("52?", "It is 51."))
@@ -309,32 +311,23 @@ def test_the_environment_of_messages_answers_them(desk):
     assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 
 
-def test_the_script_of_the_debugging_guide_runs(desk):
-    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "run_here" in item.text]
-    (desk / "script.py").write_text(block.text, encoding="utf-8")
-    done = run(desk, "python script.py", PYTHONBREAKPOINT="0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "finished the trainer returned\n"
+SCRIPTS = {
+    "run_here": "finished the trainer returned\n",
+    "PullTransport": "True tensor([1., 1., 1., 1.])\n",
+    "make_algorithm": "",
+}
+"""Words of a script in a guide to what it prints."""
 
 
-@pytest.mark.slow
-def test_the_script_of_the_weight_sync_guide_runs(desk):
-    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "PullTransport" in item.text]
-    (desk / "script.py").write_text(block.text, encoding="utf-8")
-    done = run(desk, "python script.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True tensor([1., 1., 1., 1.])\n"
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=[pytest.mark.slow] * (words != "run_here")) for words in SCRIPTS]
+)
+def test_script_of_a_guide_prints_its_result(desk, words):
+    printed = run_script(desk, block_with(words), PYTHONBREAKPOINT="0")
+    assert not SCRIPTS[words] or printed == SCRIPTS[words]
 
 
-@pytest.mark.slow
-def test_the_script_of_the_guide_to_algorithms_runs(desk):
-    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "make_algorithm" in item.text]
-    (desk / "script.py").write_text(block.text, encoding="utf-8")
-    done = run(desk, "python script.py")
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_job_files_of_the_reference_are_jobs():
+def test_job_files_of_the_reference_are_jobs():
     short, whole, group = [
         item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"
     ]
@@ -346,8 +339,7 @@ def test_the_job_files_of_the_reference_are_jobs():
     assert OmegaConf.create(group)
 
 
-def test_the_builder_of_the_reference_runs(desk):
-    (block,) = [item for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "python"]
+def test_builder_of_the_reference_runs(desk):
     package = desk / "my_package"
     package.mkdir()
     (package / "workloads.py").write_text(
@@ -359,7 +351,99 @@ def test_the_builder_of_the_reference_runs(desk):
         "    def init(self): pass\n    def fit(self): print(self.get_role_groups(), self.config.lr)\n",
         encoding="utf-8",
     )
-    (desk / "script.py").write_text(block.text, encoding="utf-8")
-    done = run(desk, "python script.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "['RG_ACTOR', 'RG_ROLLOUT'] 0.001\n"
+    script = block_with("", [DOCS / "job-file.md"])
+    assert run_script(desk, script) == "['RG_ACTOR', 'RG_ROLLOUT'] 0.001\n"
+
+
+# -- the site ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages."""
+    pytest.importorskip("sphinx")
+    out = tmp_path_factory.mktemp("html")
+    options = ["-W", "--keep-going", "-q", "-d", out / "trees", "-b", "html"]
+    run_python(ROOT, "-m", "sphinx", *options, DOCS, out / "html", within_s=280)
+    return out / "html"
+
+
+@pytest.mark.slow
+def test_built_page_of_keys_has_them(site):
+    page = (site / "job-file.html").read_text(encoding="utf-8")
+    for key in ("node_number", "device_per_node", "per_node", "resource", "workload_max_restart", "backoff_s"):
+        assert f'<span class="pre">{key}</span>' in page
+
+
+@pytest.mark.slow
+def test_built_contract_names_every_error(site):
+    page = (site / "contract.html").read_text(encoding="utf-8")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) >= 18
+    assert [kind.__name__ for kind in kinds if kind.__name__ not in page] == []
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+README = [ROOT / "README.md"]
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in blocks(README)
+    for line in block.text.splitlines()
+    if block.language == "bash" and line.strip()
+]
+
+
+@pytest.fixture(scope="module")
+def readme_folder(tmp_path_factory):
+    """A folder with the README's files."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "hello.py").write_text(block_with("", README))
+    (folder / "hello.yaml").write_text(block_with("", README, "yaml"))
+    return folder
+
+
+def run_readme(command, folder):
+    return run_python(folder, "-m", "dlrover.python.rl.master.main", *command.split()[1:])
+
+
+def test_readme_has_no_setting_hidden_as_a_secret(readme_folder):
+    job = load_job(readme_folder / "hello.yaml")
+    assert job_to_yaml(job, hide_secrets=True) == job_to_yaml(job)
+
+
+def test_readme_trainer_and_workload_have_forty_lines():
+    assert len(block_with("", README).splitlines()) <= 40
+
+
+def test_readme_commands_are_run_somewhere():
+    assert COMMANDS == [
+        "make demo",  # tests/slow/test_learning.py runs what it runs
+        "make test",  # this run
+        "source .venv/bin/activate",
+        "dlrover-rl init my-job && cd my-job",  # tests/unit/master/test_init.py runs these
+        "python -m dlrover.python.rl.recipe.tiny --out tiny-model",
+        "dlrover-rl check job.yaml",
+        "dlrover-rl run job.yaml --local steps=2",
+        "dlrover-rl run job.yaml",
+        "dlrover-rl check hello.yaml",
+        "dlrover-rl run hello.yaml --local",
+        "dlrover-rl run hello.yaml target=77",
+    ]
+
+
+def test_readme_check_prints_the_plan(readme_folder):
+    done = run_readme(COMMANDS[8], readme_folder)
+    assert "REFEREE    x2  hello.Referee" in done.stdout
+
+
+def test_readme_trainer_runs_in_one_process(readme_folder):
+    done = run_readme(COMMANDS[9], readme_folder)
+    assert "hello: finished" in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_readme_trainer_runs_on_its_own_ray(readme_folder):
+    done = run_readme(COMMANDS[10], readme_folder)
+    assert "hello: finished" in done.stderr

@@ -2,39 +2,27 @@
 """The page, the notebook and the script of engines driven by hand run as shown, and so does RLite's tutorial."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import dlrover.rl as rl
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines-by-hand.md"
 GUIDE = ROOT / "docs" / "guides" / "from-rlite.md"
 FOLDER = ROOT / "examples" / "engines_by_hand"
-DEADLINE_S = 280.0
 
 
 def run(folder, script, *arguments):
     """Run a script in ``folder``; the lines it has printed."""
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+    return run_python(folder, script, *arguments, within_s=280).stdout.splitlines()
 
 
 def python_of_the_page():
@@ -46,18 +34,18 @@ def cells_of_the_notebook():
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def check_what_it_printed(lines):
+def check_printed(lines):
     printed = [line for line in lines if not line.startswith("(")]  # Ray puts the process before what it prints
     assert printed[0] == "Session(2 slots, 2 free; engines: none)"
     assert re.fullmatch(r"\[\d+(, \d+)*\] (stop|length)", printed[1])
     assert printed[2:] == ["True meta cuda", "2 2", "shared memory", "1"]
 
 
-def test_the_page_and_the_notebook_have_the_same_code():
+def test_page_and_notebook_have_the_same_code():
     assert cells_of_the_notebook() == [block.rstrip("\n") for block in python_of_the_page()]
 
 
-def test_the_notebook_is_one_that_any_front_end_opens():
+def test_notebook_opens_in_any_front_end():
     notebook = json.loads((FOLDER / "tutorial.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"] >= 5) == (4, True)
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
@@ -70,10 +58,10 @@ def test_the_notebook_is_one_that_any_front_end_opens():
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_blocks_of_the_page_are_one_script(tmp_path):
+def test_blocks_of_the_page_are_one_script(tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(python_of_the_page()), encoding="utf-8")
-    check_what_it_printed(run(tmp_path, script))
+    check_printed(run(tmp_path, script))
     assert (tmp_path / "runs/trained/model.safetensors").is_file()
     assert (tmp_path / "runs/trained/tokenizer.json").is_file()
 
@@ -91,17 +79,17 @@ asyncio.run(_kernel(json.loads(open(sys.argv[1], encoding="utf-8").read())))
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_cells_of_the_notebook_run_one_after_the_other(tmp_path):
+def test_cells_of_the_notebook_run_in_order(tmp_path):
     """Run the blocks as a kernel does: in one namespace, within an event loop that runs already."""
     cells, script = tmp_path / "cells.json", tmp_path / "kernel.py"
     cells.write_text(json.dumps(cells_of_the_notebook()), encoding="utf-8")
     script.write_text(KERNEL, encoding="utf-8")
-    check_what_it_printed(run(tmp_path, script, str(cells)))
+    check_printed(run(tmp_path, script, str(cells)))
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_script_runs(tmp_path):
+def test_script_runs(tmp_path):
     shutil.copy(FOLDER / "tutorial.py", tmp_path)
     lines = [line for line in run(tmp_path, tmp_path / "tutorial.py") if line.startswith("step")]
     assert [re.sub(r"[\d.]+$", "N", line) for line in lines] == ["step 1: loss N", "step 2: loss N"]

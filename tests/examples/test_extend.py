@@ -2,22 +2,26 @@
 """The files of the guide, which extend the package by name from outside, run in their own folder."""
 
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.recipe.reporting.trackers import validate_log
+from dlrover.python.rl.trainer.plan import plan_of
+from tests.support.commands import run_python
 from tests.support.documented_metrics import undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/extending/examples"
 ALGORITHM = ROOT / "docs/guides/own_algorithm"
 DATA = ROOT / "docs/guides/own_data"
-DEADLINE_S = 240.0
+EXAMPLE_GUIDE = ROOT / "docs/guides/learn-from-examples.md"
 
 
 @pytest.fixture(scope="module")
@@ -25,40 +29,30 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=1, max_positions=64)
 
 
-def run(folder, model, job, files, *overrides):
-    """Run a guide's job in ``folder``, which has its files and nothing else of ours; returns its metrics and output."""
-    for path in (job, *files):
+def run(folder, model, job, files, *overrides, code=0):
+    """Run a guide's job in ``folder``, which has its files and nothing else of ours; returns its metrics and errors."""
+    for path in (job, *files, DATA / "problems.jsonl"):
         shutil.copy(path, folder)
-    shutil.copy(DATA / "problems.jsonl", folder)
-    command = [sys.executable, "-m", "dlrover.python.rl.master.main", "run", job.name, "--local", "job_dir=out"]
-    command += [f"config.model={model}", "+config.engine.threads=1", *overrides]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    metrics = folder / "out/metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    return [row for row in rows if row["step"]], outcome
+    settings = ["--local", "job_dir=out", f"config.model={model}", "+config.engine.threads=1", *overrides]
+    done = run_python(folder, "-m", "dlrover.python.rl.master.main", "run", job.name, *settings, code=code)
+    return [row for row in read(folder / "out/metrics.jsonl") if row["step"]], done.stderr
 
 
-def samples(folder):
-    lines = (folder / "out/samples.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def read(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def succeed(*arguments):
-    rows, outcome = run(*arguments)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    rows, _ = run(*arguments)
     assert [row["step"] for row in rows] == [1, 2]
     assert undocumented(rows) == []
-    return rows
 
 
 TRAIN = "config.data.train=problems.jsonl"
 
 
 @pytest.mark.slow
-def test_an_engine_and_a_weight_transport(tmp_path, model):
+def test_own_engine_and_transport_train_like_the_built_in_ones(tmp_path, model):
     """The engine samples as the built-in one does, and has the weights of the last update that the transport sent."""
     files = [EXAMPLES / "plain_engine.py", EXAMPLES / "file_transport.py"]
     (tmp_path / "own").mkdir()
@@ -71,15 +65,14 @@ def test_an_engine_and_a_weight_transport(tmp_path, model):
     text = (EXAMPLES / "grpo.yaml").read_text(encoding="utf-8")
     job.write_text(text[: text.index("  engine:")], encoding="utf-8")
     succeed(tmp_path / "builtin", model, job, [], TRAIN)
-    texts = [[row["completion"] for row in samples(tmp_path / name)] for name in ("own", "builtin")]
+    texts = [[row["completion"] for row in read(tmp_path / name / "out/samples.jsonl")] for name in ("own", "builtin")]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
-def test_an_engine_column_reaches_the_loss_of_the_page(tmp_path, model):
+def test_column_of_an_engine_reaches_the_loss(tmp_path, model):
     files = [EXAMPLES / "plain_engine.py", EXAMPLES / "margin.py"]
-    rows, outcome = run(tmp_path, model, EXAMPLES / "margin.yaml", files, TRAIN)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    rows, _ = run(tmp_path, model, EXAMPLES / "margin.yaml", files, TRAIN)
     assert len(rows) == 2
     assert all(row["policy/margin"] > 0 for row in rows)
 
@@ -93,20 +86,111 @@ WRONG_OPTION = {"config.engine.rollout_options={flot64: true}": "did you mean 'f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hints", [WRONG_NAMES, WRONG_OPTION], ids=["names", "option"])
-def test_a_wrong_name_or_option_is_refused_before_the_start(tmp_path, model, hints):
+def test_wrong_name_or_option_is_refused_before_the_start(tmp_path, model, hints):
     files = [EXAMPLES / "plain_engine.py", EXAMPLES / "file_transport.py"]
-    rows, outcome = run(tmp_path, model, EXAMPLES / "grpo.yaml", files, TRAIN, *hints)
-    assert (outcome.returncode, rows) == (2, [])
-    assert [hint for hint in hints.values() if hint not in outcome.stderr] == []
+    rows, errors = run(tmp_path, model, EXAMPLES / "grpo.yaml", files, TRAIN, *hints, code=2)
+    assert rows == []
+    assert [hint for hint in hints.values() if hint not in errors] == []
 
 
 @pytest.mark.slow
-def test_an_algorithm(tmp_path, model):
+def test_own_algorithm_trains(tmp_path, model):
     succeed(tmp_path, model, ALGORITHM / "grpo.yaml", [ALGORITHM / "above_median.py"], TRAIN)
 
 
 @pytest.mark.slow
-def test_an_environment(tmp_path, model):
+def test_own_environment_trains(tmp_path, model):
     files = [DATA / "guess.py", DATA / "digits.jsonl"]
     data = ("config.data.train=digits.jsonl", "config.rollout.env_path=guess.py")
     succeed(tmp_path, model, DATA / "guess.yaml", files, *data)
+
+
+# -- an own role, whose column the loss of an own algorithm needs -----------------------------------------------------
+
+
+@pytest.fixture
+def folder_of_role(tmp_path, monkeypatch):
+    (tmp_path / "repetition.py").write_text((ALGORITHM / "repetition.py").read_text(encoding="utf-8"), encoding="utf-8")
+    text = (ALGORITHM / "repetition.yaml").read_text(encoding="utf-8")
+    text = text.replace("runs/tiny", "tiny").replace("docs/guides/own_data/problems.jsonl", "prompts.jsonl")
+    (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_tiny_model(tmp_path / "tiny", hidden=32, layers=1, max_positions=32)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_column_of_an_own_role_reaches_the_loss(folder_of_role):
+    command = ("-m", "dlrover.python.rl.master.main", "run", "job.yaml", "--local", "job_dir=out")
+    run_python(folder_of_role, *command, "+config.engine.threads=1")
+    steps = read(folder_of_role / "out/metrics.jsonl")
+    assert [row["step"] for row in steps] == [0, 1, 2]
+    assert all(0 < row["policy/repetition"] < 1 for row in steps[1:])
+
+
+def test_job_without_the_own_role_is_refused(folder_of_role):
+    from repetition import RepetitionTrainer
+
+    config = {
+        "model": "tiny",
+        "data": {"train": "prompts.jsonl", "eval_rows": 2},
+        "algorithm": {"name": "repetition:WithoutRepetition"},
+    }
+    roles = dict.fromkeys((RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD), 1)
+    errors = {str(error) for error in plan_of(RepetitionTrainer).check_config(config, roles)}
+    assert errors == {"workload: the role 'repetition' is required by RepetitionTrainer"}
+    assert not list(plan_of(RepetitionTrainer).check_config({**config, "algorithm": {}}, roles))
+    assert not list(plan_of(RepetitionTrainer).check_config(config, {**roles, RLRoleType("repetition"): 1}))
+
+
+def test_column_of_an_own_role_has_the_declared_dtype(folder_of_role):
+    from repetition import RepetitionWorkload
+
+    from dlrover.python.rl.data.batch import Batch, Ragged
+    from dlrover.python.rl.recipe.base.updates import cast_columns
+
+    workload = RepetitionWorkload(None, {})
+    workload.init_model(4)
+    tokens = Ragged.from_rows([np.array([7, 7, 8, 7])])
+    rows = workload.repetition(
+        Batch({"tokens": tokens, "action_mask": tokens.like(np.array([False, True, True, True]))})
+    )
+    assert rows.ragged("repetition").values.tolist() == [0.0, 1.0, 0.0, 2 / 3]
+    assert cast_columns(rows, {"repetition": "float32"}).ragged("repetition").values.dtype == np.float32
+
+
+# -- a tracker --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder_of_tracker(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(class CsvTracker:.*?)```", EXAMPLE_GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my_tracker.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_own_tracker_gets_the_metrics(folder_of_tracker):
+    write_tiny_model(folder_of_tracker / "tiny", hidden=32, layers=1, max_positions=32)
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
+    (folder_of_tracker / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job = ["model=tiny", "data.train=sums.jsonl", "batch_size=2", "job_dir=out", "engine.threads=1"]
+    tracker = "log.trackers=[{my_tracker:CsvTracker: {file: losses.csv}}]"
+    run_python(folder_of_tracker, "-m", "dlrover.python.rl.recipe.sft", *job, tracker)
+    steps = read(folder_of_tracker / "out/metrics.jsonl")
+    lines = (folder_of_tracker / "out/losses.csv").read_text(encoding="utf-8").splitlines()
+    assert lines == [f"{row['step']},{row['loss']}" for row in steps]
+    assert len(lines) == 2
+
+
+def test_unknown_tracker_or_option_is_a_config_error(folder_of_tracker):
+    config = LogConfig(("wandbb", {"my_tracker:CsvTracker": {"fil": "x"}}, "my_tracker:CvsTracker"))
+    unknown, option, attribute = validate_log(config)
+    assert {error.where for error in (unknown, option, attribute)} == {"config.log.trackers"}
+    assert "no tracker is called 'wandbb'; did you mean 'wandb'?" in unknown.what
+    assert option.what == "my_tracker:CsvTracker: got an unexpected keyword argument 'fil'"
+    assert "did you mean 'CsvTracker'" in attribute.what

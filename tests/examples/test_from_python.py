@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training from a script that knows ``dlrover.rl`` only."""
+"""Training from a script that knows ``dlrover.rl`` only; and every code block and table of the integration guide, whose
+table of names wins where it contradicts itself."""
 
-import os
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
+from dlrover.python.rl.trainer import trainer as trainer_module
+from dlrover.python.rl.trainer import workload as workload_module
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, trainer_invocation
 from docs.generate import remove_generated
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
 SMALL = "prompts_per_step=4, rollout={'samples_per_prompt': 2, 'max_new_tokens': 4}"
-DEADLINE_S = 250.0
 
 
 def run(code, folder, *launcher):
     """Run a script in ``folder``, with a tiny model in the place of its models; what it printed."""
     write_tiny_model(folder / "tiny", hidden=32, layers=1)
     (folder / "script.py").write_text(re.sub(r'"Qwen/[^"]+"', "'tiny'", code), encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(folder, *launcher, "script.py").stdout
 
 
 def in_small(code):
@@ -34,13 +35,13 @@ def in_small(code):
     return code.replace("steps=2,", f"steps=2, {SMALL},")
 
 
+GRPO = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
+
+
 @pytest.mark.slow
-def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
-    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
-    output = run(
-        f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path
-    )
-    table, last = output.strip().rsplit("\n", 1)
+def test_first_program_of_the_guide_trains_and_shows_metrics(tmp_path):
+    shown = "print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n"
+    table, last = run(GRPO + shown, tmp_path).strip().rsplit("\n", 1)
     assert last == "True 2 16 before/eval/accuracy"
     assert "'eval/reward': " in table
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
@@ -48,15 +49,13 @@ def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_same_program_runs_on_ray(tmp_path):
-    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
-    assert "reward" in run(code.replace("steps=2,", "steps=2, runtime='ray',"), tmp_path)
+def test_first_program_of_the_guide_runs_on_ray(tmp_path):
+    assert "reward" in run(GRPO.replace("steps=2,", "steps=2, runtime='ray',"), tmp_path)
 
 
 @pytest.mark.slow
-def test_the_same_program_runs_under_torchrun(tmp_path):
-    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
-    output = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+def test_first_program_of_the_guide_runs_under_torchrun(tmp_path):
+    output = run(GRPO, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     assert output.count("'eval/reward': ") == 2
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
 
@@ -79,7 +78,7 @@ PROGRAMS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "own_trainer")) for name in PROGRAMS]
 )
-def test_a_program_that_uses_what_the_pages_say_runs(tmp_path, name):
+def test_program_of_the_pages_runs(tmp_path, name):
     assert PROGRAMS[name] in run((GUIDES / "python" / f"{name}.py").read_text(encoding="utf-8"), tmp_path)
 
 
@@ -93,7 +92,7 @@ examples = [{"prompt": f"{n}", "response": f"{n}"} for n in range(8)]
 
 
 @pytest.mark.slow
-def test_what_the_guide_shows_runs(tmp_path):
+def test_code_of_the_guide_runs(tmp_path):
     text = remove_generated((GUIDES / "python.md").read_text(encoding="utf-8"))
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     code = code.replace("env=Ask, rollout={", "env=Ask, steps=1, prompts_per_step=4, rollout={'max_new_tokens': 4, ")
@@ -101,3 +100,55 @@ def test_what_the_guide_shows_runs(tmp_path):
     assert "right, steps=2" in code
     output = run(PRELUDE + code + "print([row['reward/mean'] for row in run.steps])", tmp_path)
     assert re.search(r"\[[\d.]+, [\d.]+\]", output)
+
+
+# -- the integration guide --------------------------------------------------------------------------------------------
+
+
+def guide_job(tmp_path):
+    builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
+    builder.trainer("tests.examples.guide_code", "UserTrainer").actor(
+        "tests.examples.guide_code", "UserActorModel"
+    ).total(4)
+    builder.rollout("tests.examples.guide_code", "UserRolloutModel").total(2)
+    builder.with_collocation("actor", "rollout")
+    spec = builder.spec("guide", (str(Path(__file__).parent),))
+    return replace(spec, job_dir=tmp_path)
+
+
+def test_blocks_of_the_guide_run_twice_in_one_folder(tmp_path):
+    for name in ("first", "second"):
+        status = run_here(check_job(guide_job(tmp_path / name), local=True))
+        assert status.phase is Phase.FINISHED, status.cause
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_blocks_of_the_guide_run_on_ray(tmp_path, ray_session):
+    status = run_on_ray(check_job(guide_job(tmp_path)), connected=True)
+    assert status.phase is Phase.FINISHED, status.cause
+
+
+def test_module_paths_of_the_guide_exist():
+    assert workload_module.BaseWorkload is trainer_module.BaseWorkload
+    assert workload_module.BaseWorkload.__module__ == "dlrover.python.rl.trainer.workload"
+    assert trainer_module.BaseTrainer.__module__ == "dlrover.python.rl.trainer.trainer"
+
+
+def test_trainer_invocation_has_the_defaults_of_the_table():
+    table = {
+        "blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True, "pre_func": None,
+        "post_func": None,
+    }  # fmt: skip
+    assert {name: getattr(DEFAULT_OPTIONS, name) for name in table} == table
+
+
+def test_trainer_invocation_takes_pre_func_not_pre_function():
+    with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
+        trainer_invocation(is_async=True, timeout=30, pre_function=abs)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "10", True])
+def test_timeout_of_trainer_invocation_is_above_zero(timeout):
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        trainer_invocation(timeout=timeout)

@@ -16,23 +16,19 @@ def write_inputs(folder, problems=40):
     write_tiny_model(model, hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
     rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(1, 10) for b in range(1, 10)][:problems]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"model={model}", f"data.train={data}", "data.eval_rows=8", "prompts_per_step=4"]
 
 
 def grpo_job(folder, *overrides):
     """The demo's own job file on the small inputs."""
-    settings = write_inputs(folder) if not (folder / "model").exists() else inputs(folder)
-    return load_job(JOB, [*settings, "steps=1", f"job_dir={folder / 'out'}", *overrides])
+    if not (folder / "model").exists():
+        write_inputs(folder)
+    return load_job(JOB, [*inputs(folder), "steps=1", f"job_dir={folder / 'out'}", *overrides])
 
 
 def inputs(folder):
-    """Return the result of :func:`write_inputs`."""
-    return [
-        f"model={folder / 'model'}",
-        f"data.train={folder / 'problems.jsonl'}",
-        "data.eval_rows=8",
-        "prompts_per_step=4",
-    ]
+    """Return the settings for the inputs of a folder."""
+    paths = [f"model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}"]
+    return [*paths, "data.eval_rows=8", "prompts_per_step=4"]
 
 
 def samples(job_dir):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a job of :mod:`durable_jobs` on real Ray, strikes it from outside, and tells everything about how it went."""
+"""Runs a :mod:`toy_job` on real Ray, strikes it from outside, and tells everything about how it went."""
 
+import json
 import os
 import signal
 from collections import Counter
@@ -8,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import ray
 
 from dlrover.python.rl.common.errors import JournalCorrupt
@@ -27,7 +27,8 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
-from tests.ray.durable_jobs import expected, mark_of, wait_for
+from tests.ray.toy_job import expected_totals, mark_of
+from tests.support.commands import command_of, wait_for
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 HANG_AFTER_S = 3.0
@@ -35,36 +36,31 @@ HANG_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The settings that differ between jobs.
+    """The settings that differ between jobs."""
 
-    Attributes:
-        actor: class of the two ACTOR workers.
-        trainer: class of the trainer.
-        steps: how many.
-        standby: standbys of ROLLOUT, which has two workers as well.
-        master_restarts: how often Ray may start the master again.
-        rollout_restarts: how often a rollout worker may be recovered.
-        checkpoint: what is kept in the job's directory.
-    """
-
-    actor: str = "Learner"
+    actor: str = "Worker"
     trainer: str = "Loop"
     steps: int = 6
+    rollouts: int = 2
     standby: int = 0
+    job_restarts: int = 5
     master_restarts: int = 10
     rollout_restarts: int = 5
     checkpoint: CheckpointSpec = CheckpointSpec(commit_every=1)  # only the open step is repeated
 
 
 def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec:
-    """A job of two actors and two rollouts that works in ``folder``."""
-    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.ray.durable_jobs", shape.trainer)
+    """A job of two actors and some rollouts that works in ``folder``."""
+    folder.mkdir()
+    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.ray.toy_job", shape.trainer)
     builder.config({"folder": str(folder), "faults": list(faults), "steps": shape.steps})
-    builder.actor("tests.ray.durable_jobs", shape.actor).total(2).hang_after(HANG_AFTER_S)
-    builder.rollout("tests.ray.durable_jobs", "Sampler").total(2).standby(shape.standby).hang_after(HANG_AFTER_S)
+    builder.actor("tests.ray.toy_job", shape.actor).total(2).hang_after(HANG_AFTER_S)
+    if shape.rollouts:
+        rollout = builder.rollout("tests.ray.toy_job", "Worker").total(shape.rollouts)
+        rollout.standby(shape.standby).hang_after(HANG_AFTER_S)
     builder.trainer_hang_after(HANG_AFTER_S)
-    limits = {"rollout": shape.rollout_restarts}
-    builder.restart_limits(job_max_restart=5, backoff_s=0.1, workload_max_restart=limits)
+    limits = {"rollout": shape.rollout_restarts} if shape.rollouts else {}
+    builder.restart_limits(job_max_restart=shape.job_restarts, backoff_s=0.1, workload_max_restart=limits)
     job = builder.spec(name, (str(Path(__file__).parents[2]),))
     master = replace(job.master, max_restart=shape.master_restarts)
     return replace(job, job_dir=folder / "out", master=master, checkpoint=shape.checkpoint)
@@ -72,15 +68,7 @@ def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec
 
 @dataclass
 class Stage:
-    """One job, while it runs and afterwards.
-
-    Attributes:
-        job: the job.
-        folder: where its processes note what they do.
-        status: how it ended.
-        reports: the steps that were reported.
-        seen: the processes that were looked at.
-    """
+    """One job, while it runs and afterwards."""
 
     job: JobSpec
     folder: Path
@@ -88,7 +76,7 @@ class Stage:
     reports: list = field(default_factory=list)
     seen: set = field(default_factory=set)
 
-    def run(self, strike=None):
+    def run(self, strike=None, **options):
         """Run the job to its end. ``strike(stage, step)`` is called with each report, here and now."""
 
         def report(step_report):
@@ -97,7 +85,7 @@ class Stage:
                 strike(self, step_report.step)
 
         try:
-            self.status = run_on_ray(check_job(self.job), report, connected=True)
+            self.status = run_on_ray(check_job(self.job), report, connected=True, **options)
         finally:
             if self.status is None:
                 sweep(self.job.name)  # whatever went wrong, the next test finds nothing of this one
@@ -187,11 +175,14 @@ class Stage:
         came = [at_s for at_s, event in self.timed(MemberStarted) if (event.role, event.rank) == (role, rank)]
         return min(at_s for at_s in came if at_s >= lost) - lost
 
+    def starts(self):
+        """Return how often the trainer was started from its beginning."""
+        return (self.folder / "starts").read_text().count("started") if (self.folder / "starts").exists() else 0
+
     def result_is_exact(self):
-        """Return True if weights and sums equal an undisturbed run's, to the last bit."""
-        result = np.load(self.folder / "result.npz")
-        weights, sums = expected(self.job.config.steps)
-        return np.array_equal(result["weights"], weights) and np.array_equal(result["sums"], sums)
+        """Return True if the totals equal an undisturbed run's, to the last bit."""
+        result = json.loads((self.folder / "result.json").read_text())
+        return result["totals"] == expected_totals(self.job.config.steps, rollouts="ROLLOUT" in self.job.workloads)
 
     def nothing_is_left(self):
         """No actor, no reserved resource, no memory and no process."""
@@ -206,7 +197,7 @@ class Stage:
         groups = [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
         memory = [str(folder) for folder in memory_of(self.job.name)]
         named = [name for name in (*actors, *groups) if name.startswith(prefix)]
-        return named + memory + [pid for pid in self._every_pid() if is_alive(pid)]
+        return named + memory + [pid for pid in self._every_pid() if command_of(pid).startswith("ray::")]
 
     def _every_pid(self):
         """Every process that the journal, its workers or this test have named."""
@@ -221,11 +212,3 @@ class Stage:
 def memory_of(job):
     """Return the shared memory of a job's runs on this machine; a run's name has eight digits."""
     return list(MEMORY.glob(f"{job}-{'?' * 8}"))
-
-
-def is_alive(pid):
-    """Return True if such a Ray process exists; a zombie does not count."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
-    except OSError:
-        return False

@@ -1,110 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line on a Ray cluster that it starts itself, and on one that is there."""
 
-import contextlib
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import ray
-import yaml
 
-from tests.ray.durable_jobs import wait_for
+from tests.ray.toy_job import expected_totals, toy_text
+from tests.support.commands import Desk, is_alive, process_table, processes_below, wait_for
 
 pytestmark = pytest.mark.ray
 
-CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
+ENDLESS = {"steps": 10**6, "step_s": 0.1}
 
 
-def job_file(tmp_path, act):
-    job = {
-        "trainer": {"module": "tests.ray.jobs", "class": "Trainer", "device_type": "CPU", "device_per_node": 4},
-        "workload": {"actor": {"module": "tests.ray.jobs", "class": "Worker", "num": 2}},
-        "config": {"folder": str(tmp_path), "act": act},
-    }
-    file = tmp_path / "toy.yaml"
-    file.write_text(yaml.safe_dump(job))
-    return file
+def address_of_session():
+    return ray.get_runtime_context().gcs_address
 
 
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path.cwd())])}
+@pytest.fixture
+def desk(tmp_path):
+    desk = Desk(tmp_path)
+    yield desk
+    desk.kill_all()
 
 
-def descendants(pid):
-    """Process ids of everything that ``pid`` started, directly or not."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
-    children = {}
-    for line in table.splitlines()[1:]:
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
-    below, waiting = [], [pid]
-    while waiting:
-        for child in children.get(waiting.pop(), []):
-            below.append(child)
-            waiting.append(child)
-    return below
+@pytest.fixture
+def desk_on_ray(desk, ray_session):
+    desk.address = address_of_session()
+    return desk
 
 
-def is_alive(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+def start(desk, name, *overrides, **config):
+    """Run the toy job, and return once its first step is reported."""
+    (desk.folder / "toy.yaml").write_text(toy_text(desk.folder, {"actor": 2}, **{**ENDLESS, **config}))
+    command = desk.start("run", "toy.yaml", f"name={name}", *overrides)
+    wait_for(lambda: command.has_said(f"{name}  step 1"))
+    return command
 
 
-def commands_of(pids):
-    """The command lines of processes."""
-    rows = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            rows.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return rows
+def master_of(job):
+    return ray.get_actor(f"{job}/master", namespace="dlrover-rl")
 
 
-class Command:
-    """``dlrover-rl`` in a separate session, as in a terminal: Ctrl-C reaches the whole foreground group."""
+def kill_master(job):
+    os.kill(ray.get(master_of(job).__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
 
-    def __init__(self, tmp_path, *arguments):
-        self.output = tmp_path / "output.log"
-        with open(self.output, "w") as log:
-            self.process = subprocess.Popen(
-                [*CLI, *arguments],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
-    def __enter__(self):
-        return self
+def status_of(job):
+    return ray.get(master_of(job).status.remote(), timeout=60)
 
-    def __exit__(self, *error):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(timeout=10)
 
-    def said(self, text):
-        return text in self.output.read_text() or self.process.poll() is not None
+def actors_of(job):
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in names if name.startswith(f"{job}/")]
 
-    def children(self):
-        return descendants(self.process.pid)
 
-    def interrupt(self):
-        os.killpg(self.process.pid, signal.SIGINT)
+# -- how a command ends -----------------------------------------------------------------------------------------------
+
+
+def below(command):
+    return set(processes_below(command.pid))
 
 
 MOMENTS = {
-    "checking": lambda command: any("inspection" in line for line in commands_of(command.children())),
-    "starting Ray": lambda command: any("gcs_server" in line for line in commands_of(command.children())),
-    "placed": lambda command: command.said("toy is placed"),
-    "running": lambda command: command.said("toy  step 1"),
+    "checking": lambda command: any("inspection" in line for line in processes_below(command.pid).values()),
+    "starting Ray": lambda command: any("gcs_server" in line for line in processes_below(command.pid).values()),
+    "placed": lambda command: command.has_said("toy is placed"),
+    "running": lambda command: command.has_said("toy  step 1"),
 }
 
 
@@ -115,154 +81,203 @@ MOMENTS = {
         pytest.param("running", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_and_sigterm_end_at_any_moment_and_leave_no_process(tmp_path, moment, number):
-    with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:
-        wait_for(lambda: MOMENTS[moment](command), 120)
-        assert command.process.poll() is None, command.output.read_text()
-        started = set(command.children())
-        assert started
-        (os.killpg if number == signal.SIGINT else os.kill)(command.process.pid, number)
-        # Gathered until the end: a child of a command that has ended has lost its parent.
-        wait_for(lambda: started.update(command.children()) or command.process.poll() is not None, 60)
-        assert command.process.returncode == (130 if number == signal.SIGINT else 143), command.output.read_text()
-        assert moment != "running" or command.said("dlrover-rl resume")
-    wait_for(lambda: not any(is_alive(pid) for pid in started), 20)
-    assert not [line for line in every_command() if str(tmp_path) in line or "dlrover-rl" in line and "toy" in line]
-
-
-def every_command():
-    return commands_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-
-
-def actors_of(job):
-    return [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(f"{job}/")
-    ]
+def test_run_interrupted_at_any_moment_leaves_no_process(desk, moment, number):
+    (desk.folder / "toy.yaml").write_text(toy_text(desk.folder, {"actor": 2}, **ENDLESS))
+    command = desk.start("run", "toy.yaml")
+    wait_for(lambda: MOMENTS[moment](command))
+    assert command.poll() is None, command.said()
+    started = below(command)
+    assert started
+    (os.killpg if number == signal.SIGINT else os.kill)(command.pid, number)
+    # Gathered until the end: a child of a command that has ended has lost its parent.
+    wait_for(lambda: started.update(below(command)) or command.poll() is not None, 60)
+    assert "dlrover-rl resume" in command.end(130 if number == signal.SIGINT else 143) or moment != "running"
+    wait_for(lambda: not any(map(is_alive, started)), 20)
+    lines = [line for _, line in process_table().values()]
+    assert not [line for line in lines if str(desk.folder) in line or "dlrover-rl" in line and "toy" in line]
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_stops_waiting_while_the_master_goes_on_stopping(tmp_path, ray_session):
-    address = ray.get_runtime_context().gcs_address
-    file = job_file(tmp_path, "busy")
-    with Command(tmp_path, "run", str(file), "name=twice", "--address", address) as command:
-        wait_for(lambda: command.said("twice  step 1"), 120)
-        command.interrupt()
-        time.sleep(0.2)  # two presses of a key, not one
-        command.interrupt()
-        wait_for(lambda: command.process.poll() is not None, 60)
-        assert command.process.returncode == 130, command.output.read_text()
+def test_second_ctrl_c_ends_the_command_and_the_job_stops(desk_on_ray):
+    command = start(desk_on_ray, "twice", faults=["ACTOR-0:update:2:hold"])
+    command.interrupt()
+    time.sleep(0.2)  # two presses of a key, not one
+    command.interrupt()
+    command.end(130, 60)
     wait_for(lambda: not [name for name in actors_of("twice") if name != "twice/master"], 30)
-    done = subprocess.run([*CLI, "stop", "twice", "--address", address], capture_output=True, text=True, timeout=60)
-    assert done.returncode == (2 if "no job named" in done.stderr else 0), done.stderr
+    stop = desk_on_ray.start("stop", "twice")
+    stop.wait(60)
+    assert stop.returncode == (2 if "no job named" in stop.said() else 0), stop.said()
     assert not actors_of("twice")
 
 
 @pytest.mark.slow
-def test_a_master_that_dies_comes_back_and_the_run_goes_on(tmp_path, ray_session):
-    address = ray.get_runtime_context().gcs_address
-    file = job_file(tmp_path, "endless")
-    with Command(tmp_path, "run", str(file), "name=survivor", "--address", address) as command:
-        wait_for(lambda: command.said("survivor  step 1"), 120)
-        master = ray.get_actor("survivor/master", namespace="dlrover-rl")
-        os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
-        wait_for(lambda: ray.get(master.status.remote(), timeout=60).masters == 2, 60)
-        answer = subprocess.run(
-            [*CLI, "status", "survivor", "--address", address], capture_output=True, text=True, timeout=60
-        )
-        assert answer.returncode == 0, answer.stderr
-        assert "survivor: running, step" in answer.stdout
-        assert "restarts 0" in answer.stdout
-        assert command.process.poll() is None, command.output.read_text()
-        command.interrupt()
-        wait_for(lambda: command.process.poll() is not None, 60)
-        assert command.process.returncode == 130, command.output.read_text()
-    wait_for(lambda: not actors_of("survivor"), 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed for good", "without restarts"])
-def test_what_a_master_leaves_that_does_not_come_back_is_ended(tmp_path, ray_session, how):
-    address, name = ray.get_runtime_context().gcs_address, how.replace(" ", "-")
-    arguments = [str(job_file(tmp_path, "endless")), f"name={name}", "--address", address]
-    if how == "without restarts":
-        arguments.insert(1, "+master.max_restart=0")
-    with Command(tmp_path, "run", *arguments) as command:
-        wait_for(lambda: command.said(f"{name}  step 1"), 120)
-        master = ray.get_actor(f"{name}/master", namespace="dlrover-rl")
-        if how == "without restarts":
-            os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
-        else:
-            ray.kill(master)
-        wait_for(lambda: command.process.poll() is not None, 60)
-        assert command.process.returncode == 5, command.output.read_text()
-        assert "the master is gone" in command.output.read_text()
+@pytest.mark.parametrize("has_restarts", [True, False], ids=["killed for good", "without restarts"])
+def test_run_whose_master_is_gone_leaves_no_actor(desk_on_ray, has_restarts):
+    name = f"gone-{has_restarts}".lower()
+    command = start(desk_on_ray, name, *([] if has_restarts else ["+master.max_restart=0"]))
+    if has_restarts:
+        ray.kill(master_of(name))
+    else:
+        kill_master(name)
+    assert "the master is gone" in command.end(5, 60)
     wait_for(lambda: not actors_of(name), 20)
 
 
-def test_status_shows_a_running_job_and_stop_waits_for_its_end_and_removes_the_master(tmp_path, ray_session):
-    address = ray.get_runtime_context().gcs_address
-    file = job_file(tmp_path, "endless")
-    with Command(tmp_path, "run", str(file), "name=stopped", "--address", address) as command:
-        wait_for(lambda: command.said("stopped  step 1"), 120)
-        answer = subprocess.run(
-            [*CLI, "status", "stopped", "--address", address], capture_output=True, text=True, timeout=60
-        )
-        assert answer.returncode == 0, answer.stderr
-        assert "stopped: running, step" in answer.stdout
-        done = subprocess.run(
-            [*CLI, "stop", "stopped", "--address", address], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        assert "stopped: stopped" in done.stdout or "stopped: ended" in done.stdout
-        wait_for(lambda: command.process.poll() is not None, 60)
-        assert command.process.returncode == 3, command.output.read_text()
+def test_stop_waits_for_the_end_and_removes_the_master(desk_on_ray):
+    command = start(desk_on_ray, "stopped")
+    assert "stopped: running, step" in desk_on_ray.run("status", "stopped")
+    output = desk_on_ray.run("stop", "stopped")
+    assert "stopped: stopped" in output or "stopped: ended" in output
+    command.end(3, 60)
     assert not actors_of("stopped")
 
 
 @pytest.mark.slow
-def test_a_job_runs_by_the_originals_options_on_a_cluster_that_is_there(tmp_path, ray_session):
-    address = ray.get_runtime_context().gcs_address
-    config = job_file(tmp_path, "steps_only").read_text()
-    options = [
-        "--job_name",
-        "by-options",
-        "--rl_config",
-        config,
-        "--job_max_restart",
-        "1",
-        "--trainer_max_restart",
-        "1",
-    ]
-    options += ["--workload_max_restart", "{'actor': 1}", "--scheduling_strategy_type", "simple"]
-    options += ["--master_cpu", "1", "--master_mem", "64", "--address", address]
-    done = subprocess.run(
-        [*CLI, "submit", *options], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 3/3" in done.stderr
-    assert "by-options: finished" in done.stderr
+def test_submit_takes_the_options_of_the_original(desk_on_ray):
+    options = {
+        "job_name": "by-options", "rl_config": toy_text(desk_on_ray.folder, {"actor": 2}, steps=3),
+        "job_max_restart": 1, "trainer_max_restart": 1, "workload_max_restart": "{'actor': 1}",
+        "scheduling_strategy_type": "simple", "master_cpu": 1, "master_mem": 64,
+    }  # fmt: skip
+    output = desk_on_ray.run("submit", *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+    assert "step 3/3" in output and "by-options: finished" in output
 
 
-def test_a_cluster_that_is_not_there_has_an_exit_code_of_its_own(tmp_path):
-    arguments = ["run", str(job_file(tmp_path, "steps_only")), "--address", "127.0.0.1:1"]
-    done = subprocess.run(
-        [*CLI, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 4, done.stderr
-    assert "no Ray cluster at 127.0.0.1:1" in done.stderr
+@pytest.mark.parametrize("command", ["run", "status", "list"])
+def test_command_without_a_cluster_has_an_exit_code_and_one_line(desk, command):
+    """The address that Ray leaves of a killed cluster is not tried for minutes."""
+    (desk.folder / "toy.yaml").write_text(toy_text(desk.folder))
+    arguments = {"run": ["toy.yaml", "--address", "127.0.0.1:1"], "status": ["nothing"], "list": []}[command]
+    output = desk.run(command, *arguments, code=4, within_s=60, RAY_ADDRESS="127.0.0.1:1")
+    assert "no Ray cluster at 127.0.0.1:1" in output
+    assert command == "run" or len(output.strip().splitlines()) == 1
 
 
-def test_the_address_of_a_killed_cluster_does_not_hold_a_command_up(tmp_path):
-    """Ray leaves it on the machine, and would try it for minutes."""
-    done = subprocess.run(
-        [*CLI, "status", "nothing"],
-        cwd=tmp_path,
-        env=environment() | {"RAY_ADDRESS": "127.0.0.1:1"},
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert done.returncode == 4, done.stderr
-    assert "no Ray cluster at 127.0.0.1:1" in done.stderr
+# -- detached jobs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_detached_job_is_listed_followed_left_and_stopped(desk_on_ray):
+    desk = desk_on_ray
+    desk.detach("alone", toy_text(desk.folder, **ENDLESS))
+    assert "alone" in desk.run("list")
+    view = desk.status("alone")
+    assert view["phase"] == "running" and view["nodes"] == 1 and view["reward"] > 0 and view["step_s"] > 0.05
+    attached = desk.start("attach", "alone")
+    time.sleep(6)
+    attached.interrupt()
+    output = attached.end(0, 30)
+    assert "step" in output and "alone" in output.splitlines()[-1]
+    began_s = time.monotonic()
+    desk.run("wait", "alone", "--timeout", "1", code=124)
+    assert time.monotonic() - began_s < 30
+    explained = desk.run("explain", "alone")
+    assert "It is running since" in explained and "starting" not in explained
+    assert "did you mean 'alone'" in desk.run("status", "alnoe", code=2)
+    assert "../abc" in desk.run("status", "../abc", code=2)
+    desk.run("stop", "alone")
+    assert not actors_of("alone") and desk.status("alone")["phase"] == "stopped"
+
+
+@pytest.mark.slow
+def test_master_of_an_ended_job_releases_its_resources(desk_on_ray):
+    (desk_on_ray.folder / "brief.yaml").write_text(toy_text(desk_on_ray.folder, steps=3))
+    desk_on_ray.run("run", "brief.yaml", "--detach")
+    desk_on_ray.run("wait", "brief")
+    assert desk_on_ray.status("brief")["phase"] == "finished"
+    wait_for(lambda: not actors_of("brief"), 90)
+    view = desk_on_ray.status("brief")  # from its folder
+    assert view["phase"] == "finished" and view["ended"]
+    assert "finished" in desk_on_ray.run("explain", "brief")
+
+
+@pytest.mark.slow
+def test_log_and_failure_of_a_killed_worker_are_shown(desk_on_ray):
+    desk = desk_on_ray
+    limits = {"workload_max_restart": {"actor": 0}}
+    desk.detach("failing", toy_text(desk.folder, restart=limits, **ENDLESS))
+    (pid,) = [row["pid"] for row in desk.status("failing")["members"] if row["process"] == "ACTOR[0]"]
+    os.kill(pid, signal.SIGKILL)
+    desk.run("wait", "failing", code=1)
+    explained = desk.run("explain", "failing")
+    assert "ACTOR[0]" in explained and "died" in explained and "dlrover-rl resume" in explained
+    assert "ACTOR[0] attempt 1" in desk.run("logs", "failing", "actor-0")
+    assert "did you mean 'actor-0'" in desk.run("logs", "failing", "acter-0", code=2)
+    desk.run("stop", "failing")
+
+
+@pytest.mark.slow
+def test_doctor_looks_at_every_node(desk_on_ray):
+    output = desk_on_ray.run("doctor", "--folder", str(desk_on_ray.folder / "runs"))
+    assert "1 of 1 answer" in output and "clocks: 0." in output
+    assert "nothing beyond loopback answers without a token" in output
+    assert "nothing to fix" in output
+
+
+# -- resize -----------------------------------------------------------------------------------------------------------
+
+
+def start_resizable(desk, name, steps):
+    roles = {"actor": 1, "rollout": 2, "reward": 1}
+    desk.detach(name, toy_text(desk.folder, roles, devices=4, steps=steps, step_s=0.1))
+
+
+def resize(desk, name, num):
+    desk.run("resize", name, "rollout", str(num))
+    assert desk.status(name)["roles"]["ROLLOUT"] == num
+    before = desk.status(name)["step"]
+    wait_for(lambda: desk.status(name)["step"] > before + 2, 60)
+
+
+def sizes_of(folder, steps):
+    """Return the sizes that the role had, in their order; each step was done once, by all workers of its size."""
+    result = json.loads((folder / "result.json").read_text())
+    assert result["totals"] == expected_totals(steps)
+    sizes = result["sizes"]
+    assert len(sizes) == steps
+    return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
+
+
+@pytest.mark.slow
+def test_resize_grows_and_shrinks_a_role_of_a_running_job(desk_on_ray):
+    start_resizable(desk_on_ray, "growing", 150)
+    resize(desk_on_ray, "growing", 3)
+    resize(desk_on_ray, "growing", 2)
+    desk_on_ray.run("wait", "growing", "--timeout", "90")
+    assert sizes_of(desk_on_ray.folder, 150) == [2, 3, 2]
+
+
+@pytest.mark.slow
+def test_resize_to_an_impossible_size_is_refused(desk_on_ray):
+    start_resizable(desk_on_ray, "steady", 10**5)
+    for arguments, words in (
+        (("actor", "2"), "its workers hold a state"),
+        (("rolout", "3"), "did you mean 'ROLLOUT'?"),
+        (("rollout", "0"), "0 is not in the range"),
+        (("rollout", "500"), "stays as it is"),
+    ):
+        assert words in desk_on_ray.run("resize", "steady", *arguments, code=2)
+    assert desk_on_ray.status("steady")["roles"]["ROLLOUT"] == 2
+    free = ray.available_resources().get("CPU")
+    for num in (3, 1, 3):
+        resize(desk_on_ray, "steady", num)
+    assert ray.available_resources().get("CPU") == free - 1  # the place that was reserved is used again
+    desk_on_ray.run("stop", "steady")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_resized_role_keeps_its_size_when_processes_die(desk_on_ray):
+    start_resizable(desk_on_ray, "hurt", 400)
+    resize(desk_on_ray, "hurt", 4)
+    kill_master("hurt")
+    wait_for(lambda: status_of("hurt").masters == 2, 60)
+    view = desk_on_ray.run("status", "hurt")
+    assert "hurt: running, step" in view and "restarts 0" in view
+    resize(desk_on_ray, "hurt", 2)
+    for process, _, pid, _ in status_of("hurt").members:
+        if process in ("ROLLOUT[1]", "trainer"):
+            os.kill(pid, signal.SIGKILL)
+    desk_on_ray.run("wait", "hurt", "--timeout", "150", within_s=200)
+    assert sizes_of(desk_on_ray.folder, 400) == [2, 4, 2]

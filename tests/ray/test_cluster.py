@@ -1,35 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster of our own: what it survives, and what it leaves behind."""
 
-import os
-import signal
 import stat
-import subprocess
-import sys
 import textwrap
-import time
-from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.runtime.ray.cluster.cluster import has_durable_gcs, private_folder
+from tests.support.commands import ROOT, run_python
 
 pytestmark = pytest.mark.ray
 
-ROOT = Path(__file__).parents[2]
 
-
-def in_own_process(code, timeout_s=120):
+def in_own_process(code):
     """Run ``code`` in another interpreter, since this one uses the session's cluster. Return its output lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split("\n")
+    return run_python(ROOT, "-c", textwrap.dedent(code), within_s=120).stdout.split("\n")
 
 
 @pytest.mark.slow
-def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
+def test_master_is_beside_the_head_each_time_it_starts():
     """Masters that took any node would be there four times in a row once in eighty-one."""
     code = """
     import os, signal, sys, time
@@ -55,7 +44,7 @@ def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
 
 @pytest.mark.skipif(not has_durable_gcs(), reason="this Ray's GCS keeps its tables in memory only")
 @pytest.mark.slow
-def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing():
+def test_cluster_survives_its_gcs_and_leaves_nothing():
     code = """
     import os, signal, time, threading
     from pathlib import Path
@@ -110,7 +99,7 @@ def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing()
     assert len(lines) == 2
 
 
-def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
+def test_private_folder_is_private_and_removed_with_its_owner():
     with private_folder() as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "deep").mkdir()
@@ -118,28 +107,7 @@ def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
     assert not folder.exists()
 
 
-def test_what_a_killed_process_left_behind_is_removed_by_the_next_one():
-    code = """if True:
-        from dlrover.python.rl.runtime.ray.cluster.cluster import private_folder
-        with private_folder() as folder:
-            print(folder, flush=True)
-            input()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        folder = Path(process.stdout.readline().strip())
-        long_ago_s = time.time() - 1000
-        os.utime(folder, (long_ago_s, long_ago_s))
-        with private_folder() as other:
-            assert folder.exists() and other != folder  # its owner lives
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
-    with private_folder():
-        assert not folder.exists()
-
-
-def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_address():
+def test_cluster_listens_on_loopback_and_has_an_address():
     code = """
     import os, subprocess, sys
     import ray
@@ -164,7 +132,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
+def test_killed_and_stopped_nodes_are_noticed_and_end():
     code = """
     import asyncio, sys, threading, time
     from tests.ray.two_nodes import two_nodes

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job file ends in the same bits in one process, on Ray and under torchrun, with any number of workers."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from tests.ray.recipe_jobs import JOB, grpo_job, inputs, samples
+from tests.support.commands import run_python
 
 pytestmark = pytest.mark.ray
 
@@ -62,7 +61,7 @@ def assert_same_end(folder, one, other):
 
 
 @pytest.mark.slow
-def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
+def test_samples_of_the_first_step_are_the_same_everywhere(folder):
     seen = [samples(folder / name) for name in PLACES]
     assert len(seen[0]) == 4 * 8
     assert all(one == other for one, other in pairwise(seen))
@@ -86,23 +85,14 @@ def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
 def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
     settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT, *JUMBLED]
-    paths = os.pathsep.join([str(JOB.parents[2]), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *launcher, *settings],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(folder, *launcher, *settings)
     assert samples(folder / "torchrun") == samples(folder / "local")
     assert_same_end(folder, "local", "torchrun")
 
 
 @pytest.mark.feature(109)
 @pytest.mark.slow
-def test_a_reward_model_says_the_same_everywhere(folder):
+def test_reward_model_gives_the_same_everywhere(folder):
     judge = folder / "judge"
     AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(judge)

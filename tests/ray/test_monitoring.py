@@ -4,7 +4,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_cli_on_ray import CLI, environment
 
 from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from tests.ray.durable_jobs import wait_for
-from tests.ray.service_jobs import job_text
+from tests.ray.toy_job import toy_text
+from tests.support.commands import Desk, debian_programs, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,31 +29,18 @@ ALERTS = Path(metrics.__path__[0]) / "alerts.yaml"
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
     """The folder of ``prometheus`` and ``promtool``: of this machine, or unpacked from Debian's package."""
-    if shutil.which("prometheus") and shutil.which("promtool"):
-        return Path(shutil.which("prometheus")).parent
-    folder = tmp_path_factory.mktemp("prometheus")
-    if not shutil.which("apt-get"):
-        pytest.skip("neither prometheus nor apt-get is here")
-    subprocess.run(["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, timeout=120)
-    (package,) = folder.glob("*.deb")
-    subprocess.run(["dpkg", "-x", package, folder / "root"], check=True, timeout=60)
-    return folder / "root/usr/bin"
+    folder = debian_programs(tmp_path_factory.mktemp("prometheus"), "prometheus", "prometheus", "promtool")
+    return folder or pytest.skip("neither prometheus nor apt-get is here")
 
 
 class Watched:
     """An endless job and a Prometheus server, each a process."""
 
     def __init__(self, tmp_path, tools):
-        file = tmp_path / "watched.yaml"
-        file.write_text(f"name: watched\nmaster: {{metrics_port: 0}}\n{job_text(tmp_path / 'notes', 10**6, 0.1)}")
-        self.folder, self.log = tmp_path / "runs" / "watched", (tmp_path / "job.log").open("w")
-        self.job = subprocess.Popen(
-            [*CLI, "run", str(file), f"job_dir={self.folder}"],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
+        text = toy_text(tmp_path / "notes", steps=10**6, step_s=0.1, name="watched", master={"metrics_port": 0})
+        (tmp_path / "watched.yaml").write_text(text)
+        self.folder, self.log = tmp_path / "runs" / "watched", (tmp_path / "prometheus.log").open("w")
+        self.job = Desk(tmp_path).start("run", "watched.yaml", f"job_dir={self.folder}")
         wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
         (metrics_file,) = self.folder.rglob("metrics.json")
         self.address, self.folder = json.loads(metrics_file.read_text())["address"], metrics_file.parent
@@ -116,13 +101,12 @@ def watched(tmp_path, tools):
     running.close()
 
 
-def test_promtool_accepts_the_rules(tools):
+def test_alert_rules_are_accepted_by_promtool(tools):
     done = subprocess.run([tools / "promtool", "check", "rules", ALERTS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_promtool_accepts_the_metrics(watched, tools):
-    """Names, types and help texts; and the numbers equal the journal's, as Prometheus has them."""
+def test_metrics_are_accepted_by_promtool_and_equal_the_journal(watched, tools):
     with urllib.request.urlopen(f"http://{watched.address}/metrics", timeout=10) as answer:
         text = answer.read()
     done = subprocess.run([tools / "promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
@@ -136,17 +120,17 @@ def test_promtool_accepts_the_metrics(watched, tools):
     assert watched.value('rl_job_member_up{role="ACTOR",rank="0"}') == 1
     assert watched.value('rl_job_member_heartbeat_age_seconds{role="ACTOR",rank="0"}') < 30
     wait_for(lambda: (watched.value('rl_job_moved_bytes_total{of="commits"}') or 0) > 1000, 60)
-    wait_for(lambda: watched.value('rl_job_call_seconds_count{method="add"}') > 10, 60)
+    wait_for(lambda: watched.value('rl_job_call_seconds_count{method="update"}') > 10, 60)
     assert 0 < watched.value("rl_job_goodput_ratio") < 1
 
 
 def test_alerts_fire_on_a_hang_and_on_a_crash_loop(watched, tmp_path):
     wait_for(lambda: (watched.value("rl_job_step") or 0) > 20, 90)
     assert watched.firing() == set()
-    (tmp_path / "notes.hang").touch()
+    (tmp_path / "notes/hang").touch()
     wait_for(lambda: "JobHangs" in watched.firing(), 240)
     assert "JobCrashLoop" not in watched.firing()
-    (tmp_path / "notes.hang").unlink()
+    (tmp_path / "notes/hang").unlink()
     wait_for(lambda: "JobHangs" not in watched.firing(), 30)
     for number in range(6):
         os.kill(watched.member(), signal.SIGKILL)

@@ -56,6 +56,14 @@ def wait(groups, placement, timeout_s=DEADLINE_S):
     asyncio.run(wait_until_reserved(CLUSTER, groups, placement, timeout_s))
 
 
+def reserved(prefix, **plan_of_job):
+    """Reserve groups for a plan, and wait for them."""
+    placement = planned(**plan_of_job)
+    groups = reserve(CLUSTER, placement, prefix)
+    wait(groups, placement)
+    return placement, groups
+
+
 def names(groups):
     by_id = {row.id: row.name for row in CLUSTER.list_groups()}
     return [by_id[group] for group in groups]
@@ -76,10 +84,8 @@ def actor_at(slot, placement, groups):
     return ray.remote(Probe).options(**placement_of(slot, placement, groups).to_ray()).remote()
 
 
-def test_every_node_of_the_plan_has_a_group_and_what_is_asked_for_again_is_found(prefix):
-    placement = planned(nodes=2, per_node=1)
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+def test_reserve_makes_one_group_for_each_node(prefix):
+    placement, groups = reserved(prefix, nodes=2, per_node=1)
     assert names(groups) == [f"{prefix}/node-0", f"{prefix}/node-1"]
     assert reserve(CLUSTER, placement, prefix) == groups
     assert find_groups(CLUSTER, prefix) == groups
@@ -87,38 +93,33 @@ def test_every_node_of_the_plan_has_a_group_and_what_is_asked_for_again_is_found
     assert all(is_usable(CLUSTER, group) for group in groups)
 
 
-def test_all_are_given_back_by_their_names(prefix):
-    placement = planned(nodes=2, per_node=1)
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+def test_remove_groups_gives_back_all_of_a_prefix(prefix):
+    placement, groups = reserved(prefix, nodes=2, per_node=1)
     assert sorted(remove_groups(CLUSTER, f"{prefix}/")) == [f"{prefix}/node-0", f"{prefix}/node-1"]
     assert remove_groups(CLUSTER, f"{prefix}/") == find_groups(CLUSTER, prefix) == []
     assert not any(is_usable(CLUSTER, group) for group in groups)
-    again = reserve(CLUSTER, placement, prefix)
-    wait(again, placement)
+    _, again = reserved(prefix, nodes=2, per_node=1)
     assert find_groups(CLUSTER, prefix) == again != groups
 
 
-def test_a_prefix_is_not_the_beginning_of_another_name(prefix):
+def test_remove_groups_leaves_a_longer_name(prefix):
     placement = planned()
     groups = reserve(CLUSTER, placement, f"{prefix}0")
     assert remove_groups(CLUSTER, f"{prefix}/") == []
     assert find_groups(CLUSTER, f"{prefix}0") == groups
 
 
-def test_members_and_standbys_are_put_into_their_bundles(prefix):
-    placement = planned(standby=1, resource={"cpu": 0.5, "memory": 16})
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+def test_workers_and_standbys_are_put_into_their_bundles(prefix):
+    placement, groups = reserved(prefix, standby=1, resource={"cpu": 0.5, "memory": 16})
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])
     actors = [actor_at(slot, placement, groups) for slot in slots]
-    reserved = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
-    assert [resources["CPU"] for resources, _ in reserved] == [0.5] * 3
-    assert [resources["memory"] for resources, _ in reserved] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
-    assert [group for _, group in reserved] == [groups[0]] * 3
+    answers = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
+    assert [resources["CPU"] for resources, _ in answers] == [0.5] * 3
+    assert [resources["memory"] for resources, _ in answers] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
+    assert [group for _, group in answers] == [groups[0]] * 3
 
 
-def test_without_groups_only_the_resources_are_asked_for():
+def test_placement_without_groups_asks_for_resources_alone():
     placement = planned(resource={"cpu": 0.5, "memory": 1, "disk": 2, "gpu": 0, "other": 0})
     assert placement_of(placement.slots[ACTOR][0], placement, []).to_ray() == {
         "num_cpus": 0.5,
@@ -128,16 +129,14 @@ def test_without_groups_only_the_resources_are_asked_for():
     }
 
 
-def test_a_member_that_takes_nothing_has_a_place_all_the_same(prefix):
-    placement = planned(resource={"cpu": 0})
-    groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+def test_worker_without_resources_has_a_place(prefix):
+    placement, groups = reserved(prefix, resource={"cpu": 0})
     actor = actor_at(placement.slots[ACTOR][0], placement, groups)
     resources, group = ray.get(actor.resources.remote(), timeout=60.0)
     assert (resources.get("CPU", 0), group) == (0, groups[0])
 
 
-def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch, caplog):
+def test_excluded_node_is_left_out_and_the_wait_logged(prefix, monkeypatch, caplog):
     monkeypatch.setattr(module, "_LOG_INTERVAL_S", 0.1)
     monkeypatch.setattr(logging.getLogger("dlrover"), "propagate", True)
     placement = planned()
@@ -148,16 +147,13 @@ def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch,
     assert not is_usable(CLUSTER, groups[0])
     assert reserve(CLUSTER, placement, prefix, (here(),)) == groups
     remove_groups(CLUSTER, f"{prefix}/")
-    allowed = reserve(CLUSTER, placement, prefix)
-    wait(allowed, placement)
+    _, allowed = reserved(prefix)
     assert is_usable(CLUSTER, allowed[0])
     assert not is_usable(CLUSTER, allowed[0], (here(),))
 
 
-def test_what_was_reserved_on_a_node_that_is_excluded_now_is_reserved_again(prefix):
-    placement = planned()
-    (old,) = groups = reserve(CLUSTER, placement, prefix)
-    wait(groups, placement)
+def test_place_on_a_node_excluded_later_is_reserved_again(prefix):
+    placement, (old,) = reserved(prefix)
     new = reserve_node(CLUSTER, placement, 0, old, (here(),))
     assert names([new]) == [f"{prefix}/node-0/2-{here()}"]
     assert is_usable(CLUSTER, old), "processes may still run in it"
@@ -169,7 +165,7 @@ def test_what_was_reserved_on_a_node_that_is_excluded_now_is_reserved_again(pref
     assert len(remove_groups(CLUSTER, f"{prefix}/")) == 2
 
 
-def test_waiting_for_what_was_given_back_ends_at_once(prefix):
+def test_wait_for_removed_groups_ends_at_once(prefix):
     placement = planned()
     groups = reserve(CLUSTER, placement, prefix, (here(),))
     remove_groups(CLUSTER, f"{prefix}/")
@@ -177,7 +173,7 @@ def test_waiting_for_what_was_given_back_ends_at_once(prefix):
         wait(groups, placement)
 
 
-def test_many_nodes_that_lack_resources_are_not_all_listed(prefix):
+def test_many_nodes_without_resources_are_not_all_listed(prefix):
     placement = planned(nodes=6, num=6, per_node=1, resource={"cpu": 4})
     groups = reserve(CLUSTER, placement, prefix, (here(),))
     with pytest.raises(

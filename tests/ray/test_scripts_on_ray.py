@@ -4,16 +4,14 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from test_cli_on_ray import Command, commands_of, is_alive
 
-from tests.ray.durable_jobs import wait_for
+from tests.support.commands import Desk, is_alive, processes_below, run_python, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -29,17 +27,20 @@ def job_file(folder, workload):
 
 def ranks_of(command, marker):
     """The processes of the script itself, neither the shell's nor the warden's."""
-    return [pid for pid in command.children() if (line := commands_of([pid])) and line[0].startswith(marker)]
+    return [pid for pid, line in processes_below(command.pid).items() if line.startswith(marker)]
+
+
+def started(folder, **workload):
+    return Desk(folder).start("run", job_file(folder, workload))
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_script_start_again_together(tmp_path):
+def test_ranks_of_a_script_start_again_together(tmp_path):
     script = (
         "echo rank $RANK start $RESTART_COUNT; case $RANK$RESTART_COUNT in 00) sleep 987654;; 10) kill -9 $$;; esac"
     )
-    with Command(tmp_path, "run", job_file(tmp_path, {"train": {"command": script, "num": 2}})) as command:
-        assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    output = command.output.read_text()
+    with started(tmp_path, train={"command": script, "num": 2}) as command:
+        output = command.end()
     assert "TRAIN[1]: process_died: TRAIN[1].run: ended by signal 9: rank 1 start 0" in output, output
     (folder,) = (tmp_path / "runs" / "programs").glob("2*")
     logs = [(folder / "logs" / f"TRAIN-{rank}.log").read_text().splitlines() for rank in (0, 1)]
@@ -48,17 +49,15 @@ def test_the_ranks_of_a_script_start_again_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path):
+def test_ranks_of_torchrun_start_again_together(tmp_path):
     python = f"{sys.executable} {SCRIPT} --steps 300 --out "
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(SCRIPT), "--steps=300"]
-    subprocess.run([*torchrun, "--out=alone"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    with Command(tmp_path, "run", job_file(tmp_path, {"train": {"command": f"{python} out", "num": 2}})) as command:
-        wait_for(lambda: command.said("step 20 "), 120)
+    run_python(tmp_path, "-m", "torch.distributed.run", "--nproc_per_node=2", SCRIPT, "--steps=300", "--out=alone")
+    with started(tmp_path, train={"command": f"{python} out", "num": 2}) as command:
+        wait_for(lambda: command.has_said("step 20 "), 120)
         first = ranks_of(command, python)
-        assert len(first) == 2, command.output.read_text()
+        assert len(first) == 2, command.said()
         os.kill(first[1], signal.SIGKILL)
-        assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    output = command.output.read_text()
+        output = command.end()
     went_on = re.search(r"2 ranks from step (\d+), restart 1", output)
     assert went_on and int(went_on[1]) >= 20, output
     assert "exit code 137" in output or "ended by signal 9" in output
@@ -68,44 +67,43 @@ def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_end_of_a_member_ends_its_script_and_its_children(tmp_path):
+def test_killed_worker_takes_its_script_and_children_along(tmp_path):
     (tmp_path / "tree.sh").write_text("setsid sleep 987654 & echo both sleep; sleep 987654\n")
-    with Command(tmp_path, "run", job_file(tmp_path, {"train": {"command": "sh tree.sh"}})) as command:
-        wait_for(lambda: command.said("both sleep"), 120)
+    with started(tmp_path, train={"command": "sh tree.sh"}) as command:
+        wait_for(lambda: command.has_said("both sleep"), 120)
         wait_for(lambda: len(ranks_of(command, "sleep 987654")) == 2, 20)
         sleepers = ranks_of(command, "sleep 987654")
-        member = next(pid for pid in command.children() if commands_of([pid])[0].startswith("ray::Script"))
+        member = next(iter(ranks_of(command, "ray::Script")))
         os.kill(member, signal.SIGKILL)
         wait_for(lambda: not any(map(is_alive, sleepers)), 20)
         wait_for(lambda: len(ranks_of(command, "sleep 987654")) == 2, 60)
         again = ranks_of(command, "sleep 987654")
         command.interrupt()
-        assert command.process.wait(timeout=60) == 130
+        command.end(130, 60)
     wait_for(lambda: not any(map(is_alive, again)), 20)
 
 
 @pytest.mark.slow
-def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
+def test_script_without_output_is_hung_and_one_with_output_not(tmp_path):
     speaks = {"command": "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 1; done", "hang_after_s": 4}
     silent = {"command": "[ $RESTART_COUNT = 1 ] || sleep 987654", "hang_after_s": 4}
-    with Command(tmp_path, "run", job_file(tmp_path, {"speaks": speaks, "silent": silent})) as command:
-        assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    output = command.output.read_text()
+    with started(tmp_path, speaks=speaks, silent=silent) as command:
+        output = command.end()
     assert re.search(r"SILENT\[0\]: hung", output), output
     assert "SPEAKS[0]: hung" not in output
 
 
 @pytest.mark.slow
-def test_a_node_that_is_drained_is_left_without_charge_before_it_goes(tmp_path):
+def test_drained_node_is_left_without_charge(tmp_path):
     root = Path(__file__).parents[2]
     (tmp_path / "drain.py").write_text(
         f"""
 import json, subprocess, sys, time
 sys.path.insert(0, {str(root)!r})
 from pathlib import Path
-from tests.ray.durable_jobs import wait_for
-from tests.ray.test_scripts_on_ray import SCRIPT, Command, commands_of, job_file
-from tests.ray.two_nodes import descendants, two_nodes
+from tests.ray.test_scripts_on_ray import SCRIPT, job_file
+from tests.ray.two_nodes import two_nodes
+from tests.support.commands import Desk, processes_below, wait_for
 
 here = Path({str(tmp_path)!r})
 train = {{"command": f"{{sys.executable}} {{SCRIPT}} --steps 600 --out out", "num": 2}}
@@ -114,12 +112,12 @@ text = Path(job + ".yaml").read_text() + "\\ncheckpoint: {{commit_to: job_dir}}\
 Path(job + ".yaml").write_text(text.replace("restart:", "restart:\\n  workload_max_restart: {{train: 0}}"))
 
 def holder(nodes):
-    lines = {{index: commands_of(descendants(nodes.raylet_pid(index))) for index in (1, 2)}}
+    lines = {{index: processes_below(nodes.raylet_pid(index)).values() for index in (1, 2)}}
     return next((index for index in lines if any("train.py" in line for line in lines[index])), 0)
 
 with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
-    with Command(here, "run", job + ".yaml", "trainer.node_number=2", "--address", nodes.address) as command:
-        wait_for(lambda: command.said("step 20 "), 120)
+    with Desk(here, nodes.address).start("run", job + ".yaml", "trainer.node_number=2") as command:
+        wait_for(lambda: command.has_said("step 20 "), 120)
         left = holder(nodes)
         subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address, "--node-id",
@@ -127,11 +125,10 @@ with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
              "--deadline-remaining-seconds", "60"], check=True)
         wait_for(lambda: holder(nodes) not in (0, left), 60)
         nodes.kill_node(left)
-        assert command.process.wait(timeout=120) == 0, command.output.read_text()
+        command.end()
 """.replace("\\\\n", "\\n")
     )
-    done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    output = (tmp_path / "output.log").read_text()
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{output[-6000:]}"
+    run_python(tmp_path, "drain.py", within_s=280)
+    output = (tmp_path / "output-0.txt").read_text()
     assert "it will be removed: it is drained" in output
     assert re.search(r"2 ranks from step \d+, restart 1", output), output

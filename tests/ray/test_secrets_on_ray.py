@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Gauge
-from test_cli_on_ray import CLI, environment
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.events import MasterStarted, MemberStarted
@@ -27,18 +26,16 @@ from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.ray.durable_jobs import wait_for
-from tests.ray.service_jobs import job_text
+from tests.ray.toy_job import toy_text
+from tests.support.commands import Desk, environment, wait_for
 
 pytestmark = pytest.mark.ray
 
-JOB = """
-name: secretive
-trainer: {module: tests.ray.secret_jobs, class: HoldingTrainer, device_type: CPU, device_per_node: 2}
-workload:
-  actor: {module: tests.ray.secret_jobs, class: Holder}
-master: {metrics_port: 0}
-"""
+
+def toy_job(folder, **keys):
+    text = toy_text(folder, trainer="Holding", name="secretive", master={"metrics_port": 0}, step_s=0.1, **keys)
+    return yaml.safe_load(text)
+
 
 FIELDS = (
     "env", "member", "api_key", "password", "camel", "header", "cookie", "listed", "nested", "user_part", "parameter",
@@ -62,25 +59,23 @@ def made_canaries(*names):
 def job_with(canaries, folder, ends):
     """A job file with a canary in every kind of place that may have a secret."""
     pem = f"-----BEGIN PRIVATE KEY-----\n{secrets.token_hex(24)}\n{canaries['pem']}\n-----END PRIVATE KEY-----\n"
-    job = yaml.safe_load(JOB)
-    job["env"] = {"API_KEY": canaries["env"]}
-    job["workload"]["actor"]["env"] = {"MEMBER_TOKEN": canaries["member"]}
-    job["config"] = {
-        "settings": {"folder": str(folder), "steps": 20, "ends": ends},
-        "secret_settings": {
-            "api_key": canaries["api_key"],
-            "password": int(canaries["password"]),
-            "openaiApiKey": canaries["camel"],
-            "headers": {"X-Api-Key": canaries["header"], "Cookie": f"id={canaries['cookie']}"},
-            "github_tokens": [canaries["listed"]],
-            "secret": {"value": canaries["nested"]},
-            "url": f"https://{canaries['user_part']}@host/x",
-            "query": f"https://host/x?a=1&api_key={canaries['parameter']}",
-            "connection_string": f"host=h user=u auth={canaries['connection']}",
-            "database": f"postgresql://user:{canaries['database']}@host/x",
-            "pem": pem,
-        },
+    secret_settings = {
+        "api_key": canaries["api_key"],
+        "password": int(canaries["password"]),
+        "openaiApiKey": canaries["camel"],
+        "headers": {"X-Api-Key": canaries["header"], "Cookie": f"id={canaries['cookie']}"},
+        "github_tokens": [canaries["listed"]],
+        "secret": {"value": canaries["nested"]},
+        "url": f"https://{canaries['user_part']}@host/x",
+        "query": f"https://host/x?a=1&api_key={canaries['parameter']}",
+        "connection_string": f"host=h user=u auth={canaries['connection']}",
+        "database": f"postgresql://user:{canaries['database']}@host/x",
+        "pem": pem,
     }
+    steps = 10**6 if ends == "cancelled" else 20
+    env = {"API_KEY": canaries["env"]}
+    job = toy_job(folder, steps=steps, ends=ends, secret_settings=secret_settings, env=env)
+    job["workload"]["actor"]["env"] = {"MEMBER_TOKEN": canaries["member"]}
     return job
 
 
@@ -158,25 +153,6 @@ def short_folder():
         folder.rmdir()
 
 
-def run(folder, temporary, ends, **environ):
-    """Run a job file to its end, or until it is interrupted; returns its exit status, and looks at what it says."""
-    process = subprocess.Popen(
-        [*CLI, "run", "job-file.yaml"],
-        cwd=folder,
-        env={**environment(), "TMPDIR": str(temporary), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        if ends == "cancelled":
-            wait_for((folder / "held").exists, 100)
-            process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
 def witnessed_run(folder, ends, **environ):
     """The witness of a run of a job with all kinds of secrets, which have reached it."""
     canaries = made_canaries(*FIELDS)
@@ -184,11 +160,14 @@ def witnessed_run(folder, ends, **environ):
     (folder / "job-file.yaml").write_text(yaml.safe_dump(job))
     with short_folder() as temporary:
         with Witness(canaries, folder, temporary) as witness:
-            status, output = run(folder, temporary, ends, **environ)
+            command = Desk(folder, TMPDIR=str(temporary), **environ).start("run", "job-file.yaml")
+            if ends == "cancelled":
+                wait_for((folder / "held").exists, 100)
+                command.send_signal(signal.SIGINT)
+            output = command.end({"well": 0, "badly": 1, "cancelled": 130}[ends], 200)
             time.sleep(0.5)
-        witness.look("output", output)
+        witness.look("output", output.encode())
         witness.look_at_files(folder)
-    assert status == {"well": 0, "badly": 1, "cancelled": 130}[ends], output.decode()[-3000:]
     assert json.loads((folder / "held").read_text()) == expected(job)
     assert witness.scrapes and {"journal.jsonl", "job.yaml", "trainer.log", "gcs_server.out"} <= witness.seen_files
     return witness
@@ -197,12 +176,12 @@ def witnessed_run(folder, ends, **environ):
 @pytest.mark.parametrize(
     "ends", ["well", *(pytest.param(ends, marks=pytest.mark.slow) for ends in ("badly", "cancelled"))]
 )
-def test_canaries_are_found_nowhere(tmp_path, ends):
+def test_secrets_of_a_run_are_nowhere_else(tmp_path, ends):
     assert witnessed_run(tmp_path, ends).found == {}
 
 
 @pytest.mark.slow
-def test_without_the_guards_each_canary_is_found(tmp_path):
+def test_secrets_without_the_guards_are_seen(tmp_path):
     (tmp_path / "unguarded").mkdir()
     (tmp_path / "unguarded/sitecustomize.py").write_text(UNGUARDED)
     path = f"{tmp_path / 'unguarded'}{os.pathsep}{environment()['PYTHONPATH']}"
@@ -211,7 +190,7 @@ def test_without_the_guards_each_canary_is_found(tmp_path):
     assert {"output"} < set.union(*occurrences.values())
 
 
-def test_a_witness_sees_arguments_files_and_metrics(tmp_path):
+def test_witness_sees_arguments_files_and_metrics(tmp_path):
     canaries = made_canaries("argument", "file", "metric")
     registry = CollectorRegistry()
     Gauge("x", "y", ["z"], registry=registry).labels(canaries["metric"]).set(1)
@@ -232,18 +211,16 @@ def test_a_witness_sees_arguments_files_and_metrics(tmp_path):
 
 @contextmanager
 def service(folder, temporary, **environ):
-    """``dlrover-rl serve`` with its own Ray: its client, and its command line."""
-    environ = {**environment(), "HOME": str(folder), "TMPDIR": str(temporary), **environ}
-    state = folder / ".dlrover-rl/service"
+    """``dlrover-rl serve`` with its own Ray: its client, and a function that runs a command."""
+    desk, state = Desk(folder, HOME=str(folder), TMPDIR=str(temporary), **environ), folder / ".dlrover-rl/service"
     (folder / "root").mkdir()
-    with open(folder / "service.log", "w") as log:
-        arguments = ["serve", "--root", folder / "root", "--cpus", "6", "--port", "0", "--metrics-port", "0"]
-        process = subprocess.Popen([*CLI, *arguments], cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
+    process = desk.start("serve", "--root", "root", "--cpus", "6", "--port", "0", "--metrics-port", "0")
+    process.output.rename(folder / "service.log")
 
     def call(*words):
-        environ["DLROVER_RL_SERVER"] = (state / "address").read_text().strip()
-        done = subprocess.run([*CLI, *words], cwd=folder, env=environ, capture_output=True, timeout=100, check=False)
-        return done.returncode, done.stdout + done.stderr
+        command = desk.start(*words, DLROVER_RL_SERVER=(state / "address").read_text().strip())
+        command.wait(100)
+        return command.returncode, command.said().encode()
 
     try:
         wait_for((state / "address").exists, 100)
@@ -256,7 +233,7 @@ def service(folder, temporary, **environ):
 
 
 @pytest.mark.slow
-def test_neither_tokens_nor_canaries_are_found_around_a_service(tmp_path):
+def test_secrets_and_tokens_of_a_service_are_nowhere_else(tmp_path):
     """Jobs that are refused because of their secrets, one that is stopped, and one that fails."""
     canaries = made_canaries(*FIELDS, "cluster", "wrong")
     refused = job_with(canaries, tmp_path, "badly")
@@ -294,16 +271,14 @@ def refuse_all(client, call, folder, job, wrong, look):
         ({}, [f"+judge.password={wrong}"]),
     ]:
         with pytest.raises(InvalidJob) as refusal:
-            client.submit(yaml.safe_dump({**yaml.safe_load(JOB), **values}), overrides=overrides)
+            client.submit(yaml.safe_dump({**toy_job(folder), **values}), overrides=overrides)
         look("refusal", str(refusal.value).encode())
 
 
 def stop_one_and_fail_one(client, call, folder, look):
-    job = yaml.safe_load(JOB)
-    job["config"] = {"settings": {"folder": str(folder), "steps": 5, "ends": "badly"}, "secret_settings": {}}
-    client.submit(yaml.safe_dump(job), name="failing")
-    client.submit(job_text(folder / "notes", 10**6), name="stopped")
-    wait_for((folder / "notes").exists, 100)
+    client.submit(yaml.safe_dump(toy_job(folder, steps=5, ends="badly", secret_settings={})), name="failing")
+    client.submit(toy_text(folder / "notes", steps=10**6), name="stopped")
+    wait_for((folder / "notes/starts").exists, 100)
     for words in (["stop", "stopped"], ["status", "stopped"], ["list"]):
         status, output = call(*words)
         look("output", output)
@@ -317,22 +292,19 @@ def stop_one_and_fail_one(client, call, folder, look):
 
 
 @pytest.mark.slow
-def test_a_master_that_comes_back_has_the_secrets_from_its_processes(tmp_path):
-    """It is killed, then a worker: the new one has the secrets, which no file could give."""
+def test_second_master_takes_the_secrets_from_its_processes(tmp_path):
+    """The first is killed, then a worker: the new one has the secrets, which no file could give."""
     job = job_with(made_canaries(*FIELDS), tmp_path, "well")
-    job["config"]["settings"]["steps"] = 150
+    job["config"]["steps"] = 150
     (tmp_path / "job-file.yaml").write_text(yaml.safe_dump(job))
-    process = subprocess.Popen([*CLI, "run", "job-file.yaml"], cwd=tmp_path, env=environment())
-    try:
+    with Desk(tmp_path).start("run", "job-file.yaml") as command:
         wait_for((tmp_path / "held").exists, 60)
         (journal,) = {path.resolve() for path in tmp_path.rglob("journal.jsonl")}
         for kind in (MasterStarted, MemberStarted):
             event = next(event for _, event in decode(read_lines(journal)) if isinstance(event, kind))
             os.kill(event.pid if kind is MasterStarted else event.process.pid, signal.SIGKILL)
             time.sleep(3)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
+        command.end(0)
     events = [event for _, event in decode(read_lines(journal))]
     assert sum(isinstance(event, MasterStarted) for event in events) == 2
     assert sum(isinstance(event, MemberStarted) for event in events) >= 2

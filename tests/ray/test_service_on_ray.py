@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service's manager over jobs on real Ray: they do not notice when it ends, and are found by its next process."""
+"""The service over jobs on real Ray: they do not notice when it ends, and its next process finds them."""
 
 import asyncio
+import os
+import secrets
+import shutil
+import signal
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
 
-from dlrover.python.rl.common.errors import MasterLost
+from dlrover.python.rl.cli.operate import EXIT_NO_CLUSTER
+from dlrover.python.rl.common.errors import MasterLost, ServiceError
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.master.client import on_ray
 from dlrover.python.rl.runtime.ray.processes.actors import end, find
 from dlrover.python.rl.service import ray_runner
+from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
-from tests.ray.durable_jobs import wait_for
-from tests.ray.service_jobs import job_text
+from tests.ray import toy_job
+from tests.ray.toy_job import toy_text
+from tests.support.commands import Desk, processes_below, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 WITHIN_S = 60.0
 
@@ -52,12 +60,12 @@ async def until(condition, within_s=WITHIN_S):
             await asyncio.sleep(0.02)
 
 
-def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
+def test_next_manager_finds_a_running_job(tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.ask(submission("served", job_text(tmp_path / "notes", steps=60, step_s=0.1)))
+            await manager.ask(submission("served", toy_text(tmp_path / "notes", steps=60, step_s=0.1)))
             await until(lambda: manager.get("served").step >= 2)
             left = manager.get("served").step
         async with serving(tmp_path) as manager:
@@ -68,13 +76,13 @@ def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
             assert [event.step for event in events if event.kind == "step"] == list(range(1, 61))
             assert events[-1].metrics == {} and events[-2].metrics["reward"] == sum(range(1, 61))
             assert Path(ended.results).parent == tmp_path / "runs" / "served"
-        assert (tmp_path / "notes").read_text() == "started\n"
+        assert (tmp_path / "notes/starts").read_text() == "started\n"
         assert find(master_name("served")) is None
 
     run(body())
 
 
-def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_process(tmp_path, monkeypatch):
+def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_session):
     """Pretend that the service was killed in between."""
     monkeypatch.chdir(tmp_path)
     launched = []
@@ -87,23 +95,23 @@ def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_proce
         with monkeypatch.context() as patch:
             patch.setattr(on_ray, "ask", unanswered)
             patch.setattr(ray_runner, "_REVIVALS", 0)
-            patch.setattr(RayJobRunner, "_end_all", lambda *_: asyncio.sleep(WITHIN_S))
+            patch.setattr(RayJobRunner, "_kill_all", lambda *_: asyncio.sleep(WITHIN_S))
             async with serving(tmp_path) as manager:
-                await manager.ask(submission("unbegun", job_text(tmp_path / "notes", steps=3)))
+                await manager.ask(submission("unbegun", toy_text(tmp_path / "notes", steps=3)))
                 await until(lambda: launched)
         async with serving(tmp_path) as manager:
             ended = await manager.wait("unbegun", WITHIN_S)
             assert (ended.phase, ended.step) == (JobPhase.FINISHED, 3)
-        assert (tmp_path / "notes").read_text() == "started\n"
+        assert (tmp_path / "notes/starts").read_text() == "started\n"
 
     run(body())
 
 
-def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypatch):
+def test_stop_takes_five_seconds_at_most_in_each_state(tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
 
     async def stopped(manager, name, phase, hard):
-        await manager.ask(submission(name, job_text(tmp_path / name, steps=10_000)))
+        await manager.ask(submission(name, toy_text(tmp_path / name, steps=10_000)))
         await until(lambda: manager.get(name).phase is phase)
         began_s = time.monotonic()
         await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
@@ -121,7 +129,7 @@ def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypa
     run(body())
 
 
-def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_start(tmp_path, monkeypatch):
+def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
     launched, ask = threading.Event(), on_ray.ask
 
@@ -134,24 +142,24 @@ def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_sta
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.ask(submission("slow", job_text(tmp_path / "notes", steps=10_000)))
+            await manager.ask(submission("slow", toy_text(tmp_path / "notes", steps=10_000)))
             await until(launched.is_set)
             began_s = time.monotonic()
             await manager.ask(StopJob("slow", manager.get("slow").run, "by the test"))
             assert (await manager.wait("slow", WITHIN_S)).phase is JobPhase.STOPPED
             assert time.monotonic() - began_s < 5.0
-        assert not (tmp_path / "notes").exists()
+        assert not (tmp_path / "notes/starts").exists()
 
     run(body())
 
 
 @pytest.mark.slow
-def test_a_job_whose_master_is_lost_goes_on_from_its_last_commit(tmp_path, monkeypatch):
+def test_job_whose_master_is_lost_resumes_at_its_last_commit(tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.ask(submission("lost", job_text(tmp_path / "notes", steps=40, step_s=0.1)))
+            await manager.ask(submission("lost", toy_text(tmp_path / "notes", steps=40, step_s=0.1)))
             await until(lambda: manager.get("lost").step >= 5)
             end(find(master_name("lost")))
             ended = await manager.wait("lost", WITHIN_S)
@@ -161,17 +169,167 @@ def test_a_job_whose_master_is_lost_goes_on_from_its_last_commit(tmp_path, monke
     run(body())
 
 
-def test_a_job_that_fails_says_why(tmp_path, monkeypatch):
+def test_failed_job_gives_its_cause(tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.ask(submission("wrong", job_text(tmp_path / "no-such-folder" / "notes")))
+            await manager.ask(submission("wrong", toy_text(tmp_path / "no-such-folder" / "notes")))
             ended = await manager.wait("wrong", WITHIN_S)
             assert (ended.phase, ended.cause) == (JobPhase.FAILED, "user_error"), ended
             assert "FileNotFoundError" in ended.detail
-            await manager.ask(submission("unknown", job_text("x").replace("PacedTrainer", "PacedTrainr")))
+            await manager.ask(submission("unknown", toy_text(tmp_path / "unknown").replace("Loop", "Lop")))
             ended = await manager.wait("unknown", WITHIN_S)
-            assert ended.phase is JobPhase.FAILED and "PacedTrainr" in ended.detail and "PacedTrainer" in ended.detail
+            assert ended.phase is JobPhase.FAILED and "Lop" in ended.detail and "Loop" in ended.detail
 
     run(body())
+
+
+# -- dlrover-rl serve -------------------------------------------------------------------------------------------------
+
+
+class Service:
+    """``dlrover-rl serve``, started again and again; jobs may use ``folder``, which is its root."""
+
+    def __init__(self, folder, *options, **env):
+        self.state, self.options, self.port = folder.with_name(f"{folder.name}-state"), options, 0
+        self.desk = Desk(folder, DLROVER_RL_STATE=str(self.state), **env)
+        shutil.copy(toy_job.__file__, folder)
+
+    def start(self, **env):
+        (self.state / "address").unlink(missing_ok=True)
+        self.process = self.desk.start("serve", "--port", str(self.port), *self.options, **env)
+        wait_for(lambda: (self.state / "address").exists() or self.process.poll() is not None)
+        self.port = int((self.state / "address").read_text().rpartition(":")[2])
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(20)
+
+    def client(self, patience_s=120.0):
+        token = (self.state / "token").read_text().strip()
+        return ServiceClient(f"127.0.0.1:{self.port}", token, patience_s=patience_s)
+
+    def close(self):
+        self.process.terminate()
+        assert self.process.wait(60) == 0
+
+
+def small_job(folder, steps, step_s, **keys):
+    return toy_text(folder, module="toy_job", steps=steps, step_s=step_s, master={"cpu": 0.1}, **keys)
+
+
+def test_service_without_its_raylet_ends_and_the_next_resumes(tmp_path):
+    notes, steps = tmp_path / "notes", 6
+    service = Service(tmp_path, "--cpus", "4", DLROVER_RL_MEMORY=str(tmp_path / "memory"))
+    service.start(TZ="UTC")
+    text = small_job(notes, steps, 0.3, checkpoint={"commit_to": "job_dir"})
+    with service.client() as client:
+        client.submit(text, name="job", client_token="one")
+        wait_for(lambda: client.get("job").step >= 2)
+        (notes / "hang").touch()
+        folder = client.get("job").folder
+    programs = {line.split(" ")[0]: pid for pid, line in processes_below(service.process.pid).items()}
+    (raylet,) = [pid for program, pid in programs.items() if program.endswith("raylet/raylet")]
+    os.kill(raylet, signal.SIGKILL)
+    message = "the raylet of the service's Ray cluster has died: start the service"
+    assert message in service.process.end(EXIT_NO_CLUSTER)
+    (notes / "hang").unlink()
+    service.start(TZ="Asia/Tokyo")
+    with service.client() as client:
+        job = client.wait("job", 90)
+        assert (phase_of(job), job.step, job.folder) == (JobPhase.FINISHED, steps, folder), job
+        assert job.reward == sum(range(1, steps + 1))
+        numbers = [event.step for event in client.watch("job", follow=False) if event.kind == "step"]
+        assert numbers == list(range(1, steps + 1))
+    assert (notes / "starts").read_text() == "started\n" * 2
+    assert [path.name for path in Path(folder).parent.iterdir() if not path.is_symlink()] == [Path(folder).name]
+    service.close()
+
+
+@pytest.fixture
+def service_on_session(tmp_path, monkeypatch, ray_session):
+    """A service on a cluster that is not its own."""
+    service = Service(tmp_path, "--address", ray.get_runtime_context().gcs_address)
+    monkeypatch.setenv("DLROVER_RL_STATE", str(service.state))
+    service.start()
+    yield service
+    service.close()
+
+
+class Watcher(threading.Thread):
+    """Watches all jobs from the first event on, over all lives of the service."""
+
+    def __init__(self, service):
+        super().__init__(daemon=True)
+        self.service, self.events, self.over = service, [], False
+
+    def run(self):
+        while not self.over:
+            with suppress(ServiceError), self.service.client() as client:
+                self.events.extend(client.watch(after=len(self.events)))
+            time.sleep(0.2)
+
+    def ended(self):
+        return sum(phase_of(event).ended for event in list(self.events))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, tmp_path):
+    service, steps = service_on_session, 120
+    texts = [small_job(tmp_path / f"notes-{number}", steps, 0.3) for number in range(3)]
+    with service.client() as client:
+        tokens = [secrets.token_hex(8) for _ in range(3)]
+        for number, token in enumerate(tokens):
+            client.submit(texts[number], name=f"job-{number}", client_token=token)
+        watcher = Watcher(service)
+        watcher.start()
+        for number in range(3):
+            wait_for(lambda number=number: client.get(f"job-{number}").step > 2, 90)
+    for _ in range(5):
+        service.kill()
+        time.sleep(1)
+        service.start()
+        with service.client() as client:  # the same submission, again
+            assert client.submit(texts[0], name="job-0", client_token=tokens[0]).name == "job-0"
+        time.sleep(2)
+    with service.client() as client:
+        for number in range(3):
+            job = client.wait(f"job-{number}", 120)
+            assert (phase_of(job), job.step, job.restarts) == (JobPhase.FINISHED, steps, 0), job
+            assert job.reward == sum(range(1, steps + 1))
+            assert (tmp_path / f"notes-{number}/starts").read_text() == "started\n"
+        wait_for(lambda: watcher.ended() == 3, 20)
+        events = list(client.watch(follow=False))
+    watcher.over = True
+    assert [event.number for event in watcher.events] == list(range(1, len(events) + 1))
+    assert [event.SerializeToString() for event in watcher.events] == [event.SerializeToString() for event in events]
+    assert sum(event.kind == "submitted" for event in events) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_jobs_run_once_each_when_a_service_is_killed(service_on_session, tmp_path):
+    service = service_on_session
+    with service.client() as client:
+        for number in range(20):
+            client.submit(small_job(tmp_path / f"notes-{number}", 5, 0.1), name=f"job-{number}")
+        wait_for(lambda: phase_of(client.get("job-2")).ended, 300)  # ten jobs start at once, on a few cores
+    service.kill()
+    service.start()
+    with service.client() as client:
+        wait_for(lambda: phase_of(client.get("job-8")) is JobPhase.RUNNING or phase_of(client.get("job-8")).ended, 200)
+        began_s = time.monotonic()
+        stopped = [client.stop(f"job-{number}").name for number in (17, 19)]
+        for name in stopped:
+            assert phase_of(client.wait(name, 20)).ended
+        assert time.monotonic() - began_s < 5
+        for number in range(20):
+            job = client.wait(f"job-{number}", 300)
+            if job.name not in stopped:
+                assert (phase_of(job), job.step) == (JobPhase.FINISHED, 5), job
+                assert (tmp_path / f"notes-{number}/starts").read_text() == "started\n"
+        events = list(client.watch(follow=False))
+    assert sum(event.kind == "submitted" for event in events) == 20
+    assert [event.number for event in events] == list(range(1, len(events) + 1))

@@ -86,7 +86,7 @@ def test_two_ranks_work_as_one(train):
 
 
 @pytest.mark.slow
-def test_a_call_that_has_failed_on_one_rank_is_over_on_all_before_the_next_begins(train, monkeypatch):
+def test_call_failed_on_one_rank_ends_before_the_next_begins(train, monkeypatch):
     with pytest.raises(InvocationError, match="no luck"):
         train.fail_or_wait(rl.NeedParallel([0, 4]))
     with monkeypatch.context() as patch:
@@ -117,7 +117,7 @@ def bytes_through(session, monkeypatch):
 
 
 @pytest.mark.feature(101)
-def test_weights_go_through_shared_memory_and_none_of_them_through_the_script(session, train, inference, monkeypatch):
+def test_weights_pass_through_shared_memory(session, train, inference, monkeypatch):
     seen = bytes_through(session, monkeypatch)
     report = train.p2p_weight_sync(inference)
     # Names, shapes and fingerprints: nothing that grows with the weights.
@@ -129,9 +129,7 @@ def test_weights_go_through_shared_memory_and_none_of_them_through_the_script(se
 
 @pytest.mark.feature(102)
 @pytest.mark.parametrize("way", ["device memory", "broadcast", "disk"])
-def test_the_script_can_choose_the_way_and_no_weight_passes_through_it(
-    session, train, inference, monkeypatch, tmp_path, way
-):
+def test_weights_pass_by_the_chosen_way_not_the_script(session, train, inference, monkeypatch, tmp_path, way):
     seen = bytes_through(session, monkeypatch)
     report = train.p2p_weight_sync(inference, way=way, folder=tmp_path if way == "disk" else None)
     assert sum(seen) < 20_000 < 4 * len(Heavy().ballast)
@@ -145,7 +143,7 @@ def test_the_script_can_choose_the_way_and_no_weight_passes_through_it(
 
 
 @pytest.mark.feature(150)
-def test_a_dead_process_is_named_at_once(session, train):
+def test_zz_dead_process_is_named_at_once(session, train):
     """The last one: it ends the engine."""
     victim = train.facts()[1]["pid"]
     with ThreadPoolExecutor() as pool:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,8 @@ import pytest
 import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.ray.two_nodes import descendants, users_of
+from tests.ray.two_nodes import users_of
+from tests.support.commands import environment, processes_below, wait_for
 from tests.support.session_toys import EchoEngine, Policy, TwoLayers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -73,7 +73,7 @@ def test_engines_fill_the_slots_and_share_them(session):
 
 
 @pytest.mark.feature(12)
-def test_engines_that_start_side_by_side_have_ports_of_their_own(session):
+def test_engines_started_side_by_side_have_separate_ports(session):
     engines = [rl.InferenceEngine("anything", EchoEngine) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda engine: engine.build(data_parallel_size=1), engines))
@@ -87,7 +87,7 @@ def test_engines_that_start_side_by_side_have_ports_of_their_own(session):
 
 
 @pytest.mark.feature(12)
-def test_twenty_crews_that_start_at_once_have_twenty_ports(session):
+def test_twenty_crews_started_at_once_have_twenty_ports(session):
     """Each holds something that needs no torch: it is about their processes."""
     names = [f"CROWD_{number}" for number in range(20)]
     workload = "dlrover.python.rl.trainer.workload:BaseWorkload"
@@ -110,7 +110,7 @@ def test_twenty_crews_that_start_at_once_have_twenty_ports(session):
 
 
 @pytest.mark.feature(100)
-def test_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
+def test_sync_after_a_step_gives_the_text_of_the_saved_weights(session, model, tmp_path):
     prompts = ["12+13=", "hello"]
     with built(rl.InferenceEngine(model)) as inference:
         before = inference.generate(prompts, GREEDY)
@@ -134,58 +134,48 @@ def test_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, 
 def started(code, tmp_path):
     """A separate script, which prints what it has started as JSON lines."""
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code), encoding="utf-8")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/ray")])
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    script.write_text("import json, os\nimport dlrover.rl as rl\n" + textwrap.dedent(code), encoding="utf-8")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, str(script)], env=environment(), start_new_session=True, **pipes)
 
 
-def gone(pids, timeout_s=20.0):
-    deadline_s = time.monotonic() + timeout_s
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        if time.monotonic() > deadline_s:
-            return alive
-        time.sleep(0.1)
-    return []
+def printed(code, tmp_path):
+    """Return what a script has printed as JSON."""
+    process = started(code, tmp_path)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def wait_until_gone(pids):
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
 
 
 @pytest.mark.feature(1)
 def test_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     code = """
-    import json, os
-    import dlrover.rl as rl
     from tests.support.session_toys import EchoEngine
-    from tests.ray.two_nodes import descendants, users_of
+    from tests.support.commands import processes_below
     session = rl.init(slots_per_node=3, log_to_driver=False)
     engine = rl.InferenceEngine("anything", EchoEngine).build()
     answers = [output.outputs[0].token_ids for output in engine.generate(["a", "b", "c", "d"])]
     import ray
     folder = ray._private.worker._global_node.get_session_dir_path()
-    below = descendants(os.getpid())
+    below = list(processes_below(os.getpid()))
     rl.shutdown()
-    print(json.dumps([len(session.slots), answers, below, folder, descendants(os.getpid())]))
+    print(json.dumps([len(session.slots), answers, below, folder, list(processes_below(os.getpid()))]))
     """
-    process = started(code, tmp_path)
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err[-3000:]
-    slots, answers, below, folder, left = json.loads(out.splitlines()[-1])
+    slots, answers, below, folder, left = printed(code, tmp_path)
     assert (slots, answers) == (3, [[97], [98], [99], [100]])
     assert len(below) > 4
-    assert gone(below) == []
+    wait_until_gone(below)
     assert left == []
     assert not Path(folder).exists()
 
 
 def test_session_on_gpus_has_their_names_and_returns_them(tmp_path):
     code = """
-    import json, ray
-    import dlrover.rl as rl
+    import ray
     ray.init(num_cpus=1, num_gpus=2, include_dashboard=False)
     session = rl.init(log_to_driver=False)
     devices = [[device.kind, device.name] for device in session.slots]
@@ -194,34 +184,27 @@ def test_session_on_gpus_has_their_names_and_returns_them(tmp_path):
     states = sorted({row["state"] for row in ray.util.placement_group_table().values()})
     print(json.dumps([devices, before, states]))
     """
-    process = started(code, tmp_path)
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err[-3000:]
-    assert json.loads(out.splitlines()[-1]) == [[["cuda", "0"], ["cuda", "1"]], 0, ["REMOVED"]]
+    assert printed(code, tmp_path) == [[["cuda", "0"], ["cuda", "1"]], 0, ["REMOVED"]]
 
 
 @pytest.mark.feature(23)
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):
+def test_script_ended_during_a_rollout_leaves_nothing(tmp_path, how):
     began = tmp_path / "began"
     code = f"""
-    import json, os, sys
-    import dlrover.rl as rl
     from tests.support.session_toys import EchoEngine
-    from tests.ray.two_nodes import descendants
+    from tests.support.commands import processes_below
     rl.init(slots_per_node=2, log_to_driver=False)
     engine = rl.InferenceEngine("anything", EchoEngine).build(pause_s=600, began={str(began)!r})
     import ray
-    print(json.dumps([ray._private.worker._global_node.get_session_dir_path(), descendants(os.getpid())]), flush=True)
+    folder = ray._private.worker._global_node.get_session_dir_path()
+    print(json.dumps([folder, list(processes_below(os.getpid()))]), flush=True)
     engine.generate(["a", "b"])
     """
     process = started(code, tmp_path)
     try:
         folder, below = json.loads(process.stdout.readline())
-        deadline_s = time.monotonic() + 60
-        while not began.exists():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_for(began.exists, 60)
         if how == "Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
         else:
@@ -231,7 +214,7 @@ def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(t
         process.kill()
     assert process.returncode != 0
     assert ("KeyboardInterrupt" in err) == (how == "Ctrl-C")
-    assert gone(below) == []
+    wait_until_gone(below)
     assert users_of(Path(folder)) == []
     assert not Path(folder).exists()
 
@@ -239,8 +222,6 @@ def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(t
 @pytest.mark.feature(11)
 def test_slots_of_two_nodes_come_back_twenty_times(tmp_path):
     code = """
-    import json
-    import dlrover.rl as rl
     from tests.support.session_toys import EchoEngine
     from tests.ray.two_nodes import two_nodes
     with two_nodes(workers=1, cpus=4, head_cpus=4, connect=False) as nodes:
@@ -256,26 +237,20 @@ def test_slots_of_two_nodes_come_back_twenty_times(tmp_path):
             engine = rl.InferenceEngine("anything", EchoEngine).build(nodes=[where[1]])
             print(json.dumps([free, len(where), len(engine.slots)]))
     """
-    process = started(code, tmp_path)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err[-3000:]
-    assert json.loads(out.splitlines()[-1]) == [[[4, 5]] * 20, 2, 2]
+    assert printed(code, tmp_path) == [[[4, 5]] * 20, 2, 2]
 
 
 @pytest.mark.feature(11)
-def test_nothing_is_left_of_released_engines(session):
-    before = set(descendants(os.getpid()))
+def test_released_engines_leave_no_process(session):
+    before = processes_below(os.getpid())
     for _ in range(2):
         with built(rl.InferenceEngine("anything", EchoEngine), data_parallel_size=1):
             pass
     gc.collect()
-    deadline_s = time.monotonic() + 20
-    while any("HostedActor" in cmdline(pid) for pid in set(descendants(os.getpid())) - before):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
+    def new_actors():
+        return [
+            pid for pid, line in processes_below(os.getpid()).items() if pid not in before and "HostedActor" in line
+        ]
 
-def cmdline(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    return ""
+    wait_for(lambda: not new_actors(), 20)

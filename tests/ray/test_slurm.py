@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cli_on_ray import CLI
 
 from dlrover.python.rl.cli.begin import write_skeleton
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.ray.durable_jobs import wait_for
+from tests.support.commands import CLI, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -93,7 +92,7 @@ def steps_of(desk, job_id):
     return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
-def test_a_job_that_is_killed_and_one_that_is_out_of_time_go_on_when_requeued(desk):
+def test_requeued_job_resumes_when_killed_or_out_of_time(desk):
     job = (desk / "job.yaml").read_text()
     (desk / "job.yaml").write_text(job.replace("steps: 20", "steps: 200"))
     assert batch(desk, "1").wait(timeout=200) == 0, log_of(desk, "1")

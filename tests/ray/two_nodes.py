@@ -24,6 +24,7 @@ from dlrover.python.rl.runtime.ray.cluster.cluster import (
     restore_environment,
     settings,
 )
+from tests.support.commands import processes_below
 
 _START_ATTEMPTS = 3
 _LOOPBACK = "127.0.0.1"
@@ -33,12 +34,7 @@ _VARIABLES = ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ADD
 
 @dataclass
 class TwoNodes:
-    """A head (index 0, which no test should kill) and worker nodes (1, 2, ...). Node ``i`` has a resource ``node<i>``.
-
-    Attributes:
-        folder: of all its files.
-        cpus: logical CPUs of each worker node.
-    """
+    """A head (index 0, not to be killed) and worker nodes (1, 2, ...), each with a resource ``node<index>``."""
 
     folder: Path
     cluster: Cluster
@@ -84,7 +80,7 @@ class TwoNodes:
 
     def kill_node(self, index: int) -> float:
         """SIGKILL of a raylet and of everything that it started, as if the power had gone."""
-        below = descendants(self.raylet_pid(index))
+        below = processes_below(self.raylet_pid(index))
         killed_s = self.kill_raylet(index)
         for pid in below:
             _signal(pid, signal.SIGKILL)
@@ -114,11 +110,7 @@ class TwoNodes:
         return pid
 
     def close(self) -> None:
-        """End everything.
-
-        Raises:
-            AssertionError: processes are left.
-        """
+        """End everything; no process may be left."""
         for index in sorted(self.stopped):
             self.continue_raylet(index)
         if self.keeper is not None:
@@ -154,15 +146,7 @@ def two_nodes(
     connect: bool = True,
     environment: Callable[[int], dict[str, str]] = lambda index: {},
 ) -> Iterator[TwoNodes]:
-    """A cluster with the settings of one that the product starts itself.
-
-    Args:
-        workers: nodes beside the head.
-        cpus: logical, of each worker node.
-        head_cpus: logical, of the head.
-        environment: variables of the processes on the node of an index.
-        connect: connect this process, in the product's namespace. It must not be connected to another cluster.
-    """
+    """A cluster with the settings of one that the product starts itself."""
     assert not ray.is_initialized(), "this process is connected to another cluster"
     before = {name: os.environ.get(name) for name in _VARIABLES}
     with contextlib.ExitStack() as stack:
@@ -248,27 +232,13 @@ def _start_node(cluster: Cluster, index: int, cpus: float, env: dict[str, str]) 
 
 def _raylets() -> set[int]:
     """Return the processes that this process has started."""
-    pids = set()
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-                pids.add(pid)
-    return pids
+    return {pid for pid in processes_below(os.getpid()) if _name_of(pid) == "raylet"}
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below one, in no special order."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents.setdefault(int(fields[1]), []).append(int(folder.name))
-    below_all, todo = [], [pid]
-    while todo:
-        below = parents.get(todo.pop(), [])
-        below_all += below
-        todo += below
-    return below_all
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def users_of(folder: Path) -> list[int]:

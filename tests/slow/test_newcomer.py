@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import wait_for
+
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "service.md"
@@ -63,13 +65,6 @@ class Shell:
     def status(self, name):
         return json.loads(self.type(f"dlrover-rl status {name} --json"))
 
-    def wait_for(self, condition, within_s=180):
-        deadline_s = time.monotonic() + within_s
-        while not (outcome := condition()):
-            assert time.monotonic() < deadline_s, (self.folder / "terminal.log").read_text()[-4000:]
-            time.sleep(0.5)
-        return outcome
-
 
 @pytest.fixture
 def shell(tmp_path):
@@ -80,22 +75,22 @@ def shell(tmp_path):
         assert shell.service.wait(120) == 0
 
 
-def test_the_first_job_of_the_page(shell):
+def test_first_job_of_the_page_runs_as_typed(shell):
     begin, during, end = blocks("The first job")
     for line in begin:
         if line.startswith("dlrover-rl serve"):
             shell.service = shell.type(line, wait=False)
-            shell.wait_for((shell.home / ".dlrover-rl/service/address").exists)
+            wait_for((shell.home / ".dlrover-rl/service/address").exists)
         elif line.startswith("dlrover-rl attach"):
-            shell.wait_for(lambda: shell.status("first")["step"] >= 1)
+            wait_for(lambda: shell.status("first")["step"] >= 1)
             attached = shell.type(line, wait=False)
-            shell.wait_for(lambda: "\nfirst  step" in (shell.folder / "terminal.log").read_text())
+            wait_for(lambda: "\nfirst  step" in (shell.folder / "terminal.log").read_text())
             os.killpg(attached.pid, signal.SIGINT)
             assert attached.wait(30) == 0
         else:
             shell.type(line)
     assert shell.status("first")["phase"] == "running"
-    shell.wait_for(lambda: shell.status("second")["step"] >= 1)
+    wait_for(lambda: shell.status("second")["step"] >= 1)
     sizes = []
     for line in during:
         began_s = time.monotonic()
@@ -107,7 +102,7 @@ def test_the_first_job_of_the_page(shell):
         if " resize " in line:
             sizes.append(shell.status("first")["roles"]["ROLLOUT"])
             step = shell.status("first")["step"]
-            shell.wait_for(lambda step=step: shell.status("first")["step"] >= step + 2)
+            wait_for(lambda step=step: shell.status("first")["step"] >= step + 2)
     assert sizes == [3, 2]
     outputs = {line.split()[1]: shell.type(line) for line in end}
     assert "finished" in outputs["wait"] and "finished" in outputs["explain"]

@@ -102,7 +102,7 @@ def machine(tmp_path):
     machine.unmount()
 
 
-def test_power_cut_at_any_moment_leaves_run_that_resumes(machine):
+def test_run_resumes_after_a_power_cut_at_any_moment(machine):
     rng = random.Random(0)
     begun_s = time.monotonic()
     assert machine.run("run", "job.yaml", "--local", f"job_dir={machine.disk / 'calm'}", *SETTINGS) == 0

@@ -116,7 +116,7 @@ class Load:
         return seconds
 
 
-def test_two_hundred_watchers_and_a_hundred_submissions_a_second(tmp_path):
+def test_service_with_200_watchers_takes_100_jobs_a_second(tmp_path):
     async def load(service):
         async with grpc.aio.insecure_channel(service.address) as channel:
             client = Client(channel, service.token)
@@ -135,7 +135,7 @@ def test_two_hundred_watchers_and_a_hundred_submissions_a_second(tmp_path):
     assert memory[-1] - memory[len(memory) // 3] < 60, summary
 
 
-def test_ten_thousand_bad_tokens_neither_slow_nor_fill_it(tmp_path):
+def test_ten_thousand_bad_tokens_do_not_slow_the_service(tmp_path):
     async def abuse(service):
         async with grpc.aio.insecure_channel(service.address) as good_channel:
             good = Client(good_channel, service.token)
@@ -168,7 +168,7 @@ def test_ten_thousand_bad_tokens_neither_slow_nor_fill_it(tmp_path):
 CLIENTS, IDLE = 20, 1_100
 
 
-def test_idle_connections_beyond_the_soft_limit_slow_no_client(tmp_path):
+def test_idle_connections_beyond_the_limit_slow_no_client(tmp_path):
     """A quiet service beside it shows how slow the machine is."""
 
     async def get(service):
@@ -194,7 +194,7 @@ def test_idle_connections_beyond_the_soft_limit_slow_no_client(tmp_path):
     assert p99(seconds) < max(MOST_GET_S, 1.5 * p99(at_best))
 
 
-def test_two_hundred_connections_that_say_nothing_leave_it_alive(tmp_path):
+def test_two_hundred_silent_connections_leave_the_service_alive(tmp_path):
     with serving(tmp_path) as service:
         silent = [socket.create_connection(("127.0.0.1", service.port), timeout=5) for _ in range(200)]
         for number, connection in enumerate(silent):

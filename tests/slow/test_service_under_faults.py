@@ -93,7 +93,7 @@ class Faults(threading.Thread):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_history_of_each_job_is_linearizable(tmp_path, seed):
+def test_history_of_each_job_is_linearizable(tmp_path, seed):
     with serving(tmp_path, steps=5, step_s=0.02) as service:
         answers = told_under_faults(service, seed)
         with service.client(patience_s=WITHIN_S) as client:
@@ -233,7 +233,7 @@ LOG = [
         ([(1, "a", "x", "queued"), (3, "a", "x", "running")], "assert"),
     ],
 )
-def test_a_wrong_log_is_found(log, why):
+def test_check_events_rejects_a_wrong_log(log, why):
     check_events([event_of(*row) for row in LOG])
     with pytest.raises(AssertionError, match=why):
         check_events([event_of(*row) for row in log])
@@ -274,21 +274,21 @@ RIGHT = [
         (refusal("submit", 4.5, 5.5, "CallError"), "no other job"),
     ],
 )
-def test_a_wrong_answer_is_found(wrong, why):
+def test_check_answers_rejects_a_wrong_answer(wrong, why):
     events = [event_of(*row) for row in LOG]
     check_answers(RIGHT, events)
     with pytest.raises(AssertionError, match=why):
         check_answers([*RIGHT, wrong], events)
 
 
-def test_a_stop_that_takes_no_effect_is_found():
+def test_check_answers_rejects_a_stop_without_effect():
     """Reject an answer although the log agrees with it."""
     events = [event_of(*row) for row in [*LOG[:3], (4, "a", "x", "running")]]
     with pytest.raises(AssertionError, match="was stopped"):
         check_answers([*RIGHT[1:4], answer("get", 4.1, 4.2, "x", 4, "running")], events)
 
 
-def test_a_second_job_of_a_token_is_found():
+def test_check_tokens_rejects_a_second_job():
     events = [event_of(*row) for row in LOG]
     check_tokens(RIGHT, events)
     with pytest.raises(AssertionError, match="has two jobs"):
@@ -306,7 +306,7 @@ def event_of(number, name, run, phase="queued"):
     return event_message(JobEvent(number, float(number), name, run, kind, phase=JobPhase(phase)))
 
 
-def test_a_service_that_is_gone_is_an_error_in_time():
+def test_absent_service_is_an_error_in_time():
     began_s = time.monotonic()
     with ServiceClient("127.0.0.1:1", "token", patience_s=1.0) as client, pytest.raises(ServiceError):
         client.get("job")

@@ -3,15 +3,15 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
+
+from tests.support import commands
+from tests.support.commands import wait_for
 
 TEXT = """
 name: held
 trainer: {module: held_job_classes, class: Held, device_type: CPU, device_per_node: 2}
 workload: {actor: {module: held_job_classes, class: Counter}}
-checkpoint: {commit_every: 1}  # they continue with other settings
+checkpoint: {commit_every: 1}  # it is resumed with other settings
 config: {steps: 6, hold: 0}
 """
 
@@ -54,46 +54,19 @@ class Held(BaseTrainer):
                 file.write(json.dumps([step, total]) + "\\n")
 """
 
-_DEADLINE_S = 120.0
 
-
-class Desk:
+class Desk(commands.Desk):
     """A working directory with the job."""
 
     def __init__(self, folder):
-        self.folder, self._outputs = folder, {}
+        super().__init__(folder)
         (folder / "job.yaml").write_text(TEXT)
         (folder / "held_job_classes.py").write_text(CLASSES)
 
-    def start(self, *arguments, **env):
-        command = [sys.executable, "-m", "dlrover.python.rl.cli", *arguments]
-        output = self.folder / f"output-{len(self._outputs)}.txt"
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env={**os.environ, **env}, stdout=file, stderr=subprocess.STDOUT
-            )
-        self._outputs[process] = output
-        return process
-
     def end(self, process):
-        """Wait until a process has ended, and return its output."""
-        process.wait(_DEADLINE_S)
-        return self.said(process)
-
-    def said(self, process):
-        """Return the output of a process until now."""
-        return self._outputs[process].read_text()
-
-    def kill_all(self):
-        for process in self._outputs:
-            process.kill()
-            process.wait(_DEADLINE_S)
-
-    def run(self, *arguments, code=0, **env):
-        process = self.start(*arguments, **env)
-        output = self.end(process)
-        assert process.returncode == code, output
-        return output
+        """Wait until a process has ended, and return what it said."""
+        process.wait(120)
+        return process.said()
 
     def held(self, name, *arguments, step=4):
         """Start a run in the folder ``name`` that waits before ``step``, and return once it waits."""
@@ -108,7 +81,7 @@ class Desk:
             pass
 
     def steps(self, name):
-        """The steps that were run in a folder, in order; the totals must be as in an undisturbed run."""
+        """The steps that were run in a folder, in order; the totals must equal an undisturbed run's."""
         file = self.folder / name / "steps.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         assert all(total == step * (step + 1) // 2 for step, total in rows), rows
@@ -117,10 +90,3 @@ class Desk:
     def owner(self, name):
         (record,) = (self.folder / name).glob("owner.*.json")
         return json.loads(record.read_text())
-
-
-def wait_for(reached):
-    deadline_s = time.monotonic() + _DEADLINE_S
-    while not reached():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

@@ -44,18 +44,18 @@ def run(world_size, function, *arguments, timeout_s=280.0):
 
 
 def _collect(ranks, results, deadline):
-    found = {}
-    while len(found) < len(ranks):
+    answers = {}
+    while len(answers) < len(ranks):
         try:
             rank, result, failure = results.get(timeout=1.0)
         except queue.Empty:
-            dead = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode]
+            dead = [rank for rank, process in enumerate(ranks) if rank not in answers and process.exitcode]
             assert not dead, f"ranks {dead} died"
-            assert time.monotonic() < deadline, f"no answer from ranks {sorted(set(range(len(ranks))) - set(found))}"
+            assert time.monotonic() < deadline, f"no answer from ranks {sorted(set(range(len(ranks))) - set(answers))}"
             continue
         assert not failure, f"rank {rank}:\n{failure}"
-        found[rank] = result
-    return [found[rank] for rank in range(len(ranks))]
+        answers[rank] = result
+    return [answers[rank] for rank in range(len(ranks))]
 
 
 def _one(results, function, rank, world_size, port, arguments):
@@ -85,7 +85,7 @@ def wait_until_gone(pid, limit_s=15.0):
 
 
 def free_port():
-    """A port that is not listened at."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -94,9 +94,9 @@ def free_port():
 @contextmanager
 def held_ports(count):
     """Ports where ranks can meet, which no other process is given until then."""
-    held = [HeldPort() for _ in range(count)]
+    ports = [HeldPort() for _ in range(count)]
     try:
-        yield [port.take(address="127.0.0.1") for port in held]
+        yield [port.take(address="127.0.0.1") for port in ports]
     finally:
-        for port in held:
+        for port in ports:
             port.give_back()

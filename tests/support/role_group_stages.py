@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import ray
@@ -56,17 +57,43 @@ def make_trainer(handles, port, tmp_path, classes=CLASSES):
     return trainer
 
 
-class LocalStage:
-    """All workers in this process."""
+def contract_job(name, devices=8, **liveness):
+    builder = JobBuilder().device_type("CPU").device_per_node(devices).config(CONFIG)
+    builder.trainer("tests.support.role_group_toys", "unused").liveness(**liveness)
+    for role, size in SIZES.items():
+        builder.role(role, "tests.support.role_group_toys", CLASSES[role].__name__).total(size)
+    return builder.spec(name, (str(Path(__file__).parents[2]),))
+
+
+class Stage:
+    """The workers of all roles on a runtime, which sets ``port``."""
 
     def __init__(self, tmp_path):
         self._path = tmp_path
+
+    @cached_property
+    def handles(self):
+        return {RLRoleType(role): [self.handle(role, rank) for rank in range(size)] for role, size in SIZES.items()}
+
+    def handle(self, role, rank):
+        return LocalHandle(self.port, role, rank)
+
+    def trainer(self, **sizes):
+        """A trainer of the first workers of each role: groups of any size without starting other ones."""
+        some = {role: members[: sizes.get(role, len(members))] for role, members in self.handles.items()}
+        return make_trainer(some, self.port, self._path)
+
+    def call_raw(self, handle, method, *args):
+        return getattr(handle, method).remote(*args).result()
+
+
+class LocalStage(Stage):
+    """All workers in this process."""
+
+    def __init__(self, tmp_path):
+        super().__init__(tmp_path)
         members = {role: [self._member(role, rank) for rank in range(size)] for role, size in SIZES.items()}
         self.port = LocalPort(members)
-        self.handles = {
-            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
-            for role, size in SIZES.items()
-        }
 
     def _member(self, role, rank):
         size = SIZES[role]
@@ -79,42 +106,25 @@ class LocalStage:
         for member in (member for members in self.port.members.values() for member in members):
             member.host.close()
 
-    def trainer(self, **sizes):
-        return make_trainer(_some(self.handles, sizes), self.port, self._path)
-
     def kill(self, role, rank):
         self.port.kill(role, rank)
 
-    def call_raw(self, handle, method, *args):
-        return getattr(handle, method).remote(*args).result()
 
-
-class RayStage:
+class RayStage(Stage):
     """Workers as detached actors, started by the production executor."""
 
     def __init__(self, tmp_path):
-        self._path = tmp_path
-        builder = (
-            JobBuilder()
-            .device_type("CPU")
-            .device_per_node(11)
-            .config(CONFIG)
-            .trainer("tests.support.role_group_toys", "unused")
-        )
-        builder.liveness(lease_s=3600.0)  # there is no master to answer
-        for role, size in SIZES.items():
-            builder.role(role, "tests.support.role_group_toys", CLASSES[role].__name__).total(size)
-        job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parents[2]),))
+        super().__init__(tmp_path)
+        job = contract_job(f"contract-{next(_numbers)}", devices=11, lease_s=3600.0)  # no master is there to answer
         placement, problems = plan(job)
         assert not problems
         methods = {role: tuple(public_methods(cls)) for role, cls in CLASSES.items()}
         self._executor = RayExecutor(RunPlan(job, "0", placement, methods), None, RayClusterApi())
         asyncio.run(self._start())
-        self.handles = {
-            RLRoleType(role): [find(self._executor.name_of(role, rank, 1, standby=-1)) for rank in range(size)]
-            for role, size in SIZES.items()
-        }
         self.port = RayPort(self.handles)
+
+    def handle(self, role, rank):
+        return find(self._executor.name_of(role, rank, 1, standby=-1))
 
     async def _start(self):
         events = asyncio.Queue()
@@ -137,9 +147,6 @@ class RayStage:
         self._executor.execute(Release(1, final=True), events.put_nowait)
         assert isinstance(await asyncio.wait_for(events.get(), 60), Released)
 
-    def trainer(self, **sizes):
-        return make_trainer(_some(self.handles, sizes), self.port, self._path)
-
     def kill(self, role, rank):
         handle = self.handles[role][rank]
         ray.kill(handle)
@@ -152,16 +159,13 @@ class RayStage:
         return ray.get(getattr(handle, method).remote(*args), timeout=30)
 
 
-class TorchrunStage:
+class TorchrunStage(Stage):
     """Rank r of every role in process r of a launch; this process is rank 0."""
 
     def __init__(self, tmp_path):
-        self._path = tmp_path
+        super().__init__(tmp_path)
         launch = LaunchEnv(0, max(SIZES.values()), 0, max(SIZES.values()))
-        builder = JobBuilder().device_type("CPU").config(CONFIG).trainer("tests.support.role_group_toys", "unused")
-        for role, size in SIZES.items():
-            builder.role(role, "tests.support.role_group_toys", CLASSES[role].__name__).total(size)
-        job = builder.spec("contract", (str(Path(__file__).parents[2]),))
+        job = contract_job("contract")
         self._launcher = Launcher(launch.world_size)
         self.port = TorchrunPort(launch, accept_all(launch, self._launcher))
         self._thread = threading.Thread(target=self.port.worker.run, daemon=True)
@@ -169,10 +173,6 @@ class TorchrunStage:
         for role, rank in job.members():
             context = MemberContext(f"job/{role}-{rank}", role, rank, SIZES[role], 0, 1, "127.0.0.1", 4321)
             self.port.start(job, "run", context).result(60)
-        self.handles = {
-            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
-            for role, size in SIZES.items()
-        }
 
     def close(self):
         self.port.end(clean=True)
@@ -181,16 +181,5 @@ class TorchrunStage:
         for child in self._launcher.children:
             assert child.wait(20) in (0, -signal.SIGKILL)
 
-    def trainer(self, **sizes):
-        return make_trainer(_some(self.handles, sizes), self.port, self._path)
-
     def kill(self, role, rank):
         self._launcher.children[rank - 1].kill()
-
-    def call_raw(self, handle, method, *args):
-        return getattr(handle, method).remote(*args).result()
-
-
-def _some(handles, sizes):
-    """The first workers of each role: a group of any size without starting another one."""
-    return {role: members[: sizes.get(role, len(members))] for role, members in handles.items()}

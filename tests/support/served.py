@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service in a process of its own, with jobs in memory: ``python served.py '{"folder": ...}'`` prints its port."""
+"""A service in a separate process, with jobs in memory: ``python served.py '{"folder": ...}'`` prints its port."""
 
 import asyncio
 import json
@@ -57,8 +57,8 @@ async def serve(
 
     class Runner(MemoryRunner):
         def run(self, record, description):
-            with open(Path(folder) / "begun", "a") as begun:
-                begun.write(f"{record.run} {os.getpid()}\n")
+            with open(Path(folder) / "begun", "a") as starts:
+                starts.write(f"{record.run} {os.getpid()}\n")
             if results:
                 self._sink(Observed(record.name, record.run, JobPhase.RUNNING, results=results))
             else:

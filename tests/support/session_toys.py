@@ -19,11 +19,11 @@ class Watched(TrainModule):
 
     def gradients_now(self):
         """Whole ones: what each rank has of them, put together."""
-        found = {}
+        gradients = {}
         for name, parameter in self.named_parameters():
             whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            found[name] = whole.clone()
-        return found
+            gradients[name] = whole.clone()
+        return gradients
 
 
 class TwoLayers(Watched):
@@ -103,7 +103,7 @@ class Heavy(TwoLayers):
 
 
 class Silent(TwoLayers):
-    """The same without an optimizer: a reference."""
+    """Two layers without an optimizer: a reference."""
 
     def on_weights_materialized(self):
         pass
@@ -125,8 +125,8 @@ def start(width=8):
     """Some weights, the same each time."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"first.weight": (width, 4), "first.bias": (width,), "second.weight": (1, width)}
-    found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    return {**found, "steps_seen": torch.tensor(5.0)}
+    weights = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return {**weights, "steps_seen": torch.tensor(5.0)}
 
 
 class Policy(TrainModule, Qwen2ForCausalLM):
@@ -149,13 +149,13 @@ class Policy(TrainModule, Qwen2ForCausalLM):
 
     @torch.no_grad()
     def logprobs(self, rows):
-        """Of each row's tokens after the first."""
-        found = []
+        """Return the log-probs of each row's tokens after the first."""
+        results = []
         for row in rows:
             tokens = torch.tensor([row], device=self.device)
             logprobs = self(input_ids=tokens).logits[:, :-1].log_softmax(dim=-1)
-            found.append(logprobs.gather(2, tokens[:, 1:, None])[0, :, 0].tolist())
-        return found
+            results.append(logprobs.gather(2, tokens[:, 1:, None])[0, :, 0].tolist())
+        return results
 
     def optimizers(self):
         return [name for name, value in vars(self).items() if isinstance(value, torch.optim.Optimizer)]
@@ -169,7 +169,7 @@ class Reference(Policy):
 
 
 class Long(Watched, Policy):
-    """Its sequences may be divided: the labels come beside them, and the losses add up."""
+    """Takes sequences that may be divided: the labels come beside them, and the losses add up."""
 
     gradients = "sum"
 
@@ -194,7 +194,7 @@ class EvenLong(Long):
 
 
 class Unlucky(TwoLayers):
-    """Its methods are called as the verbs of engines and processes are."""
+    """Has methods with the names of the verbs of engines and processes."""
 
     def send(self, *values):
         return ["send", *values]
@@ -220,7 +220,7 @@ class EchoEngine:
         rows = [list(row) for row in prompts.ragged("tokens")]
         ids, count = prompts.dense("prompt_id"), sampling.samples_per_prompt
         images = prompts.objects("multi_modal_data") if "multi_modal_data" in prompts else [None] * len(rows)
-        told = [f"{image!r} {self.settings.tensor_parallel_size} {seed}" for image in images]
+        texts = [f"{image!r} {self.settings.tensor_parallel_size} {seed}" for image in images]
         both = [row + row for row in rows for _ in range(count)]
         return Batch(
             {
@@ -233,7 +233,7 @@ class EchoEngine:
                 "logprobs": Ragged.from_rows([np.zeros(len(row)) for row in both], dtype=np.float32),
                 "finished": np.ones(len(both), dtype=np.bool_),
                 "version": np.full(len(both), self.version),
-                "completion": [text for text in told for _ in range(count)],
+                "completion": [text for text in texts for _ in range(count)],
             }
         )
 

@@ -161,8 +161,8 @@ class LivenessSpec:
     """Replace workers that are reported as slow, and count them as failures of their nodes."""
 
     notice_file: str = ""
-    """A file whose appearance announces the end of its node, like SIGTERM to a process: the job moves to another node if
-    there is one."""
+    """A file whose appearance announces the end of its node, like SIGTERM to a process: the job moves to another node
+    if there is one."""
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a running job die or hang, one by one and together: who comes back, and what is done again.
+# Over 400 lines: whole jobs and their recoveries share one stage.
+"""Whole jobs under a real master on real Ray, undisturbed and while their processes die or hang.
 
 Each job is struck by several faults, so that few of them have to be started; every one must end in the very result of
 an undisturbed run, and leave nothing.
 """
 
 import signal
+import time
+from dataclasses import replace
 
 import pytest
 import ray
 
-from dlrover.python.rl.common.errors import MasterLost, StaleCall, StaleEpoch
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost, StaleCall, StaleEpoch
+from dlrover.python.rl.common.names import NAMESPACE, master_name
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.on_ray import follow, start_master, stop_master
 from dlrover.python.rl.master.job import check_job
+from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit, roots_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader
-from dlrover.python.rl.runtime.ray.processes.actors import end
+from dlrover.python.rl.runtime.ray.processes.actors import end, launch
+from dlrover.python.rl.runtime.run.folder import begin
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
-from tests.ray.durable_jobs import mark_of, wait_for
 from tests.ray.recovery_stage import HANG_AFTER_S, Shape, Stage, describe
+from tests.ray.toy_job import mark_of
+from tests.support.commands import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -35,9 +42,7 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def make(name, *faults, **shape):
-        folder = tmp_path / name
-        folder.mkdir()
-        return Stage(describe(name, folder, faults, Shape(**shape)), folder)
+        return Stage(describe(name, tmp_path / name, faults, Shape(**shape)), tmp_path / name)
 
     return make
 
@@ -69,7 +74,7 @@ def stale_commits(job):
     return refusals
 
 
-def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
+def test_death_repeats_the_calls_of_its_scope_in_this_step(stage):
     """A rollout's death repeats that worker's calls of the step, an actor's too, the trainer's no call at all; and a
     trainer that was replaced can commit nothing."""
     faults = (
@@ -99,7 +104,7 @@ def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
     assert refusals == [StaleCall, StaleEpoch, StaleEpoch]
 
 
-def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a_second(stage):
+def test_group_restarts_together_and_a_standby_takes_over(stage):
     faults = ("ACTOR-1:update:2:kill", hold := "trainer:end:3:hold", "ROLLOUT-0:generate:4:kill")
     job = stage("by-group", *faults, actor="Team", standby=1)
 
@@ -123,7 +128,7 @@ def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a
 
 
 @pytest.mark.slow
-def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(stage):
+def test_ranks_keep_their_processes_unless_they_are_silent(stage):
     """The first two are lost in turn; then the master, who finds a process under the name that it began with; at last a
     rank is lost while the other one is busy for ever."""
     faults = ("ACTOR-1:update:2:kill", "ACTOR-0:update:3:kill", hold := "trainer:end:3:hold")
@@ -145,7 +150,7 @@ def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(
     assert job.nothing_is_left()
 
 
-def test_a_rank_that_waits_for_a_lost_one_is_aborted_and_stays(stage):
+def test_rank_waiting_for_a_lost_one_is_aborted_and_stays(stage):
     job = stage("waiters", "ACTOR-1:update:2:kill", actor="Waiters").run()
     assert undisturbed(job)
     started = [event for event in job.events(MemberStarted) if event.role == "ACTOR"]
@@ -155,7 +160,7 @@ def test_a_rank_that_waits_for_a_lost_one_is_aborted_and_stays(stage):
     assert job.status.recoveries == {"ACTOR": 1}
 
 
-def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
+def test_killed_master_finds_every_process_again(stage):
     """First the master is stopped, and the job continues; then it is killed, and finds every process again.
     The second time a worker dies with it."""
     first, second = "trainer:end:4:hold", "trainer:end:5:hold"
@@ -189,7 +194,7 @@ def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
 # -- hangs ------------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_hangs_is_found_in_time_with_its_stack_and_replaced(stage):
+def test_hung_process_is_noted_with_its_stack_and_replaced(stage):
     faults = ("ROLLOUT-0:generate:2:stop", "ROLLOUT-1:generate:3:loop", "trainer:middle:4:stop")
     job = stage("hangs", *faults).run()
     assert undisturbed(job)
@@ -207,7 +212,7 @@ def test_whoever_hangs_is_found_in_time_with_its_stack_and_replaced(stage):
 
 
 @pytest.mark.slow
-def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
+def test_deaths_at_the_same_time_are_one_recovery_each(stage):
     """Both rollouts in one call; then a rollout and the trainer."""
     faults = ("ROLLOUT-0:generate:2:kill", "ROLLOUT-1:generate:2:kill", hold := "trainer:end:4:hold")
     job = stage("together", *faults)
@@ -232,7 +237,7 @@ def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
 
 
 @pytest.mark.slow
-def test_a_process_whose_device_or_link_fails_is_replaced(stage):
+def test_process_whose_device_or_link_fails_is_replaced(stage):
     """ECC and other CUDA errors, an NCCL abort, and a rendezvous that times out once are exceptions to the program."""
     faults = (
         "ROLLOUT-1:generate:2:ecc",
@@ -250,7 +255,7 @@ def test_a_process_whose_device_or_link_fails_is_replaced(stage):
 
 
 @pytest.mark.slow
-def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users(stage):
+def test_unknown_error_is_tried_once_in_fresh_processes(stage):
     job = stage("odd", "ACTOR-0:update:2:odd", "ROLLOUT-0:generate:4:odder").run()
     assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.USER_ERROR), job.status
     assert (job.status.cause.who, job.status.recoveries) == ("ROLLOUT[0]", {"ACTOR": 1, "ROLLOUT": 1, "trainer": 2})
@@ -261,7 +266,7 @@ def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users
 
 
 @pytest.mark.slow
-def test_a_master_that_comes_back_without_its_journal_fails_the_job_and_frees_everything(stage):
+def test_master_without_its_journal_fails_and_frees_the_job(stage):
     job = stage("no-journal", "trainer:middle:3:hold")
 
     def strike(job, step):
@@ -279,20 +284,41 @@ def test_a_master_that_comes_back_without_its_journal_fails_the_job_and_frees_ev
 
 # -- the end ----------------------------------------------------------------------------------------------------------
 
+OWN_ERRORS = [
+    ("ROLLOUT-0:generate:2:error", "ROLLOUT[0]", 'KeyError: "the user\'s own mistake"'),
+    ("trainer:middle:2:error", "trainer", 'KeyError: "the user\'s own mistake"'),
+    ("ACTOR-1:update:2:leave", "ACTOR[1]", "SystemExit: 5"),
+    ("trainer:middle:2:leave", "trainer", "5"),
+    ("ACTOR-0:update:2:own", "ACTOR[0]", "OwnError: of a module"),
+]
 
-@pytest.mark.slow
-def test_a_users_exception_in_a_step_is_not_retried(stage):
-    job = stage("users-own", "ROLLOUT-0:generate:2:error").run()
+
+@pytest.mark.parametrize(
+    ("fault", "process", "message"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (number > 0)) for number, case in enumerate(OWN_ERRORS)],
+)
+def test_job_with_a_users_error_ends_at_once(stage, fault, process, message):
+    job = stage(fault.replace(":", "-").lower(), fault).run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {})
-    assert (job.status.cause.kind, job.status.cause.who) == (CauseKind.USER_ERROR, "ROLLOUT[0]")
-    assert "the user's own mistake" in job.status.cause.message
-    assert "commit_fault" in job.status.cause.detail
-    assert job.repeated() == set()
+    assert (job.status.cause.kind, job.status.cause.who) == (CauseKind.USER_ERROR, process)
+    assert message in job.status.cause.message
+    assert "not retried" in job.status.reason
+    assert "leave" in fault or "commit_fault" in job.status.cause.detail
+    assert (job.starts(), job.repeated()) == (1, set())
     assert job.nothing_is_left()
 
 
 @pytest.mark.slow
-def test_a_crash_loop_ends_at_its_limit_with_the_first_cause(stage):
+def test_job_whose_worker_cannot_start_fails(stage):
+    job = stage("broken", "ACTOR-1:start:0:error").run()
+    assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
+    assert job.status.cause.who == "ACTOR[1]"
+    assert "the user's own mistake" in job.status.cause.message
+    assert job.starts() == 0
+
+
+@pytest.mark.slow
+def test_role_dying_forever_ends_the_job_at_its_limit(stage):
     job = stage("loops", "ROLLOUT-0:generate:2:die", rollout_restarts=1).run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {"ROLLOUT": 1})
     assert "the limit of 1 restarts for ROLLOUT is reached" in job.status.reason
@@ -301,18 +327,37 @@ def test_a_crash_loop_ends_at_its_limit_with_the_first_cause(stage):
     assert job.nothing_is_left()
 
 
-@pytest.mark.slow
-def test_a_job_without_durable_steps_is_restarted_exactly_once(stage):
-    job = stage("plain-fit", "ROLLOUT-1:generate:2:kill", trainer="Plain").run()
+WITHOUT_DURABLE_STEPS = [
+    ("Plain", "ACTOR-1:update:2:kill"),
+    ("Plain", "trainer:middle:2:kill"),
+    ("Swallowing", "ROLLOUT-1:generate:2:kill"),
+]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fault"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (number > 0)) for number, case in enumerate(WITHOUT_DURABLE_STEPS)],
+)
+def test_job_without_durable_steps_restarts_once(stage, trainer, fault):
+    job = stage(f"{trainer.lower()}-{fault.partition(':')[0].lower()}", fault, trainer=trainer).run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FINISHED, 1, {})
-    assert (job.folder / "runs").read_text().count("run") == 2
-    assert job.epochs() == [1, 2]
+    assert (job.starts(), job.epochs()) == (2, [1, 2])
     assert [event.incarnation for event in job.events(Released)] == [1, 2]
+    assert [event.cause.kind for event in job.events() if hasattr(event, "cause")] == [CauseKind.PROCESS_DIED]
     assert job.nothing_is_left()
 
 
 @pytest.mark.slow
-def test_a_master_without_restarts_left_takes_the_job_with_it(stage):
+def test_job_dying_forever_ends_at_its_limit(stage):
+    job = stage("crash-loop", "ACTOR-0:update:2:die", trainer="Plain", rollouts=0, job_restarts=2).run()
+    assert (job.status.phase, job.status.restarts) == (Phase.FAILED, 2)
+    assert "the limit of 2 restarts" in job.status.reason
+    assert job.status.cause.kind is CauseKind.PROCESS_DIED
+    assert job.starts() == 3
+
+
+@pytest.mark.slow
+def test_master_without_restarts_left_ends_the_job(stage):
     job = stage("last-master", hold := "trainer:end:3:hold", master_restarts=0)
 
     def strike(job, step):
@@ -326,7 +371,7 @@ def test_a_master_without_restarts_left_takes_the_job_with_it(stage):
 
 
 @pytest.mark.slow
-def test_a_master_that_finds_its_journal_damaged_ends_the_job_and_never_starts_as_new(stage):
+def test_master_with_a_damaged_journal_ends_the_job(stage):
     job, damaged = stage("damaged", hold := "trainer:end:3:hold"), []
 
     def strike(job, step):
@@ -350,11 +395,11 @@ def test_a_master_that_finds_its_journal_damaged_ends_the_job_and_never_starts_a
     assert job.nothing_is_left()
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
+def test_run_resumes_at_the_last_copy_of_a_stopped_one(stage):
     keep = CheckpointSpec(every=2, resume="latest")
     job = stage("goes-on", hold := "trainer:end:5:hold", steps=8, checkpoint=keep)
     master = start_master(check_job(job.job))
@@ -373,3 +418,110 @@ def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
     assert job.run_id != first
     assert [report.step for report in job.reports] == list(range(manifest.step + 1, 9))
     assert undisturbed(job)
+
+
+# -- undisturbed ------------------------------------------------------------------------------------------------------
+
+
+def test_job_whose_workers_ask_the_master_finishes(stage):
+    activities = []
+    job = stage("plain", trainer="AsksMaster", rollouts=0, steps=3).run(announce=activities.append)
+    assert undisturbed(job)
+    assert (job.status.recoveries, job.status.masters, job.status.activity) == ({}, 1, "")
+    rows = [(report.step, report.total_steps, report.metrics["reward"]) for report in job.reports]
+    assert rows == [(1, 3, 1.0), (2, 3, 3.0), (3, 3, 6.0)]
+    assert activities[0] == "starting the master"
+    assert "starting 2 processes" in activities
+
+
+def test_results_taken_by_ray_survive_a_dead_worker(stage):
+    job = stage("ray-get", "ACTOR-1:later:2:kill", trainer="GetsByRay", rollouts=0, steps=3).run()
+    assert (job.status.phase, job.status.restarts, job.status.cause) == (Phase.FINISHED, 0, None)
+    assert sum(job.status.recoveries.values()) == 1
+    assert [(report.step, report.metrics["reward"]) for report in job.reports][-3:] == [(1, 3.0), (2, 5.0), (3, 7.0)]
+
+
+@pytest.mark.slow
+def test_late_workers_are_replaced(stage):
+    job = stage("late", trainer="ReplacesLate", rollouts=0, steps=2).run()
+    assert (job.status.phase, job.status.restarts) == (Phase.FINISHED, 0), job.status.cause
+    assert sum(job.status.recoveries.values()) == 2
+    assert job.result_is_exact()
+
+
+@pytest.mark.slow
+def test_relative_paths_start_at_the_folder_of_the_description(stage):
+    job = stage("relative", rollouts=0)
+    job.job.config.folder = "relative"
+    assert undisturbed(job.run())
+
+
+def test_master_answers_at_once_and_stops_a_job(stage):
+    job = stage("endless", rollouts=0, steps=100_000)
+    checked = check_job(job.job)
+    master = start_master(checked)
+    try:
+        wait_for(lambda: job.ask().step > 2)
+        began_s = time.monotonic()
+        status = job.ask()
+        assert time.monotonic() - began_s < 0.5
+        assert {process for process, *_ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
+        with pytest.raises(JobConflict, match="'endless' is running"):
+            start_master(checked)
+        stop_master(master, "enough")
+        wait_for(lambda: job.ask().phase.terminal)
+        assert (job.ask().phase, job.ask().reason) == (Phase.STOPPED, "enough")
+    finally:
+        end(master)
+    assert job.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_name_of_an_ended_job_is_free(stage, tmp_path):
+    job = stage("again", rollouts=0, steps=2)
+    start_master(check_job(job.job))
+    wait_for(lambda: job.ask().phase.terminal)
+    job.job = replace(job.job, job_dir=tmp_path / "second")
+    assert job.run().status.phase is Phase.FINISHED
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.get_actor(master_name("again"), namespace=NAMESPACE)
+
+
+def test_job_too_large_for_the_cluster_fails_with_need_and_free(stage):
+    job = stage("too-big", rollouts=0)
+    actors = {role: replace(spec, num=200) for role, spec in job.job.workloads.items()}
+    trainer = replace(job.job.trainer, device_per_node=400)
+    job.job = replace(job.job, trainer=trainer, workloads=actors, placement_timeout_s=1.0)
+    status = job.run().status
+    assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.NO_RESOURCES)
+    assert "needed {'cpu': 200.0}" in status.cause.message
+    assert "free {" in status.cause.message
+    assert job.nothing_is_left()
+
+
+def test_job_too_large_for_its_nodes_is_refused(stage):
+    job = stage("never", rollouts=0).job
+    with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
+        check_job(replace(job, trainer=replace(job.trainer, device_per_node=1)))
+
+
+@pytest.mark.slow
+def test_master_whose_loop_breaks_releases_everything(stage):
+    class FragileMaster(RLMaster):
+        def _carry_out(self, handled):
+            if type(handled.event).__name__ == "TrainerStarted":
+                raise RuntimeError("the loop's own mistake")
+            super()._carry_out(handled)
+
+    job = stage("fragile", rollouts=0)
+    checked = check_job(job.job)
+    arguments = (begin(checked.job), checked.placement, checked.inspection)
+    master = launch(FragileMaster, master_name("fragile"), arguments, {})
+    try:
+        ray.get(master.start.remote({}), timeout=30)
+        status = follow(master, deadline_s=90)
+        assert (status.phase, status.cause.kind, status.cause.who) == (Phase.FAILED, CauseKind.INTERNAL, "master")
+        assert "the loop's own mistake" in status.cause.message
+    finally:
+        end(master)
+    assert job.nothing_is_left()

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel installs beside upstream ``dlrover`` from the package index, which owns ``dlrover/__init__.py``."""
+"""The wheel installs beside upstream ``dlrover`` from the package index, which owns ``dlrover/__init__.py``; and the
+build steps of the image install what its demo needs, for which no container engine is needed."""
 
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,11 +42,11 @@ RUN_OURS = (
 )
 RUN_UPSTREAM = ("-c", "from dlrover.trainer.torch.elastic_run import parse_args; print(parse_args(['script.py']))")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def run(*command, cwd, succeeds=True):
-    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+def run(*command, cwd, succeeds=True, env=None):
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert (ran.returncode == 0) is succeeds, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 
@@ -89,7 +94,7 @@ def environment(tmp_path, wheels):
 
 
 @pytest.mark.parametrize("order", [("dlrover-rl", UPSTREAM), (UPSTREAM, "dlrover-rl")], ids=["ours first", "ours last"])
-def test_each_runs_beside_the_other_and_after_the_other_is_gone(environment, order):
+def test_wheel_runs_beside_upstream_and_without_it(environment, order):
     for package in order:
         environment.pip("install", package)
     assert "reward 42" in environment.runs(RUN_OURS)
@@ -101,3 +106,45 @@ def test_each_runs_beside_the_other_and_after_the_other_is_gone(environment, ord
     environment.pip("uninstall", "dlrover-rl")
     assert "script.py" in environment.runs(RUN_UPSTREAM)
     assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)
+
+
+# -- the image --------------------------------------------------------------------------------------------------------
+
+
+def copy_context(folder):
+    """Return the files that the Dockerfile copies before it installs."""
+    text = (ROOT / "docker/Dockerfile").read_text().partition("RUN docker/install.sh")[0]
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        *sources, target = line.split()
+        for source in (path for pattern in sources for path in ROOT.glob(pattern)):
+            place = folder / target / (source.name if target == "./" else "")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, place)
+
+
+@pytest.mark.ray
+def test_install_script_makes_an_environment_for_the_demo(tmp_path):
+    context, home = tmp_path / "source", tmp_path / "rl"
+    copy_context(context)
+    env = {**os.environ, "PYTHON": sys.executable}
+    env.pop("PYTHONPATH", None)
+    run("docker/install.sh", "core", str(home), cwd=context, env=env)
+    shutil.rmtree(context)  # the image has the installed package only
+    shutil.copytree(ROOT / "examples", tmp_path / "work/examples")
+    demo = (str(home / "bin/python"), "examples/arithmetic/demo.py", "--seed", "0")
+    env |= {"PATH": f"{home / 'bin'}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    run(*demo, cwd=tmp_path / "work", env=env)
+    summary = json.loads((tmp_path / "work/build/demo/grpo/summary.json").read_text())
+    assert summary["eval/accuracy"] - summary["before/eval/accuracy"] >= 0.25
+    run(str(home / "bin/dlrover-rl"), "init", "first", cwd=tmp_path, env=env)
+    assert (tmp_path / "first/job.yaml").is_file()
+
+
+@pytest.mark.parametrize("arguments", [[], ["core"], ["cuda", "folder"]])
+def test_install_script_called_wrongly_is_refused(tmp_path, arguments):
+    output = run(str(ROOT / "docker/install.sh"), *arguments, cwd=tmp_path, succeeds=False)
+    assert "usage" in output or "no backend 'cuda'" in output
+    assert list(tmp_path.iterdir()) == []

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of two FSDP2 ranks, each with half of the model, is resumed from the command line on one, two and four ranks
-and in another layout: it ends with the model that it would have had."""
+"""Runs of several FSDP2 ranks from the command line: resumed on other ranks and in another layout, and struck on one
+rank, they end with the model that they would have had."""
 
 import json
+import os
 import random
 import shutil
-import subprocess
+import signal
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.chaos.outside import CLI
+from tests.chaos.outside import digests, prepare
+from tests.support.commands import ROOT, Desk, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,16 +35,7 @@ config:
 
 
 def run(folder, epochs, *more):
-    settings = [f"epochs={epochs}", f"job_dir={folder}", *more]
-    done = subprocess.run(
-        [*CLI, "run", "job.yaml", *settings],
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    Desk(folder.parent).run("run", "job.yaml", f"epochs={epochs}", f"job_dir={folder}", *more, within_s=300)
 
 
 def weights(folder):
@@ -60,19 +53,17 @@ def desk(tmp_path_factory):
     rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in pairs]
     (folder / "examples.jsonl").write_text("\n".join(rows))
     for name, epochs in (("calm", 2), ("half", 1)):
-        code, output = run(folder / name, epochs, SHARDS)
-        assert code == 0, output[-4000:]
+        run(folder / name, epochs, SHARDS)
     return folder
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(1, SHARDS), (2, SHARDS), (4, SHARDS), (4, COPIES), (2, COPIES)], ids=str
 )
-def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
+def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
     folder = desk / f"on-{ranks}-{layout[-1]}"
     shutil.copytree(desk / "half", folder, symlinks=True)
-    code, output = run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
-    assert code == 0, output[-4000:]
+    run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 9))
     weights_here, expected = weights(folder), weights(desk / "calm")
@@ -81,3 +72,39 @@ def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
             assert np.abs(weights_here[name] - tensor).max() < 2e-5, name
     if (ranks, layout) == (2, SHARDS):
         assert all(np.array_equal(weights_here[name], tensor) for name, tensor in expected.items())
+
+
+# -- a rank is killed -------------------------------------------------------------------------------------------------
+
+STEPS = 40
+SIZES = ["trainer.device_per_node=8", "workload.actor.num=2", "workload.reference.num=2"]
+WITHIN_S = 180.0
+
+
+def start_grpo(desk, name, *more):
+    job = str(ROOT / "examples/arithmetic/grpo.yaml")
+    return desk.start("run", job, f"steps={STEPS}", f"job_dir={desk.folder / name}", *SIZES, *more)
+
+
+def processes_of(desk):
+    """The pid of each process of the run, by its name, and its step; none while there is no run."""
+    status = desk.start("status", "--json", "arithmetic-grpo")
+    if status.wait(60):
+        return {}, 0
+    view = json.loads(status.said())
+    return {member["process"]: member["pid"] for member in view["members"]}, view["step"]
+
+
+@pytest.mark.parametrize("standby", [1, 0], ids=["a standby takes its place", "there is no standby"])
+def test_killed_rank_leaves_the_other_and_the_result_as_they_are(tmp_path, standby):
+    prepare(tmp_path)
+    desk = Desk(tmp_path)
+    start_grpo(desk, "calm").end(0, WITHIN_S)
+    command = start_grpo(desk, "struck", f"workload.actor.standby={standby}")
+    wait_for(lambda: processes_of(desk)[1] >= STEPS // 2, WITHIN_S)  # the standby is ready by then
+    before, _ = processes_of(desk)
+    os.kill(before["ACTOR[1]"], signal.SIGKILL)
+    wait_for(lambda: processes_of(desk)[0].get("ACTOR[1]", before["ACTOR[1]"]) != before["ACTOR[1]"], WITHIN_S)
+    assert processes_of(desk)[0]["ACTOR[0]"] == before["ACTOR[0]"]
+    command.end(0, WITHIN_S)
+    assert digests(tmp_path / "struck") == digests(tmp_path / "calm")

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny GRPO job on a cluster from which nodes go, and to which they come: a separate program, since the tests'
-process is connected to another cluster. ``python nodes_stage.py SCENE FOLDER`` prints what it saw as JSON."""
+"""Nodes that go and come under a tiny GRPO job: fewer rollouts for a time, the same bits in the end.
+
+Each scene is a separate program, since the tests' process is connected to another cluster: this file, called with the
+names of a scene and a folder, prints its observations as JSON.
+"""
 
 import hashlib
 import json
@@ -8,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,11 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from tests.chaos.job import tiny_job
 from tests.ray.two_nodes import two_nodes
+from tests.support.commands import run_python, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 60
-_DEADLINE_S = 150.0
 
 
 class Play:
@@ -65,12 +69,6 @@ class Play:
     def status(self):
         return ask(find(f"{self.job.name}/master").status.remote, 60)
 
-    def until(self, reached):
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while not reached():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-
     def events(self):
         return [event for _, event in decode(read_lines(self.folder / "out/journal.jsonl"))]
 
@@ -87,32 +85,28 @@ def fewer(folder, nodes):
     play = Play(folder, nodes, min=1)
 
     def act():
-        play.until(lambda: play.step >= 5)
+        wait_for(lambda: play.step >= 5)
         nodes.kill_node(1)
-        play.until(lambda: len(play.sizes) > 1)
+        wait_for(lambda: len(play.sizes) > 1)
         nodes.add_node()
 
     return play.run(act)
 
 
-def told(folder, nodes):
-    """A worker on the second node is told that the node will go, and a third one is there."""
+def warned(folder, nodes):
+    """A worker on the second node is warned of the node's end, and a third one joins."""
     play = Play(folder, nodes)
     seen = {}
 
     def act():
-        play.until(lambda: play.step >= 5)
+        wait_for(lambda: play.step >= 5)
         nodes.add_node()
         seen["before"] = len(play.on(1))
         os.kill(play.on(1)[0], signal.SIGTERM)
-        play.until(lambda: play.on(2))
+        wait_for(lambda: play.on(2))
         seen["after"] = [len(play.on(index)) for index in (1, 2)]
 
     return {**play.run(act), **seen}
-
-
-def undisturbed(folder, nodes):
-    return Play(folder, nodes).run()
 
 
 class Apart(Play):
@@ -136,7 +130,7 @@ class Apart(Play):
 
     def lose(self, count):
         """The node of the actor, and the next ones; with their memories."""
-        self.until(lambda: self.step >= 25)
+        wait_for(lambda: self.step >= 25)
         indices = [index for index in range(1, len(self.nodes.nodes)) if self.on(index)]
         ring = sorted(indices, key=lambda index: name_of(memory_of(self.folder, index)))
         (actors,) = [event for event in self.events() if isinstance(event, MemberStarted) and event.role == "ACTOR"]
@@ -165,26 +159,75 @@ def name_of(memory):
         return memory_name()
 
 
-def apart(folder, nodes):
-    return Apart(folder, nodes).run_without(0)
+SCENES = {
+    "fewer": fewer,
+    "warned": warned,
+    "undisturbed": lambda folder, nodes: Play(folder, nodes).run(),
+    **{f"apart-{lost}": lambda folder, nodes, lost=lost: Apart(folder, nodes).run_without(lost) for lost in (0, 1, 2)},
+}
 
 
-def apart_without_one(folder, nodes):
-    return Apart(folder, nodes).run_without(1)
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    """Return the observations of a scene of this module."""
+
+    def play(name):
+        folder = tmp_path_factory.mktemp(name)
+        lines = run_python(folder, __file__, name, folder, within_s=350).stdout.splitlines()
+        return json.loads(next(line for line in lines if line.startswith("{")))  # Ray writes there, too
+
+    return play
 
 
-def apart_without_two_neighbours(folder, nodes):
-    return Apart(folder, nodes).run_without(2)
+@pytest.fixture(scope="module")
+def expected(scene):
+    return scene("undisturbed")["model"]
+
+
+def test_rollouts_shrink_and_grow_with_the_nodes(scene, expected):
+    seen = scene("fewer")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["sizes"] == [3, 2, 3]
+    assert "Unplaced" in seen["events"] and "Resized" in seen["events"] and "Failed" not in seen["events"]
+    assert seen["model"] == expected
+
+
+def test_node_announcing_its_end_is_left_without_charge(scene, expected):
+    seen = scene("warned")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert (seen["before"], seen["after"]) == (1, [0, 1])
+    assert "NodeLost" in seen["events"] and "Failed" not in seen["events"]
+    assert seen["model"] == expected
+
+
+@pytest.fixture(scope="module")
+def expected_apart(scene):
+    return scene("apart-0")["model"]
+
+
+def test_node_lost_with_its_memory_costs_no_committed_step(scene, expected_apart):
+    seen = scene("apart-1")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["model"] == expected_apart
+    assert seen["steps"] == sorted(seen["steps"]), "none but the open step, which was reported, was done again"
+    assert "continuing from its copy" not in seen["log"]
+
+
+def test_two_lost_neighbours_cost_the_steps_since_the_last_copy(scene, expected_apart):
+    seen = scene("apart-2")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["model"] == expected_apart
+    assert "no commit later than step 20 is left: continuing from its copy" in seen["log"]
 
 
 if __name__ == "__main__":
-    scene, where = globals()[sys.argv[1]], Path(sys.argv[2])
+    name, where = sys.argv[1], Path(sys.argv[2])
     options = {"workers": 1, "head_cpus": 4}
-    if sys.argv[1].startswith("apart"):
+    if name.startswith("apart"):
         options = {
             "workers": 3,
             "head_cpus": 0,
             "environment": lambda index: {"DLROVER_RL_MEMORY": str(memory_of(where, index))},
         }
     with two_nodes(cpus=4, **options) as cluster:
-        sys.stdout.write(json.dumps(scene(where, cluster)) + "\n")
+        sys.stdout.write(json.dumps(SCENES[name](where, cluster)) + "\n")

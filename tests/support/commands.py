@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in separate processes, and the process table."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
+_DEADLINE_S = 120.0
+_LISTEN = "0A"
+
+
+def environment(**more):
+    """Return the environment of a command, which finds the package and the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())]), **more}
+
+
+def run_python(folder, *arguments, code=0, within_s=250.0, **env):
+    """Run Python in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment(**{"OMP_NUM_THREADS": "1", **env}),
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+    assert code in (done.returncode, None), done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
+def debian_programs(folder, package, *programs):
+    """Return the folder of these programs: of this machine, or unpacked from Debian's package; None without either."""
+    if all(map(shutil.which, programs)):
+        return Path(shutil.which(programs[0])).parent
+    if not shutil.which("apt-get"):
+        return None
+    subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True, timeout=120)
+    (file,) = folder.glob("*.deb")
+    subprocess.run(["dpkg", "-x", file, folder / "root"], check=True, timeout=60)
+    return folder / "root/usr/bin"
+
+
+class Command(subprocess.Popen):
+    """A command in a separate session, as in a terminal: Ctrl-C reaches the whole foreground group."""
+
+    def __init__(self, arguments, output, cwd, **env):
+        self.output = output
+        with output.open("w") as log:
+            super().__init__(
+                arguments, cwd=cwd, env=environment(**env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
+
+    def said(self):
+        return self.output.read_text()
+
+    def has_said(self, text):
+        """Return True if ``text`` is in the output, or the command has ended."""
+        return text in self.said() or self.poll() is not None
+
+    def end(self, code=0, within_s=_DEADLINE_S):
+        """Wait for the end, which must have this exit code, and return the output."""
+        self.wait(within_s)
+        assert self.returncode == code, self.said()
+        return self.said()
+
+    def interrupt(self):
+        os.killpg(self.pid, signal.SIGINT)
+
+
+class Desk:
+    """A working directory in which commands are typed.
+
+    Args:
+        folder: the directory.
+        address: of the cluster that each command is to use, ``""`` for none.
+        env: variables of all commands.
+    """
+
+    def __init__(self, folder, address="", **env):
+        self.folder, self.env, self.commands = folder, env, []
+        self.address = address
+
+    def start(self, *arguments, **env):
+        output = self.folder / f"output-{len(self.commands)}.txt"
+        options = ["--address", self.address] if self.address else []
+        command = Command([*CLI, *arguments, *options], output, self.folder, **{**self.env, **env})
+        self.commands.append(command)
+        return command
+
+    def run(self, *arguments, code=0, within_s=_DEADLINE_S, **env):
+        return self.start(*arguments, **env).end(code, within_s)
+
+    def status(self, name):
+        return json.loads(self.run("status", name, "--json"))
+
+    def detach(self, name, text, *overrides):
+        """Start the job of a file's text, and return once it has done two steps."""
+        (self.folder / f"{name}.yaml").write_text(text)
+        self.run("run", f"{name}.yaml", "--detach", *overrides)
+        wait_for(lambda: self.status(name)["step"] > 2)
+
+    def kill_all(self):
+        for command in self.commands:
+            command.kill()
+            command.wait(_DEADLINE_S)
+
+
+def wait_for(reached, within_s=_DEADLINE_S):
+    """Wait until ``reached()`` is true, and return what it gave."""
+    deadline_s = time.monotonic() + within_s
+    while not (outcome := reached()):
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
+        time.sleep(0.02)
+    return outcome
+
+
+def say(line):
+    """Print a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+# -- the process table ------------------------------------------------------------------------------------------------
+
+
+def process_table():
+    """Return the parent and the command line of every process."""
+    rows = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
+    return rows
+
+
+def processes_below(pid):
+    """Return the command lines of all descendants of a process."""
+    rows, below, waiting = process_table(), {}, [pid]
+    while waiting:
+        above = waiting.pop()
+        children = {child: command for child, (parent, command) in rows.items() if parent == above}
+        below |= children
+        waiting += children
+    return below
+
+
+def command_of(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
+
+
+def is_alive(pid):
+    """Return True if a process exists that is no zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def listening(pids):
+    """The addresses that processes listen at, as ``address:port``, from the kernel's tables."""
+    rows = {}
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTEN:
+                rows[inode] = family, local
+    return {_readable(*rows[inode]) for pid in pids for inode in _sockets_of(pid) if inode in rows}
+
+
+def _sockets_of(pid):
+    """The inodes of a process's sockets."""
+    links = []
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                links.append(os.readlink(entry))
+    return [link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")]
+
+
+def _readable(family, local):
+    address, _, port = local.partition(":")
+    size = 4 if family == socket.AF_INET else 16
+    words = bytes.fromhex(address)
+    plain = b"".join(words[at : at + 4][::-1] for at in range(0, size, 4))
+    return f"{socket.inet_ntop(family, plain)}:{int(port, 16)}"
