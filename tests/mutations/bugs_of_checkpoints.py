@@ -11,15 +11,14 @@ _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
-    _MEMORY: ("runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
+    _MEMORY: ("runtime/test_node_memory.py", "runtime/ray/test_cluster_api.py"),
     _JOURNAL: ("runtime/test_journal_store.py", "../protocol/test_journal_disk.py"),
     _COMMITS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
     _RUNS: (
         "runtime/test_commits.py",
         "runtime/test_store.py",
-        "runtime/test_run_files.py",
+        "runtime/test_runs.py",
         "runtime/test_result_files.py",
-        "runtime/test_room.py",
     ),
 }
 

@@ -91,7 +91,7 @@ def test_pairs_loss_equals_a_slow_reference(config, seed):
 
 
 @pytest.mark.parametrize("config", PAIR_CONFIGS)
-def test_pairs_gradient_is_that_of_the_loss(config):
+def test_pairs_gradient_equals_the_loss_gradient(config):
     batch = pairs_update(2)
     outputs = logprobs_for(batch, 2)
     gradient = outcome(config, batch, outputs).gradient

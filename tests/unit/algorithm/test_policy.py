@@ -209,7 +209,7 @@ def test_policy_loss_of_trajectories_equals_a_slow_reference(name, seed):
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not isinstance(config, CISPO)])
-def test_policy_gradient_is_that_of_the_loss(name):
+def test_policy_gradient_equals_the_loss_gradient(name):
     """Compare with differences; CISPO's gradient is another by design."""
     config, batch = CONFIGS[name], ragged_update(4)
     logprobs, entropy = logprobs_for(batch, 4), entropies(batch)

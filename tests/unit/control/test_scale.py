@@ -150,7 +150,7 @@ def test_the_start_of_10000_members_is_replayed_in_a_second():
     assert took_s < WITHIN_S
 
 
-def test_event_cost_with_10000_members_is_near_that_with_10():
+def test_event_of_10000_members_costs_as_with_10():
     cost_s = {}
     for size in (10, 10_000):
         state = replay((0.0, event) for event in of_size(size))
