@@ -108,7 +108,7 @@ def test_answers_of_ten_megabytes_take_seconds(name):
     text = HOSTILE[name](10_000_000)
     started = time.process_time()
     assert exact_answer(text, "5") == gsm8k(text, "5", {}) == 0.0
-    assert time.process_time() - started < 10  # a quadratic step would take hours
+    assert time.process_time() - started < 60  # a quadratic step would take hours
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_guard_logs_failures_of_a_kind_once(environment, caplog):
 @pytest.mark.feature(91)
 def test_guard_survives_failing_resets_and_closes(environment):
     async def all_of_them():
-        guard = Guard(environment, timeout_s=0.5)
+        guard = Guard(environment, timeout_s=1.5)
         raising = await play(guard, ["go "], reset="raise")
         hanging = await play(guard, ["go "], reset="hang")
         late = await play(guard, ["done"], close="raise")
@@ -215,7 +215,7 @@ def test_guard_survives_failing_resets_and_closes(environment):
 
     guard, raising, hanging, late, fine = run(all_of_them())
     assert "reset raised KeyError: 'no such game'" in raising.failure
-    assert hanging.failure == "reset gave no answer within 0.5 s"
+    assert hanging.failure == "reset gave no answer within 1.5 s"
     assert (late.failure, late.done, fine.done) == (None, True, True)
     assert sum(guard.failures.values()) == 3
 
@@ -260,7 +260,6 @@ def test_guard_passes_data_of_a_row_unchanged(environment):
     assert result.extra_info["began"]
 
 
-@pytest.mark.slow
 @pytest.mark.feature(93)
 def test_guard_runs_eight_samples_at_once(environment):
     async def timed():
@@ -274,7 +273,7 @@ def test_guard_runs_eight_samples_at_once(environment):
         await guard.shutdown()
         return min(took_s)
 
-    assert run(timed()) < 0.6
+    assert run(timed()) < 1.2  # 8 naps of 0.2 s in turn take 1.6 s
 
 
 @pytest.mark.feature(92)

@@ -173,9 +173,14 @@ def same(first, second):
 
 
 def batch_bits(batch):
-    ragged = {name: column for name, column in batch.columns.items() if isinstance(column, Ragged)}
-    parts = {name: (column.values.tobytes(), column.offsets.tobytes()) for name, column in ragged.items()}
-    return {name: parts.get(name, np.asarray(column).tolist()) for name, column in batch.columns.items()}
+    """The columns of a batch as bytes, or as they are if they hold objects."""
+
+    def bits(column):
+        if isinstance(column, Ragged):
+            return column.values.tobytes(), column.offsets.tobytes()
+        return column.tobytes() if isinstance(column, np.ndarray) else column
+
+    return {name: bits(column) for name, column in batch.columns.items()}
 
 
 @pytest.mark.feature(146)

@@ -192,10 +192,10 @@ OPENING = chat_environments.TEMPLATE.replace("assistant\n{% if", "assistant\n<th
 PROMPT = [{"role": "user", "content": "2+5?"}]
 
 
-CALL = '<tool_call>{"name": "add", "arguments": {"first": 2}}</tool_call>'
+INLINE_CALL = '<tool_call>{"name": "add", "arguments": {"first": 2}}</tool_call>'
 
 
-COMPLETIONS = [  # with reward.thoughts: ignored, and scored, which commit d3d8fc39 gave
+COMPLETIONS = [  # completion, and its rewards with reward.thoughts: ignored and scored
     (r"Is it \boxed{7}? I check", 0.0, 1.0),
     (r"Is it \boxed{7}?</think>It is 6.", 0.0, 1.0),
     (r"Is it \boxed{6}?</think>It is 7.", 1.0, 0.0),
@@ -225,8 +225,8 @@ def test_reward_thoughts_decides_whether_thoughts_are_scored():
 @pytest.mark.parametrize(
     ("actions", "reward", "turns"),
     [
-        ((f"Perhaps {CALL}, so 7",), 0.0, 1),  # d3d8fc39: the call is made
-        ((f"Perhaps {CALL}.</think>{CALL}", "So?</think>7"), 1.0, 2),  # d3d8fc39: two calls are made
+        ((f"Perhaps {INLINE_CALL}, so 7",), 0.0, 1),  # d3d8fc39: the call is made
+        ((f"Perhaps {INLINE_CALL}.</think>{INLINE_CALL}", "So?</think>7"), 1.0, 2),  # d3d8fc39: two calls are made
     ],
 )
 def test_tools_of_an_opened_thought_makes_no_draft(prompt, actions, reward, turns):

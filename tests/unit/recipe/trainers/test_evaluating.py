@@ -202,7 +202,7 @@ ANSWERING = ("ACTOR", "ROLLOUT", "REWARD")
     ("config", "roles", "where", "message"),
     [
         ({"eval_every": 1}, ("ACTOR", "ROLLOUT"), "workload", "both"),
-        ({"eval_every": 0}, ANSWERING, "eval_every", "nothing to do"),
+        ({"eval_every": 0}, ANSWERING, "eval_every", "need evaluations"),
         ({"answers": {"reward": {"model": "scorer"}}}, ANSWERING, "answers.reward.model", "reward.function scores"),
     ],
 )
