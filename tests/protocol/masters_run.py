@@ -240,8 +240,7 @@ def play(job: Job) -> None:
         job.world.after(_FAULTY_S, faults.heal)
         job.world.run(job.is_over, _FAULTY_S + _QUIET_S)
         job.check_end()
-        # A master that was replaced before it did anything ends after five minutes.
-        job.world.run(lambda: not job.left_over(), 300.0 + 3 * LEASE_S)
-        job.world.run(lambda: not job.cluster.cut_off, 60.0)
+        # A master that was replaced before it did anything ends after five minutes. Faults may still replace one.
+        job.world.run(lambda: not (job.left_over() or job.cluster.cut_off), _FAULTY_S + 300.0 + 3 * LEASE_S)
         if job.left_over() or job.state() != job.referee.last:
             raise Violation("a job that has ended has changed")
