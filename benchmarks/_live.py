@@ -20,7 +20,8 @@ from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes.actors import find
 from dlrover.python.rl.trainer.trainer import StepReport
-from tests.chaos.ledger import Ledger, Loss, Recorder, Up, is_alive
+from tests.chaos.ledger import Ledger, Loss, Recorder, Up
+from tests.support.commands import is_alive
 
 _LOOK_S = 0.005
 _LATEST_S = 300.0

@@ -164,7 +164,7 @@ def command_of(pid):
     return ""
 
 
-def is_alive(pid):
+def is_alive(pid: int) -> bool:
     """Return True if a process exists that is no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -9,11 +9,11 @@ import socket
 import time
 import traceback
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from dlrover.python.rl.common.sockets import HeldPort
+from tests.support.commands import is_alive
 
 _SERVER = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there already in each process: they are forked from one that has it.
@@ -67,14 +67,6 @@ def _one(results, function, rank, world_size, port, arguments):
     except BaseException:  # noqa: BLE001 - the boundary of the process: it goes to the test
         result, failure = None, traceback.format_exc()
     results.put((rank, result, failure))
-
-
-def is_alive(pid):
-    """Return whether a process runs; a zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone, or just going
-        return False
 
 
 def wait_until_gone(pid, limit_s=15.0):
