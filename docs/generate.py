@@ -19,7 +19,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs"
@@ -64,7 +65,8 @@ def type_text(kind: Any) -> str:
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
         names = [(rule, type(rule).__name__) for rule in arguments[1:]]
-        bounds = [f"{_COMPARISONS[name]} {getattr(rule, name.lower())}" for rule, name in names]
+        # Equal types are cached, and 0 equals 0.0: both are written alike.
+        bounds = [f"{_COMPARISONS[name]} {getattr(rule, name.lower()):.12g}" for rule, name in names]
         return " ".join([type_text(arguments[0]), *(bound for bound in bounds if "inf" not in bound)])
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, arguments))
@@ -74,8 +76,8 @@ def type_text(kind: Any) -> str:
         return "anything"
     if dataclasses.is_dataclass(kind):
         return "mapping"
-    if type(None) in arguments:
-        return " or ".join(type_text(part) for part in arguments)
+    if get_origin(kind) in (Union, UnionType):  # equal unions are cached, in the order of the first one in the process
+        return " or ".join(sorted(map(type_text, arguments), key=lambda text: (text == "none", len(text), text)))
     arguments = tuple(part for part in arguments if part is not ...)
     if arguments:
         name = get_origin(kind).__name__.replace("Mapping", "mapping").replace("tuple", "list")

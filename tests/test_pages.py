@@ -77,9 +77,9 @@ def test_relative_links_and_anchors_of_pages_exist():
         ("code docs/guides/own_data/sums.jsonl", '```json\n{"prompt": '),
         ("code docs/guides/own_data/sft.yaml", "```yaml\n"),
         ("page benchmarks/results/dispatch.md", "| workers | call"),
-        (f"fields {CONFIGS}.LivenessSpec", "| `beat_s` | float > 0.0 | `"),
+        (f"fields {CONFIGS}.LivenessSpec", "| `beat_s` | float > 0 | `"),
         (f"own fields {RECIPES}.dpo.DPOConfig", "|---|---|---|---|\n| `data` | mapping |"),
-        (f"keys {RECIPES}.dpo.DPOConfig", "| `optimizer.lr`<br>float > 0.0; default `"),
+        (f"keys {RECIPES}.dpo.DPOConfig", "| `optimizer.lr`<br>float > 0; default `"),
     ],
 )
 def test_generate_replaces_a_part_and_nothing_else(part, expected):
