@@ -101,7 +101,7 @@ def short_names(app, env, node, contnode):
 
 def setup(app):
     """Called by Sphinx."""
-    for name in ("GRPOTrainer", "SFTTrainer"):  # autodoc shows a class of another name as an alias without workers
+    for name in ("GRPOTrainer", "SFTTrainer"):  # autodoc shows a class of another name as an alias without members
         getattr(dlrover.rl, name).__name__ = name
     app.connect("autodoc-process-docstring", google_sections)
     app.connect("missing-reference", short_names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two roles for a walk with the debugger: REWARD workers score texts, ACTOR counts what it was told."""
+"""Two roles for a walk with the debugger: REWARD workers score texts, ACTOR counts the texts that it gets."""
 
 from typing import ClassVar
 

@@ -421,7 +421,7 @@ def test_readme_commands_are_run_somewhere():
         "make demo",  # tests/slow/test_learning.py runs what it runs
         "make test",  # this run
         "source .venv/bin/activate",
-        "dlrover-rl init my-job && cd my-job",  # tests/unit/master/test_init.py runs these
+        "dlrover-rl init my-job && cd my-job",  # tests/unit/deploy/test_deploy_files.py runs these
         "python -m dlrover.python.rl.recipe.tiny --out tiny-model",
         "dlrover-rl check job.yaml",
         "dlrover-rl run job.yaml --local steps=2",

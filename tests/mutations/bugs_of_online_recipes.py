@@ -153,7 +153,7 @@ BUGS = {
     "the last row of a set is in the next one": Bug(_PROMPTS, 'side="right") - 1]', 'side="left") - 1]'),
     "a file that is left unread is read": Bug(
         _PROMPTS,
-        "if not path or is_left_unread(path):",
+        "if is_left_unread(path):",
         "if not path:",
     ),
     "a step with no sample to train on is an update": Bug(

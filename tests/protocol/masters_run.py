@@ -219,7 +219,7 @@ def run(seed: int) -> World:
     try:
         play(job)
     except Exception as error:
-        error.add_note(f"seed {seed}: python tests/protocol/replay_protocol.py masters {seed}")
+        error.add_note(f"seed {seed}: python -m tests.protocol.replay_protocol masters {seed}")
         error.lines = world.lines
         raise
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python tests/protocol/replay_protocol.py steps SEED`` shows one simulated run of steps, or of ``masters``;
+"""``python -m tests.protocol.replay_protocol steps SEED`` shows one simulated run of steps, or of ``masters``;
 ``--seeds N --jobs 2`` tries many."""
 
 import argparse

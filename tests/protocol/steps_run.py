@@ -52,7 +52,7 @@ def run(seed):
         if differing:
             raise Violation(f"the states of {differing} differ from an undisturbed run's")
     except Exception as error:
-        error.add_note(f"seed {seed}: python tests/protocol/replay_protocol.py steps {seed}")
+        error.add_note(f"seed {seed}: python -m tests.protocol.replay_protocol steps {seed}")
         error.lines = job.world.lines
         raise
     finally:

@@ -2,7 +2,7 @@
 """Masters against simulated disasters: ended, frozen, cut off and replaced, two and more of them alive at once.
 
 Each seed is one job with the production master, brain, journal, hang detector and executor, on simulated processes,
-cluster and clock. ``python tests/protocol/replay_protocol.py masters SEED`` shows one; ``--seeds N --jobs 2`` tries
+cluster and clock. ``python -m tests.protocol.replay_protocol masters SEED`` shows one; ``--seeds N --jobs 2`` tries
 many more.
 """
 
@@ -29,7 +29,7 @@ from tests.protocol.masters_run import FAULTS, SITUATIONS, run
 from tests.protocol.replay_protocol import reached_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-SEEDS, MORE_SEEDS = range(110), range(110, 2000)
+SEEDS, MORE_SEEDS = range(110), range(110, 2500)
 ENDS = ("finished", "stopped", "not_retryable", "restart_limit")
 
 
@@ -143,14 +143,14 @@ def test_broken_seed_has_command_to_repeat_it(monkeypatch):
     monkeypatch.setattr(masters_run, "play", lambda job: job.check_end())
     with pytest.raises(AttributeError) as caught:
         run(7)
-    assert caught.value.__notes__ == ["seed 7: python tests/protocol/replay_protocol.py masters 7"]
+    assert caught.value.__notes__ == ["seed 7: python -m tests.protocol.replay_protocol masters 7"]
 
 
 def broken_by(seed):
     try:
         run(seed)
     except Violation as error:
-        assert "python tests/protocol/replay_protocol.py masters" in error.__notes__[0]
+        assert "python -m tests.protocol.replay_protocol masters" in error.__notes__[0]
         return str(error)
     return ""
 

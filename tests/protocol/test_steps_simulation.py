@@ -2,7 +2,7 @@
 """Durable steps against simulated disasters: two trainers at once, nodes that go, disks that are full, slow or failing.
 
 Each seed is one job with the production steps, port, hosts and stores, on simulated processes, clock and disks.
-``python tests/protocol/replay_protocol.py steps SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
+``python -m tests.protocol.replay_protocol steps SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
 """
 
 import pytest
@@ -36,4 +36,4 @@ def test_a_broken_seed_says_how_to_repeat_it(monkeypatch):
     with pytest.raises(Exception) as caught:
         for seed in range(60):
             run(seed)
-    assert "python tests/protocol/replay_protocol.py steps" in caught.value.__notes__[0]
+    assert "python -m tests.protocol.replay_protocol steps" in caught.value.__notes__[0]

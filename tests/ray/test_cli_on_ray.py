@@ -165,7 +165,7 @@ def test_detached_job_is_listed_followed_left_and_stopped(desk_on_ray):
     view = desk.status("alone")
     assert view["phase"] == "running" and view["nodes"] == 1 and view["reward"] > 0 and view["step_s"] > 0.05
     attached = desk.start("attach", "alone")
-    time.sleep(6)
+    wait_for(lambda: attached.has_said("step"))
     attached.interrupt()
     output = attached.end(0, 30)
     assert "step" in output and "alone" in output.splitlines()[-1]

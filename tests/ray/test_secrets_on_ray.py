@@ -159,8 +159,8 @@ def witnessed_run(folder, ends, **environ):
     job = job_with(canaries, folder, ends)
     (folder / "job-file.yaml").write_text(yaml.safe_dump(job))
     with short_folder() as temporary:
-        with Witness(canaries, folder, temporary) as witness:
-            command = Desk(folder, TMPDIR=str(temporary), **environ).start("run", "job-file.yaml")
+        desk = Desk(folder, TMPDIR=str(temporary), **environ)
+        with Witness(canaries, folder, temporary) as witness, desk.start("run", "job-file.yaml") as command:
             if ends == "cancelled":
                 wait_for((folder / "held").exists, 100)
                 command.send_signal(signal.SIGINT)
@@ -229,7 +229,9 @@ def service(folder, temporary, **environ):
             yield client, call
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        code = process.wait(60)
+        desk.kill_all()  # commands that hang
+    assert code == 0
 
 
 @pytest.mark.slow

@@ -219,9 +219,10 @@ def small_job(folder, steps, step_s, **keys):
     return toy_text(folder, module="toy_job", steps=steps, step_s=step_s, master={"cpu": 0.1}, **keys)
 
 
-def test_service_without_its_raylet_ends_and_the_next_resumes(tmp_path):
+def test_service_without_its_raylet_ends_and_the_next_resumes(tmp_path, request):
     notes, steps = tmp_path / "notes", 6
     service = Service(tmp_path, "--cpus", "4", DLROVER_RL_MEMORY=str(tmp_path / "memory"))
+    request.addfinalizer(service.desk.kill_all)
     service.start(TZ="UTC")
     text = small_job(notes, steps, 0.3, checkpoint={"commit_to": "job_dir"})
     with service.client() as client:

@@ -103,12 +103,6 @@ class TwoNodes:
         self.nodes.append(_start_node(self.cluster, index, self.cpus, self.environment(index)))
         return len(self.nodes) - 1
 
-    def kill_gcs(self) -> int:
-        """SIGKILL; the keeper starts it again where it has a store. The pid of the killed one."""
-        pid = self.gcs_pid()
-        _signal(pid, signal.SIGKILL)
-        return pid
-
     def close(self) -> None:
         """End everything; no process may be left."""
         for index in sorted(self.stopped):

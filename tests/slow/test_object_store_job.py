@@ -34,7 +34,8 @@ def server():
     code = f"from moto.server import main; main(['--host', '127.0.0.1', '--port', '{port}'])"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: listens(port), 60)
+        wait_for(lambda: listens(port) or process.poll() is not None, 60)
+        assert process.poll() is None
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of a launch, for the contract suite: ``python launched.py RANK WORLD_SIZE ADDRESS``."""
+"""A process of a launch, for the contract suite: ``python launched_rank.py RANK WORLD_SIZE ADDRESS``."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job of arithmetic whose ranks meet in collectives, and go wrong when they are told to."""
+"""A job of arithmetic whose ranks meet in collectives, and fail when the config says so."""
 
 import os
 import signal

@@ -4,7 +4,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -218,13 +217,6 @@ def taking_rank_side(kind, folder, pipe, model, place, settings):
     weights = engine.publish()
     pipe.send(weights.stamp if place.rank == 0 else None)
     pipe.recv()
-
-
-def free_port():
-    """A port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -27,13 +27,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_of(model_path, folder):
-    """A function that returns each rank's result of ``work`` on a case, which is done once for a module."""
+    """A function that returns each rank's result of ``work`` on a case, done once for a module in
+    ``folder / NAME OF WORK / NAME OF CASE``."""
     results = {}
 
     def of(work, case, *arguments):
         key = work, case.name
         if key not in results:
-            results[key] = run(case.world_size, work, case, model_path, folder / case.name, *arguments)
+            (folder / work.__name__).mkdir(exist_ok=True)
+            path = folder / work.__name__ / case.name
+            results[key] = run(case.world_size, work, case, model_path, path, *arguments)
         return results[key]
 
     return of

@@ -116,7 +116,7 @@ def test_adapters_are_trained_alone_and_leave_merged(case, ranks_of, folder, mod
         assert (up is not None) == name.removesuffix(".weight").endswith("proj")
         product = 0.0 if up is None else 2.0 * up.reshape(-1, LORA.rank) @ down.reshape(LORA.rank, -1)
         assert np.allclose(tensor, before[name] + product, atol=1e-6), name
-    merged = AutoModelForCausalLM.from_pretrained(folder / case.name / "saved", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(folder / adapted.__name__ / case.name / "saved", dtype=torch.float32)
     for name, tensor in merged.named_parameters():
         assert np.array_equal(tensor.detach().numpy(), after[name])
 
@@ -137,7 +137,7 @@ def assert_peft_loads(kind, saved, model_path, **options):
 @pytest.mark.parametrize("case", cases())
 def test_saved_adapters_with_peft_are_the_merged_model(case, ranks_of, folder, model_path):
     ranks_of(adapted, case)
-    assert_peft_loads(AutoModelForCausalLM, folder / case.name / "saved", model_path)
+    assert_peft_loads(AutoModelForCausalLM, folder / adapted.__name__ / case.name / "saved", model_path)
 
 
 HEADS = [

@@ -25,13 +25,13 @@ from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support.processes import free_port
 from tests.support.sync_sides import (
     KINDS,
     LATEST_S,
     PATIENT,
     ToySource,
     completions,
-    free_port,
     hear,
     process,
     rank_side,

@@ -98,5 +98,11 @@ def test_disk_errors_name_the_file_and_the_bytes(tmp_path):
         with pytest.raises(OSError) as raised:
             retry_io(FailingWrite(1_000_000, error), file, DiskWait(0.0))
         assert str(raised.value) == f"[Errno {errno.ENOSPC}] full: '{file}'"
-    message = str(disk_full_error(errno.EDQUOT, tmp_path, 77))
-    assert f"{tmp_path}" in message and "77 bytes do not fit, " in message and message.count("bytes are free") == 1
+    full = disk_full_error(errno.EDQUOT, tmp_path, 77)
+    message = str(full)
+    assert (
+        full.errno == errno.EDQUOT
+        and f"{tmp_path}" in message
+        and "77 bytes do not fit, " in message
+        and message.count("bytes are free") == 1
+    )

@@ -85,7 +85,7 @@ def test_ranks_count_from_0():
 
 NODES, PER_NODE = 1000, 8
 GROUP = 2000
-WITHIN_S = 2.0
+WITHIN_S = 1.0
 
 
 def running():
@@ -106,21 +106,35 @@ def running():
     return state, where
 
 
-def test_800_members_and_100_nodes_lost_take_two_seconds():
+def fastest(work, tries=3):
+    """The least processor time of some tries, in seconds, and the last result."""
+    times = []
+    for _ in range(tries):
+        began_s = time.process_time()
+        result = work()
+        times.append(time.process_time() - began_s)
+    return min(times), result
+
+
+def test_800_members_and_100_nodes_lost_take_under_a_second():
     state, where = running()
     lost_nodes = {f"n{10 * number}" for number in range(NODES // 10)}
     died = Cause(CauseKind.PROCESS_DIED, "job", "gone")
     events = [MemberLost(role, rank, 1, died) for (role, rank), node in where.items() if node in lost_nodes]
     events += [NodeLost(node, Cause(CauseKind.NODE_LOST, "job", "gone")) for node in sorted(lost_nodes)]
     assert len(events) == 900
-    started, began_s = 0, time.process_time()
-    for event in events:
-        state, commands = step(state, event, 3.0)
-        started += sum(len(command.members) for command in commands if isinstance(command, StartMembers))
-    took_s = time.process_time() - began_s
-    assert (state.phase, state.recoveries["ACTOR"]) == (Phase.RUNNING, 1)
-    assert started == GROUP + state.recoveries["ROLLOUT"]
-    assert set(state.excluded) == lost_nodes
+
+    def recover():
+        recovered, started = state, 0
+        for event in events:
+            recovered, commands = step(recovered, event, 3.0)
+            started += sum(len(command.members) for command in commands if isinstance(command, StartMembers))
+        return recovered, started
+
+    took_s, (after, started) = fastest(recover)
+    assert (after.phase, after.recoveries["ACTOR"]) == (Phase.RUNNING, 1)
+    assert started == GROUP + after.recoveries["ROLLOUT"]
+    assert set(after.excluded) == lost_nodes
     assert took_s < WITHIN_S
 
 
@@ -131,16 +145,6 @@ def of_size(members):
     ranks = [(role, rank) for role, settings in roles.items() for rank in range(settings.num)]
     started = [MemberStarted(role, rank, 1, Process(f"n{at // PER_NODE}", at)) for at, (role, rank) in enumerate(ranks)]
     return [Submitted("big", roles), Placed(1), *started, TrainerStarted(1, Process("head", 1)), StepsOpened(1)]
-
-
-def fastest(work, tries=3):
-    """The least processor time of some tries, in seconds, and the last result."""
-    times = []
-    for _ in range(tries):
-        began_s = time.process_time()
-        result = work()
-        times.append(time.process_time() - began_s)
-    return min(times), result
 
 
 def test_the_start_of_10000_members_is_replayed_in_a_second():

@@ -19,6 +19,7 @@ from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine, compile_layers
 from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.packing import pack, select_columns
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.support import fsdp2_toys as toys
 from tests.support.fsdp2_toys import logprobs, step, token_loss, weights
@@ -370,3 +371,24 @@ def test_a_model_without_names_of_its_layers_is_refused():
     model._no_split_modules = None
     with pytest.raises(EngineError, match="GPT2LMHeadModel does not name its layers"):
         compile_layers(model)
+
+
+def read_at_once(path, packs):
+    """Loss and gradients of all rows in one forward pass: packed, or padded under the library's own attention."""
+    backend = Fsdp2TrainEngine(path, OptimizerConfig())._model
+    assert backend.packs
+    if not packs:
+        backend.module.set_attn_implementation("sdpa")
+    (micro,) = pack(make_batch(), 16384)
+    outputs, _ = dataclasses.replace(backend.reader, packs=packs).read(backend.module, micro)
+    loss, _ = token_loss(outputs, select_columns(make_batch(), micro.flat, "cpu"))
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in backend.module.named_parameters()}
+
+
+@pytest.mark.feature(58)
+def test_packed_rows_have_the_loss_and_gradients_of_padded_ones(model_path):
+    (packed, first), (padded, second) = (read_at_once(model_path, packs) for packs in (True, False))
+    assert packed == pytest.approx(padded, rel=1e-5)
+    assert_close(first, second, 1e-5)
+    assert max(float(gradient.abs().max()) for gradient in first.values()) > 1e-3

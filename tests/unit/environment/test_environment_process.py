@@ -18,7 +18,7 @@ from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 from tests.support import user_environments
-from tests.support.processes import wait_until_gone
+from tests.support.processes import is_alive, wait_until_gone
 
 
 class Owner:
@@ -370,3 +370,11 @@ def test_isolated_call_cancelled_while_it_runs_is_answered():
 
     EnvironmentServer(f"{__name__}:StuckWorld", {}).serve(Requests())
     assert answers["1"] == {"error": "it was cancelled", "traceback": ""}
+
+
+def test_dropped_environment_leaves_no_process():
+    environment = IsolatedEnvironment(user_environments.__file__)
+    pid = environment._running().pid
+    assert is_alive(pid)
+    del environment
+    wait_until_gone(pid)

@@ -53,18 +53,19 @@ def test_late_verifier_is_killed_and_replaced():
 
 
 @pytest.mark.parametrize(
-    ("habit", "message"),
+    ("habit", "kind", "message"),
     [
-        ("exit", "the process of tests.support.verifiers:obedient ended: exit code 3"),
-        ("segfault", "the process of tests.support.verifiers:obedient ended: killed by SIGSEGV"),
-        ("raise", "raised KeyError: 'no such thing'"),
-        ("nan", "returned nan, which is not a reward"),
-        ("none", "returned None, which is not a reward"),
+        ("exit", VerifierCrashed, "the process of tests.support.verifiers:obedient ended: exit code 3"),
+        ("segfault", VerifierCrashed, "the process of tests.support.verifiers:obedient ended: killed by SIGSEGV"),
+        ("raise", VerifierError, "raised KeyError: 'no such thing'"),
+        ("nan", VerifierError, "returned nan, which is not a reward"),
+        ("none", VerifierError, "returned None, which is not a reward"),
     ],
 )
-def test_verifier_error_is_named_and_survived(obedient, habit, message):
-    with pytest.raises(VerifierError, match=message) as caught:
+def test_verifier_error_is_named_and_survived(obedient, habit, kind, message):
+    with pytest.raises(kind, match=message) as caught:
         obedient(habit, None)
+    assert type(caught.value) is kind
     assert ('raise KeyError("no such thing")' in caught.value.remote_traceback) == (habit == "raise")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert obedient("fine", None) == obedient("bool", None) == 1.0
@@ -97,21 +98,26 @@ def test_verifier_of_a_killed_parent_leaves_no_process():
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout_s", "message"),
+    ("function", "timeout_s", "kind", "message"),
     [
-        ("tests.support.verifiers:missing", 1, "tests.support.verifiers:missing could not be loaded"),
-        ("no_such_module:f", 1, "no_such_module:f could not be loaded"),
-        ("tests.support.verifiers:not_a_function", 1, "tests.support.verifiers:not_a_function could not be loaded"),
-        ("json.loads", 1, "not of the form"),
-        (":f", 1, "not of the form"),
-        (lambda *_: 0.0, 1, "cannot be imported by another process"),
-        (verifiers.length, 0, "limits must be positive and finite"),
-        (verifiers.length, float("nan"), "limits must be positive and finite"),
-        (verifiers.length, float("inf"), "limits must be positive and finite"),
+        ("tests.support.verifiers:missing", 1, VerifierError, "tests.support.verifiers:missing could not be loaded"),
+        ("no_such_module:f", 1, VerifierError, "no_such_module:f could not be loaded"),
+        (
+            "tests.support.verifiers:not_a_function",
+            1,
+            VerifierError,
+            "tests.support.verifiers:not_a_function could not be loaded",
+        ),
+        ("json.loads", 1, ValueError, "not of the form"),
+        (":f", 1, ValueError, "not of the form"),
+        (lambda *_: 0.0, 1, ValueError, "cannot be imported by another process"),
+        (verifiers.length, 0, ValueError, "limits must be positive and finite"),
+        (verifiers.length, float("nan"), ValueError, "limits must be positive and finite"),
+        (verifiers.length, float("inf"), ValueError, "limits must be positive and finite"),
     ],
 )
-def test_verifier_refuses_wrong_arguments(function, timeout_s, message):
-    with pytest.raises((ValueError, VerifierError), match=message):
+def test_verifier_refuses_wrong_arguments(function, timeout_s, kind, message):
+    with pytest.raises(kind, match=message):
         DeadlineVerifier(function, timeout_s=timeout_s)
 
 
@@ -157,15 +163,45 @@ def test_fork_bomb_leaves_no_process(tmp_path):
         assert verifier("fine", None) == 1.0
 
 
-def test_verifier_ends_detached_processes_and_survives_kills():
+def test_closed_verifier_ends_detached_processes():
     with DeadlineVerifier(verifiers.obedient, timeout_s=20) as verifier:
         assert verifier("daemon", None) == 1.0
         warden = verifier._child._process.pid
         children = map(int, Path(f"/proc/{warden}/task/{warden}/children").read_text().split())
-        assert verifier("kill-parent", None) == 1.0  # the warden, not the job
-        assert verifier("fine", None) == 1.0
-    for process in children:
+        (detached,) = [child for child in children if child != verifier._child.pid]
+    assert not is_alive(detached)
+
+
+def test_verifier_whose_warden_is_killed_is_replaced():
+    with DeadlineVerifier(verifiers.obedient, timeout_s=5) as verifier:
+        child = verifier._child.pid
+        assert verifier("kill-parent", None) == verifier("fine", None) == 1.0
+    wait_until_gone(child)
+
+
+@pytest.mark.slow
+def test_dropped_verifier_leaves_no_process():
+    verifier = DeadlineVerifier(verifiers.obedient, timeout_s=1.0)
+    with pytest.raises(VerifierTimeout):
+        verifier("loop", None)  # starts its second process
+    assert verifier("fine", None) == 1.0
+    processes = [verifier._child.pid, verifier._child._process.pid]
+    del verifier
+    for process in processes:
         wait_until_gone(process)
+
+
+def test_verifier_calls_of_threads_take_turns():
+    rewards: list[float] = []
+    with DeadlineVerifier(verifiers.length, timeout_s=30) as verifier:
+        threads = [
+            threading.Thread(target=lambda size=size: rewards.append(verifier("x" * size, None))) for size in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(rewards) == list(range(8))
 
 
 def test_verifier_output_is_cut(capfd):

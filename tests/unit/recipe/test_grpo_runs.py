@@ -142,7 +142,7 @@ AWAY = """\
         raise ConnectionError("the judge is away")
     return len(completion) / 8
 """
-"""In the second step; four calls come before the first, for what is held out."""
+"""Fails in the second step; the held-out prompts make four calls before the first."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submissions are read beside the service, each taken or refused; any bytes and text, within a second each."""
+"""Submissions are read beside the service, each taken or refused; any bytes and text, within a second of processor
+time each."""
 
 import asyncio
 import os

@@ -93,15 +93,19 @@ SHORTAGE = r"B requests 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A has \[0, 1\]
         ("B", SlotRequest(1, colocate_with=(0, 1), apart_from=frozenset({1})), "cannot be shared and not be shared"),
         ("B", SlotRequest(1, nodes=("10.0.0.7",)), r"no node '10.0.0.7'; did you mean '10.0.0.[01]'"),
         ("B", SlotRequest(1, colocate_with=(0,), nodes=("10.0.0.1",)), r"\[0\] of colocate_with are not on the nodes"),
-        ("B", SlotRequest(group=3, one_node=True), "with each group on one node"),
     ],
 )
-def test_impossible_wantedof_slots_is_refused(owner, wanted, message):
+def test_impossible_request_of_slots_is_refused(owner, wanted, message):
     slots = table(2, 2)
     slots.take("A", SlotRequest(group=2, groups=1))
     with pytest.raises(SessionError, match=message):
         slots.take(owner, wanted)
     assert slots.free == (2, 3)
+
+
+def test_group_larger_than_a_node_is_refused_with_one_node():
+    with pytest.raises(SessionError, match="with each group on one node"):
+        table(3, 3).take("A", SlotRequest(group=4, one_node=True))
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class _FileDataset(list[EnvBase]):
         path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it selects a split.
         num_samples: use only the first samples; None: all.
 
-    Raises DataError if there is no such source or rows are invalid.
+    Raises DataError if there is no such source or rows are invalid, ValueError if ``num_samples`` is not positive.
     """
 
     default_path = ""

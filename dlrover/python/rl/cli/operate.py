@@ -253,7 +253,7 @@ _REMEDIES = {
     CauseKind.LINK_FAILED: "Check the network, and the log of the rank that was lost first.",
     CauseKind.RETRYABLE_ERROR: "Check the processes that the trainer waited for, then resume.",
     CauseKind.START_FAILED: "Run 'dlrover-rl check', which imports the job's classes without starting anything.",
-    CauseKind.PROCESS_DIED: "See its log, which has the stack of a native crash. restart.* sets the limits.",
+    CauseKind.PROCESS_DIED: "See its log; after a native crash it ends with a stack. restart.* sets the limits.",
     CauseKind.OUT_OF_MEMORY: "Use smaller batches or more nodes, or request memory in the workload's resources.",
     CauseKind.NO_SPACE: "Free disk space, or keep fewer commits (checkpoint.keep_runs, checkpoint.every); then resume.",
     CauseKind.NODE_LOST: "Resume when the node is back, or on other nodes.",

@@ -218,7 +218,13 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 @click.option("--address", help="A running Ray cluster whose nodes are checked; by default only this machine.")
 @click.option("--folder", default="runs", show_default=True, help="The folder of runs, shared by all nodes.")
 @click.option("--server", help="A job service, host:port, which must answer and accept your token.")
-@click.option("--port", "ports", multiple=True, type=_PORT, help="A port that must be free, besides 8470; repeatable.")
+@click.option(
+    "--port",
+    "ports",
+    multiple=True,
+    type=_PORT,
+    help="A port to be free; repeatable. Without --address also 8470.",
+)
 @click.option("--free-memory", is_flag=True, help="First remove the commits of ended runs from this machine's memory.")
 def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:
     """Check a machine or a cluster before a run. Exit code 1 if a problem is found."""

@@ -22,7 +22,8 @@ copyreg.pickle(type(dataclasses.MISSING), lambda _: "MISSING")
 
 
 def name_for(value: Any, folder: Path) -> str:
-    """Return a name by which other processes load ``value``, perhaps of a new file; raises TypeError from pickling."""
+    """Return a name by which other processes load ``value``: its own, or a new file's in ``folder``. Raises
+    TypeError if it cannot be pickled."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     loaded: Any = sys.modules.get(module or "")
     is_importable = module != "__main__" and getattr(loaded, "__spec__", None) is not None

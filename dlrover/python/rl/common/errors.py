@@ -16,7 +16,7 @@
     │   ├── WeightSyncError          received weights differ from those that were sent
     │   │   └── WeightsLost          the weights of a ticket no longer exist
     │   └── NonFiniteUpdate          a loss or gradient is NaN or infinite; nothing was changed
-    ├── SessionError                 an engine driven by hand was used out of order, or lacks places
+    ├── SessionError                 an engine driven by hand was used out of order, or lacks slots
     ├── CallError                    a role-group call was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
     │   └── ShardError               an argument cannot be split as requested
@@ -168,7 +168,7 @@ class NonFiniteUpdate(EngineError):
 
 
 class SessionError(DLRoverRLError):
-    """A script used its engines out of order, or asked for more places than exist; the message says what to do."""
+    """A script used its engines out of order, or asked for more slots than exist; the message says what to do."""
 
 
 class CallError(DLRoverRLError):

@@ -109,7 +109,7 @@ def _faults_of_one(message: Any) -> list[str]:
         faults.append("'content' must be text")
     faults += [fault for key in _TEXTS for fault in surrogate_faults(key, message.get(key))]
     calls = message.get("tool_calls", [])
-    for index, call in enumerate(calls if isinstance(calls, list) else [None]):
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function: Any = call.get("function") if isinstance(call, dict) else None
         has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
         if not has_name or not isinstance(function.get("arguments"), dict | str):

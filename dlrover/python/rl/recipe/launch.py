@@ -275,10 +275,8 @@ def _store() -> Any:
     """Return the launcher's store, or one at rank 0, for all jobs of these processes."""
     launch = LaunchEnv.from_env(os.environ)
     rank, world_size = launch.rank, launch.world_size
-    store: Any
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
-        return store
+        return meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEETING_S)))
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # else torch looks for the engines' stores there, not at rank 0
     return store

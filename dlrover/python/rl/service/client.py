@@ -75,7 +75,8 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         self, address: str, token: str | None = None, tls: ClientTls | None = None, patience_s: float = _PATIENCE_S
     ) -> None:
         if tls is None and not is_loopback(address.rpartition(":")[0]):
-            raise CallError(f"{address} is beyond loopback, where the token needs TLS: set DLROVER_RL_TLS_CA")
+            advice = "pass tls=ClientTls(...), or for commands set DLROVER_RL_TLS_CA"
+            raise CallError(f"{address} is beyond loopback, where the token needs TLS: {advice}")
         if not token:
             named = os.environ.get("DLROVER_RL_TOKEN_FILE")
             try:

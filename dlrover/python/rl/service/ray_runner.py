@@ -219,9 +219,9 @@ class RayJobRunner(JobRunner):
                 if _journalled_end(driven) is None:
                     raise
                 return self._outcome(driven)
-            status, reports, position = update
+            status, position = update.status, update.position
             common = {name: getattr(status, name) for name in _SHARED_FIELDS}
-            for each in reports:
+            for each in update.reports:
                 metrics = {name: float(value) for name, value in each.metrics.items()}
                 step = {"step": each.step, "total_steps": each.total_steps, "metrics": metrics}
                 self._sink(driven.observed(JobPhase.RUNNING, **step, **common))

@@ -128,7 +128,8 @@ class HandEngine:
         return pending.refs
 
     def _gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """Return the results of one call to all ranks. After a failure the next call waits for the other ranks."""
+        """Return the results of one call to all ranks. After a failure the next call waits for the other
+        ranks, and is refused if they have not ended."""
         try:
             return self._session.gather(refs, timeout_s)
         except (InvocationTimeout, WorkloadDied):

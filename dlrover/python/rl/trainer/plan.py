@@ -49,6 +49,8 @@ class TrainerPlan:
 
 def plan_of(trainer: type[Any]) -> TrainerPlan:
     """Return the plan that ``trainer`` names, or the default for a class that uses the name for something else."""
+    if isinstance(trainer.plan, TrainerPlan):
+        raise TypeError(f"{trainer.__name__}.plan is an instance: name the class, without parentheses")
     plan = trainer.plan if isinstance(trainer.plan, type) and issubclass(trainer.plan, TrainerPlan) else TrainerPlan
     return plan(trainer)
 

@@ -316,7 +316,7 @@ def test_too_long_prompts_are_dropped_if_allowed(over_long, wrong, is_refused):
 
 
 class TrackedRollouts:
-    """Workers that begin what they have room for and complete what ``dice`` says; they hold what they are told to."""
+    """Workers that begin what they have room for and complete what ``dice`` says; they hold the groups they get."""
 
     def __init__(self, tracker, dice, room):
         self.tracker, self.dice, self.room, self.version = tracker, dice, room, 0

@@ -23,6 +23,7 @@ from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
     CriticWorkload,
     ReferenceWorkload,
+    RolloutWorkload,
     ShardedReferenceWorkload,
 )
 from dlrover.python.rl.trainer.port import COMMIT, WRITTEN, Call, Outcome, Ref, RestartInfo
@@ -199,10 +200,10 @@ class Group:
 def test_second_role_whose_ranks_meet_loads_after_the_first(second, members, waits):
     """On shared devices they would wait for each other."""
     events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
-    for kind, count in ((ActorWorkload, 2), (second, members)):
+    for kind, count in ((ActorWorkload, 2), (RolloutWorkload, 2), (second, members)):
         trainer.begin_loading(Group(kind, count, events))
     ended = ["ActorWorkload has ended"] * waits
-    assert events == ["ActorWorkload begins", *ended, f"{second.__name__} begins"]
+    assert events == ["ActorWorkload begins", "RolloutWorkload begins", *ended, f"{second.__name__} begins"]
 
 
 @pytest.mark.parametrize(("kind", "waits"), [(ReferenceWorkload, False), (ShardedReferenceWorkload, True)])

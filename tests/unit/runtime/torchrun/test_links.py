@@ -132,6 +132,10 @@ def test_held_port_is_only_for_servers_with_reused_addresses(port):
         server.listen()
         with socket.create_connection((HERE, number), timeout=5):
             pass
+
+
+def test_torch_meets_at_a_held_port(port):
+    number = port.take(address=HERE)
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.TCPStore(HERE, number, 1, is_master=True)
     store.set("met", "yes")

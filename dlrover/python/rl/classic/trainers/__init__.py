@@ -55,7 +55,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClassicTrainer:
     """The arguments of every trainer, and ``train``.
 
@@ -154,7 +154,7 @@ class ClassicTrainer:
         error = run_together(begin_run, launch, self._report)
         if error is not None:
             raise error
-        self._has_trained = True
+        object.__setattr__(self, "_has_trained", True)  # the arguments are frozen
         if not launch.rank:
             self._link("final", "model")
 
@@ -206,7 +206,7 @@ class ClassicTrainer:
 
     def _link_run(self, run: Path) -> None:
         """Link to the folder ``run`` from now on; the models of a resumed run stay."""
-        self._run = run
+        object.__setattr__(self, "_run", run)
         for path in [path for name in _MODELS for path in self.folder.glob(name) if not self.resume]:
             _remove(path)
         for name in _LINKED:

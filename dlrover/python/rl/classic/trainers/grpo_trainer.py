@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO, and the base class of trainers on sampled completions: RLFusion's arguments for the recipe ``grpo``."""
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -12,15 +10,11 @@ from annotated_types import Ge
 from dlrover.python.rl.classic.envs import SampleDataset, load_samples, write_samples
 from dlrover.python.rl.classic.evaluator import Positive, PositiveNumber, names_arguments, sampling_params
 from dlrover.python.rl.classic.trainers import ClassicTrainer
-from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.recipe import grpo
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
-from dlrover.python.rl.trainer.trainer import StepReport
-
-_LOG = get_logger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassicPolicyTrainer(ClassicTrainer):
     """The arguments of trainers on sampled completions."""
 
@@ -36,10 +30,10 @@ class ClassicPolicyTrainer(ClassicTrainer):
     """Clip the ratio to the policy that generated a sample to this distance from 1."""
 
     log_completions: bool = False
-    """Log the first ``max_log_chars`` characters of completions; ``samples.jsonl`` has all of them."""
+    """Log every sample of a step; ``samples.jsonl`` has all of them too."""
 
     max_log_chars: Positive = 320
-    _offset = 0
+    """Characters of each text that are logged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,24 +62,6 @@ class ClassicPolicyTrainer(ClassicTrainer):
         options = {"sampling_temperature": temperature, "num_batches": num_batches}
         return self._evaluate(self.model_after(step), samples, **options)
 
-    def _report(self, report: StepReport) -> None:
-        super()._report(report)
-        if self.log_completions and report.step % self.logging_steps == 0:
-            for row in self._read_samples(report.step):
-                text = row["completion"][: self.max_log_chars]
-                _LOG.info("step %d  reward %s  completion %r", report.step, row.get("reward"), text)
-
-    def _read_samples(self, step: int) -> list[dict[str, Any]]:
-        """Read the samples of a step; each call reads only the rows since the last one."""
-        prefix = f'{{"step": {step},'.encode()
-        with open(self._run / "samples.jsonl", "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0  # the run resumed from a commit, which shortens the file
-            file.seek(self._offset)
-            rows = [json.loads(line) for line in file if line.startswith(prefix)]
-            self._offset = file.tell()
-        return rows
-
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         train = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
         file = write_samples(self.folder / "data", "train", train, scored=True)
@@ -104,6 +80,8 @@ class ClassicPolicyTrainer(ClassicTrainer):
             "reward": self._reward(splits, self._empty_reward()),
             **{f"rollout.{key}": getattr(sampling, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
             "rollout.stop": list(sampling.stop),
+            "log.show_samples": prompts * getattr(self, "group_size", 1) if self.log_completions else 0,
+            "log.max_chars": self.max_log_chars,
         }
 
     def _empty_reward(self) -> float | None:
@@ -111,7 +89,7 @@ class ClassicPolicyTrainer(ClassicTrainer):
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class ClassicGRPOTrainer(ClassicPolicyTrainer):
     """Trains on groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
 

@@ -13,7 +13,7 @@ from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
     """Lowers the reverse KL to a teacher on the student's own samples: the recipe ``distill``.
 

@@ -27,7 +27,7 @@ _NO_LIMIT = 1 << 20
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class ClassicSFTTrainer(ClassicTrainer):
     """Trains a model on the assistant's part of conversations: the recipe ``sft``.
 
@@ -53,7 +53,7 @@ class ClassicSFTTrainer(ClassicTrainer):
     max_new_tokens: Positive = 256
     wandb_project: str = "sft"
     max_seq_len: Positive | None = None
-    """Longer rows are dropped, in tokens; None: the model's limit."""
+    """Rows with more tokens are dropped; None: the model's limit."""
 
     mask_prompt: bool = True
     """False: train on the prompts too."""

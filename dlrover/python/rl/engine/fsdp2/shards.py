@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks' process groups, and a model's parameters on this rank: shards, gradients and their sums."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
-from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, gather_parts, group_by_size, sum_tensors
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, gather_parts, sum_tensors
 from dlrover.python.rl.engine.training.adapters import QuantizedLinear, quantized_layers
 
 
@@ -282,8 +282,7 @@ class CopySums:
 
     def __init__(self, shards: Sequence[ParameterShard], group: Any) -> None:
         self._group = group
-        early = (shard for shard in reversed(shards) if not shard.summed)
-        self._parts = list(group_by_size(early, lambda shard: int(shard.master.numel()), LARGE))
+        self._parts = list(_join_small(shard for shard in reversed(shards) if not shard.summed))
         if summed := [shard for shard in shards if shard.summed]:  # over tensor-parallel ranks first, after the pass
             self._parts.append(summed)
         self._reset()
@@ -347,3 +346,18 @@ class CopySums:
             works.append(dist.all_reduce(zeros, group=self._group, async_op=True))
         for work in works:
             work.wait()  # waits: for the process group's timeout
+
+
+def _join_small(shards: Iterable[ParameterShard]) -> Iterator[list[ParameterShard]]:
+    """Yield large shards alone, and join the small ones between them, which are norms and biases."""
+    small: list[ParameterShard] = []
+    for shard in shards:
+        if shard.master.numel() >= LARGE:
+            yield [shard]
+            continue
+        small.append(shard)
+        if sum(each.master.numel() for each in small) >= LARGE:
+            yield small
+            small = []
+    if small:
+        yield small

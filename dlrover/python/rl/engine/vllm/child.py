@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,7 +95,7 @@ _SLOW_S = {"start": 3600.0, "load": 1800.0, "wake": 1800.0}
 
 class ChildRunner:
     """Stands for the ``SleepingRunner`` (on a CPU ``RestartingRunner``) and its ``runner`` in a process with the
-    environment ``env``. Raises their errors, and ``EngineDied`` if the process has ended."""
+    environment ``env``. Raises their errors, libraries' as ``EngineError``, and ``EngineDied`` if the process ended."""
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
@@ -170,6 +171,15 @@ class ChildRunner:
         self._process.wait(_END_S)
 
 
+def _portable(error: Exception) -> Exception:
+    """Return errors of this package and of the system as they are, others as text: they may not be picklable."""
+    if isinstance(error, DLRoverRLError | OSError):
+        with suppress(Exception):
+            ForkingPickler.dumps(error)
+            return error
+    return EngineError(f"{type(error).__name__}: {error}")
+
+
 def serve(connection: Connection) -> None:
     """Answer calls until the owner has closed its side."""
     offloadable: Any = None
@@ -188,10 +198,8 @@ def serve(connection: Connection) -> None:
             else:
                 target = offloadable if method in ("wake", "sleep") else offloadable.runner
                 value = getattr(target, method)(*arguments, **options)
-        except DLRoverRLError as failure:
-            error = failure
         except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner
-            error = EngineError(f"{type(failure).__name__}: {failure}")  # a library's exception may not be picklable
+            error = _portable(failure)
         connection.send((number, value, error, offloadable is not None and offloadable.has_weights))
 
 

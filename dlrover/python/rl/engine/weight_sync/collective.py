@@ -92,7 +92,8 @@ class BroadcastTransport(SenderBase):
 
             flat, crcs = self._arena.fill(ticket, size, read)
             group.broadcast(seal)
-        return assemble_snapshot(ticket, flat, crcs, Seal.unpack(self._on_host(seal).tobytes()))
+            # Within the group, which this process leaves if the bytes are not what was sent.
+            return assemble_snapshot(ticket, flat, crcs, Seal.unpack(self._on_host(seal).tobytes()))
 
     def _on_host(self, part: Any) -> Bytes:
         """Return the bytes of a ``uint8`` tensor; a device's are in page-locked memory until the next call."""

@@ -199,6 +199,8 @@ def same_final_number(completion: str, answer: str) -> float:
     thousands separators do not matter. A marked text, and a line without words, must be a single number or fraction: in
     calculations, ranges, times and lists only the part after ``=`` counts. Raises ValueError if ``answer`` has no such
     number."""
+    if not answer.strip():
+        raise ValueError("the prompt has no reference answer")
     marked, stated = marked_answer(answer), _stated_answer(completion)
     expected = _final_number(_plain_number_text(marked or answer), is_marked=bool(marked))
     if expected is None:

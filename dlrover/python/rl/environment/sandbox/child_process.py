@@ -97,7 +97,7 @@ class ChildProcess:
         return bool(self._end_reason)
 
     def submit(self, number: str, body: bytes) -> "Future[Reply]":
-        """Send a call of :func:`pack_call`, without waiting for the child. The reply may be a :class:`ChildEnded`."""
+        """Send a call of :func:`pack_call`, without waiting. The reply raises :class:`ChildEnded` if the child ends."""
         answer: Future[Reply] = Future()
         answer.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._lock:

@@ -44,7 +44,7 @@ _OPEN_FILES = _PROCESSES = 64
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    timeout_s: float = 4.0  #: seconds by the clock; one more of a processor
+    timeout_s: float = 4.0  #: limit of elapsed seconds; processor time may be one second more
     memory_mb: int = 1024  #: address space in MB; more is a MemoryError in the program
     #: bytes of standard output, of standard error and of each file, with bubblewrap of all files together; more ends it
     output_bytes: int = 1 << 20

@@ -155,11 +155,11 @@ def follow(
     stopping, began_s, activity = False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
-        status, reports, position = update
+        status, position = update.status, update.position
         if status.activity not in ("", activity):
             announce(status.activity)
         activity = status.activity
-        for step_report in () if stopping else reports:
+        for step_report in () if stopping else update.reports:
             report(step_report)
         if status.phase.terminal:
             return status

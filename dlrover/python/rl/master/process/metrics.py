@@ -93,7 +93,7 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "members": (GaugeMetricFamily, "Workers that are up.", ("role",)),
     "members_wanted": (GaugeMetricFamily, "Workers that the job has.", ("role",)),
     "member_up": (GaugeMetricFamily, "1 for a worker that is up.", ("role", "rank")),
-    "member_heartbeat_age_seconds": (GaugeMetricFamily, "Since a worker that is up was heard.", ("role", "rank")),
+    "member_heartbeat_age_seconds": (GaugeMetricFamily, "Seconds since the last heartbeat.", ("role", "rank")),
     "pending_calls": (GaugeMetricFamily, "Calls under way.", ("role",)),
     "restarts": (CounterMetricFamily, "Restarts of the whole job.", ("cause",)),
     "moved_bytes": (CounterMetricFamily, "Weights that each rollout received, and commits written.", ("of",)),

@@ -524,7 +524,7 @@ class JobObserver:
     def update(self, state: JobState, count: int) -> Update:
         dropped = self.count - len(self._reports)
         fresh = islice(self._reports, max(count - dropped, 0), None)
-        return self.status(state), tuple(fresh), (self._boot, self.count)
+        return Update(self.status(state), tuple(fresh), (self._boot, self.count))
 
 
 def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:

@@ -50,8 +50,14 @@ class JobStatus:
 Position: TypeAlias = tuple[str, int]
 """The id of a master's process, and the number of reports that were read from it; at first ``("", 0)``."""
 
-Update: TypeAlias = tuple[JobStatus, tuple[StepReport, ...], Position]
-"""The status of a job, the step reports since the last position, and the next position."""
+
+@dataclass(frozen=True)
+class Update:
+    """The status of a job, the step reports since the last position, and the next position."""
+
+    status: JobStatus
+    reports: tuple[StepReport, ...]
+    position: Position
 
 
 def reward_of(metrics: Mapping[str, float]) -> float:

@@ -74,7 +74,7 @@ class EngineConfig:
 
     device: str = AUTO
     """A torch device. ``cuda`` is each worker's own; ``cuda:0`` is the same one for all workers. ``auto``: ``cuda`` for
-    ``trainer.device_type: GPU``; without Ray, ``cuda`` if this machine has a GPU."""
+    ``trainer.device_type: GPU``, without Ray only if this machine has one; else ``cpu``."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Weights and moments are kept in float32."""
@@ -192,7 +192,8 @@ class RolloutConfig:
     samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``."""
+    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``; then the step uses the groups
+    it has."""
 
     top_k: Positive | None = None
     """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""
@@ -221,7 +222,8 @@ class RolloutConfig:
     """Treatment of an unfinished step without ``next_state``: the sample counts as failed, or the episode ends."""
 
     env_failure_reward: float | None = None
-    """Reward of an action on which ``step`` fails, which ends the episode. None: the sample counts as failed."""
+    """Reward of an action on which ``step`` raises or times out, which ends the episode. None: the sample counts as
+    failed."""
 
     max_turns: Positive = 8
     """Maximum actions of a sample, with an environment."""
@@ -253,7 +255,7 @@ class RewardConfig:
     """Processes of each worker of REWARD."""
 
     memory_mb: Positive | None = None
-    """Address space of each process in MB, libraries included. None: no limit."""
+    """Address space of each process in MB, libraries included; beyond it a MemoryError is raised. None: no limit."""
 
     on_failure: Literal["drop_sample", "drop_group", "redraw"] = "drop_sample"
     """Treatment of failed samples, which are never trained on: drop the sample; drop its group; or generate the group
@@ -335,7 +337,8 @@ class LogConfig:
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
     samples: Literal["all", "off"] | Positive = "all"
-    """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many, with all sequences of each."""
+    """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many from the first prompts, with all
+    sequences of each."""
 
     samples_every: NonNegative = 20
     """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""

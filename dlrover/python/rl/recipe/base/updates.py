@@ -82,7 +82,7 @@ def means_by_weight(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
-    """Average a step's updates, without the skipped ones; add the last learning rate and their number."""
+    """Average a step's updates, without skipped ones unless all are; add the last learning rate and how many are."""
     counted = [one for one in trained if not one.skipped] or trained
     values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in counted]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}

@@ -256,8 +256,8 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
         return errors
     sets = {f"eval.{name}" if name else "eval": path for name, path in data.eval_sets.items()}
     files = dict[str, list[PromptRow]]()
-    for key, path in {"train": data.train or "", **sets}.items():
-        if not path or is_left_unread(path):
+    for key, path in (({"train": data.train} if data.train else {}) | sets).items():
+        if is_left_unread(path):
             continue
         rows, faults = PROMPT_ROWS.scan(path, data.keys)
         errors += name_source(key, path, first_errors(faults))

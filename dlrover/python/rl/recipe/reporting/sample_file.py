@@ -34,7 +34,8 @@ _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class Excerpt(NamedTuple):
-    """The number of rows to print, with at most ``max_chars`` of a text, and of rows of a table."""
+    """The numbers of a step's first rows to print, with at most ``max_chars`` of a text, and to show in a table. The
+    file gets the rows of the first ``samples``."""
 
     printed: int
     max_chars: int

@@ -63,7 +63,7 @@ _MOST_STEPS, _MOST_S = 8, 10.0
 @dataclass
 class Stride:
     """The rule for the steps to commit: each ``every``-th. None: each step, or if repeated steps have the same bits
-    (``deterministic``), as often as commits take at most 1 % of the time, at least once in 8 steps and 10 s."""
+    (``deterministic``), so few steps apart that commits take at most 1 % of the time, but at most 8 steps and 10 s."""
 
     every: int | None = None
     deterministic: bool = False

@@ -119,8 +119,8 @@ class RayHosting:
             processes: list[Process] = self._all(name, [handle.dlrover_locate.remote(()) for handle in handles])
             neighbours = Neighbours(dict(enumerate(processes)))
             contexts = [neighbours.context(job, member, str(member)) for member in ids]
-            refs = [handle.dlrover_start.remote(job, *pair, 1) for handle, *pair in zip(handles, contexts, strict=True)]
-            self._all(name, refs)
+            starts = zip(handles, contexts, strict=True)
+            self._all(name, [handle.dlrover_start.remote(job, context, 1) for handle, context in starts])
             undo.pop_all()
         for rank, handle in enumerate(handles):
             self.port.replace(name, rank, handle, 1)

@@ -226,12 +226,14 @@ def ended_memory() -> list[RunMemory]:
     or, if it is not visible, nothing was written for ``_QUIET_S``, since a run may be between two processes."""
     ended = []
     for memory in list_memory():
+        if memory.is_held:  # the memory of a running job is not looked through
+            continue
         folder = Path(memory.saved_to).parent.parent
         if memory.saved_to and newest_record(folder) is not None:
             is_over = not in_use(folder)
         else:
             is_over = time.time() - max((state.st_mtime for state in memory.states()), default=0.0) > _QUIET_S
-        if is_over and not memory.is_held:
+        if is_over:
             ended.append(memory)
     return ended
 

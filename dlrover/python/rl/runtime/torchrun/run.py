@@ -50,8 +50,8 @@ _POLL_S = 0.1
 
 @contextmanager
 def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, folder.Claim]]:
-    """Claim the folder of a begun job for a new run, ``alone`` in one process or not, or to resume an earlier launch.
-    Raises InvalidJob, and JobConflict if another start has it for more than the 15 s of a launcher's restart."""
+    """Claim the folder of a begun job, to begin its run or to resume an earlier launch's; ``alone``: in one process.
+    Raises InvalidJob, and JobConflict if an earlier start does not end in time: 15 s here, its lease elsewhere."""
     previous = folder.newest_owner(job.job_dir)
     if previous is not None and previous.runtime != folder.ON_RAY and job.checkpoint.resume == "latest":
         deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + folder.BEAT_S)

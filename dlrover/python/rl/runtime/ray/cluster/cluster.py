@@ -179,7 +179,7 @@ def other_addresses() -> list[str]:
 
 
 def lost_process(patience_s: float = 0.0) -> str:
-    """Return the Ray process of this process's cluster that dies within ``patience_s`` seconds; empty if none does."""
+    """Return the Ray process of this cluster that has died, or dies within ``patience_s`` seconds; else empty."""
     until_s = time.monotonic() + patience_s
     while True:
         node = worker._global_node

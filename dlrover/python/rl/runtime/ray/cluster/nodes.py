@@ -33,7 +33,8 @@ _REFUSALS = 2
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A row of Ray's node table: the raylet's address (port 0: unknown), and ``why`` a dead node has died."""
+    """A row of Ray's node table: the raylet's address (port 0: unknown), and ``why`` the node died. A ``draining`` node
+    is alive."""
 
     node_id: str
     alive: bool

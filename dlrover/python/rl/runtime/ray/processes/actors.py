@@ -228,7 +228,7 @@ async def answer_of(process: str, ref: Any, timeout_s: float) -> Any:
 
 
 class Threads:
-    """Blocking calls off the event loop. A thread cannot be cancelled: a starting actor will exist in any case."""
+    """Blocking calls off the event loop. A thread cannot be cancelled: an actor that is starting will exist anyway."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
