@@ -259,7 +259,7 @@ async def test_refused_resize_is_an_error(make_master, monkeypatch, outcome, err
 
 def test_position_of_another_boot_counts_from_zero(tmp_path):
     observer = JobObserver(toy_job(tmp_path))
-    _, _, (boot, _) = observer.update(JobState(incarnation=1), 0)
+    boot, _ = observer.update(JobState(incarnation=1), 0).position
     assert observer.count_at(("", 0)) == 0
     assert observer.count_at((boot, 7)) == 7
     assert observer.count_at(("another", 7)) == 0
@@ -270,7 +270,7 @@ def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypat
     observed = JobObserver(toy_job(tmp_path))
     for step in range(1, 5):
         observed.report(StepReport(step, 4, {}))
-    fresh = [[report.step for report in observed.update(JobState(incarnation=1), since)[1]] for since in range(5)]
+    fresh = [[report.step for report in observed.update(JobState(incarnation=1), since).reports] for since in range(5)]
     assert fresh == [[3, 4], [3, 4], [3, 4], [4], []]
 
 
