@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.config.load import load_job_text
@@ -143,7 +144,9 @@ def test_inspect_in_child_with_a_dead_or_hung_child_is_an_error(folder, source, 
 JOB = """
 trainer: {module: trainers, class: T}
 workload: {actor: {module: parts.actors, class: A}}
-config: {reward: {function: {rewards:short: 1.0}}, list: ["rewards:long", "no:thing:more", 3]}
+config:
+  reward: {function: {rewards:short: 1.0}}
+  list: ["rewards:long", "no:thing:more", 3]
 """
 FILES = {
     "trainers.py": "import json, helpers.texts\n",
@@ -170,6 +173,11 @@ def test_digest_has_named_modules_and_their_imports(job):
     imported = {"helpers", "helpers.texts", "helpers.numbers_of", "helpers.marks"}
     assert digests["modules"].keys() == {"trainers", "parts.actors", "rewards", *imported}
     assert digests["versions"]["torch"].startswith("2.")
+
+
+def test_digest_leaves_out_values_that_cannot_be_read(job):
+    config = OmegaConf.create({"function": "rewards:short", "name": "???", "list": ["${nowhere}"]})
+    assert "rewards" in digest_code(replace(job, config=config))["modules"]
 
 
 @pytest.mark.parametrize(
