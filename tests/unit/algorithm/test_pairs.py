@@ -147,23 +147,6 @@ def test_pairs_loss_by_hand(name):
     assert actual.metrics == pytest.approx(metrics, abs=1e-6)
 
 
-@pytest.mark.feature(110)
-def test_conservative_dpo_is_least_at_the_log_odds_of_labels():
-    config = DPO(beta=0.1, label_smoothing=0.2)
-    best = torch.tensor([0.0, math.log(0.8 / 0.2) / 0.1, 0.0, 0.0, 0.0])
-    assert outcome(config, ONE, best).gradient.abs().max() < 1e-6
-
-
-def test_pairs_without_an_action_in_one_row_count_nowhere():
-    batch = pairs_of(
-        [[False, True], [False, False], [False, True], [False, True, True]], [True, False, False, True], [1, 1, 2, 2]
-    )
-    rows = add_pair_columns(batch)
-    assert rows.dense("weight") == pytest.approx([0, 0, 1 / 3, 1 / 3])
-    assert rows.dense("sign").tolist() == [0, 0, -1, 1]
-    assert rows.dense("unit").tolist() == [1, 1, 2, 2]
-
-
 @pytest.mark.parametrize(("chosen", "pair"), [([True, True], [1, 1]), ([True, False], [1, 2]), ([True, False], [1, 3])])
 def test_pairs_need_one_chosen_and_one_rejected_row(chosen, pair):
     with pytest.raises(DataError, match="one chosen and one rejected row"):

@@ -21,11 +21,7 @@ from tests.support.run_files import read_json, read_lines, steps_of, untimed
 from tests.support.tipping import Kept
 
 SUPPORT = Path(__file__).parents[2] / "support"
-
-
 HOSTILE = str(SUPPORT / "hostile_rewards.py")
-
-
 GAMES = {"train": None, "eval_rows": 4}
 
 
@@ -133,7 +129,6 @@ ONE_OF_SEVEN = """\
     return len(completion) / 8
 """
 
-
 AWAY = """\
     with open(__file__ + ".calls", "ab") as calls:
         calls.write(b".")
@@ -168,11 +163,8 @@ def test_groups_with_a_failed_sample_are_drawn_again(tmp_path, monkeypatch):
         assert row["samples/failed"] == sum(map(sum, failures))
 
 
-@pytest.mark.parametrize(
-    "on_failure", [*(pytest.param(rule, marks=pytest.mark.slow) for rule in ("drop_sample", "drop_group")), "redraw"]
-)
-def test_two_runs_with_failed_samples_are_alike(tmp_path, monkeypatch, on_failure):
-    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": on_failure}
+def test_two_runs_with_failed_samples_are_alike(tmp_path, monkeypatch):
+    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw"}
     first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
     assert untimed(first)[1]["samples/failed"] > 0

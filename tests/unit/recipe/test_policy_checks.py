@@ -45,28 +45,22 @@ def problems_of(job):
     ("override", "where", "message"),
     [
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "at least 2"),
-        ("algorithm.name=grop", "algorithm.name", "did you mean 'grpo'"),
         ("algorithm={name: ppo}", "algorithm", "needs values, which this trainer does not have; the trainer of"),
         ("algorithm={name: dapo, max_tokens: 100, overlong_buffer: 20}", "algorithm.max_tokens", "shaping"),
-        ("optimizer.lr=-1", "optimizer.lr", "greater than 0"),
         ("data.eval_rows=4000", "data.eval_rows", "cannot be held out"),
-        ("data.train=none.jsonl", "data.train", "none.jsonl: no such file"),
         ("+data.eval={a: none.jsonl}", "data.eval.a", "none.jsonl: no such file"),
         ("+data.eval={}", "data.eval", "has no set"),
         ("+data.eval={a/b: none.jsonl}", "data.eval", "'a/b' is no name"),
         ("+eval.samples=2", "eval.samples", "needs config.eval.temperature"),
         ("engine.train=fspd2", "engine.train", "did you mean 'fsdp2'"),
-        ("engine.rollout=vlm", "engine.rollout", "did you mean 'vllm'"),
         ("+engine.rollout_options={prefil_tokens: 2}", "engine.rollout_options.prefil_tokens", "prefill_tokens"),
         ("+engine.train_options={zero_stage: 2}", "engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
         ("+engine.parallel={pipeline_parallel_size: 2}", "engine", "fsdp2 supports only 1"),
         ("optimizer={name: adamw_8bits}", "optimizer.name", "adamw_8bit"),
         ("+engine.rollout_tensor_parallel_size=2", "engine.rollout_tensor_parallel_size", "runs on one device"),
-        ("+rollout.env_pth=x", "rollout.env_pth", "did you mean 'env_path'"),
         ("+keep={best: acuracy}", "keep.best", "no metric 'acuracy'; did you mean 'eval/accuracy'"),
         (f"reward.function={VERIFIERS}:exat", "reward.function", "has no 'exat'; did you mean 'exact'?"),
-        (f"reward.function={VERIFIERS[:-1]}:exact", "reward.function", f"did you mean '{VERIFIERS}'?"),
         ("reward.function=exat", "reward.function", "no reward function is called 'exat'; did you mean 'exact'?"),
     ],
 )
@@ -76,36 +70,24 @@ def test_grpo_with_a_bad_value_is_refused_with_its_place(tmp_path, override, whe
 
 
 FILTERING = {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}}
+DOUBTFUL = {"algorithm": {"name": "tests.support.column_loss:Doubtful"}}
 CLASHING = {"engine": {"rollout": "tests.support.column_engine:ClashingEngine"}}
 SGD = {"critic": {"optimizer": {"name": "sgd"}}, "engine": {"train": "megatron"}}
-
-
-def teachers(**of_teacher):
-    return {"teachers": {"teacher": of_teacher}}
 
 
 @pytest.mark.parametrize(
     ("recipe", "config", "where", "message"),
     [
-        ("ppo", {"critic": {"optimiser": {}}}, "critic.optimiser", "did you mean 'optimizer'"),
-        ("ppo", {"critic": {"warmup_steps": -1}}, "critic.warmup_steps", "greater than or equal to 0"),
         ("ppo", SGD, "critic.optimizer.name", "sgd"),
         ("ppo", {"critic": {"model": "./none"}}, "critic.model", "no such folder: ./none"),
-        ("ppo", {"updates_per_step": 0}, "updates_per_step", "greater than 0"),
         ("ppo", FILTERING, "rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"),
         ("distill", {"teachers": {}}, "teachers", "names no teacher"),
-        ("distill", teachers(model="./none"), "teachers.teacher.model", "no such folder: ./none"),
+        ("distill", {"teachers": {"teacher": {"model": "./none"}}}, "teachers.teacher.model", "no such folder: ./none"),
         ("distill", {"teachers": {"teecher": {"model": "a/b"}}}, "teachers.teecher", "did you mean 'teacher'"),
-        ("distill", teachers(model="a/b", weight=0), "teachers.teacher.weight", "greater than 0"),
         ("distill", {"algorithm": {"name": "grpo"}}, "algorithm.name", "does not use teachers"),
         ("distill", FILTERING, "rollout.dynamic_filtering", "depends on rewards"),
         ("distill", {"algorithm": {"name": "vocabulary_distillation"}, "top": 1000}, "top", "is 1000, but"),
-        (
-            "grpo",
-            {"algorithm": {"name": "tests.support.column_loss:Doubtful"}},
-            "algorithm",
-            "it needs likely, margin,",
-        ),
+        ("grpo", DOUBTFUL, "algorithm", "it needs likely, margin,"),
         ("grpo", CLASHING, "engine.rollout", "declares a column 'ref_logprobs', which the trainer has already"),
         ("grpo", {"data": {"train": None, "eval_rows": 4}}, "data.train", "is required"),
         ("grpo", {"eval_every": 1, "keep": {"best": "eval/score"}}, "keep.best", "no metric 'eval/score'"),
@@ -161,11 +143,6 @@ def test_grpo_with_an_algorithm_on_examples_is_refused(tmp_path, name):
     config = {**to_plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
     problems = plan_of(GRPOTrainer).check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
     assert list(map(str, problems)) == ["config.algorithm.name: it learns from examples, not from samples"]
-
-
-def test_common_keys_are_overridden_without_a_plus(tmp_path):
-    overrides = ["engine.device=cpu", "optimizer.weight_decay=0.1", "engine.max_batch=4"]
-    assert problems_of(grpo_job(tmp_path, *overrides)) == {}
 
 
 # -- engines and adapters ----------------------------------------------------------------------------------------------
@@ -351,15 +328,8 @@ def test_loaded_teacher_with_other_tokens_ends_the_run(job_with_other_tokens, mo
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
-NO_ENVIRONMENT = "there is no env_path"
-UNUSED = {
-    "env_isolated": False,
-    "env_timeout_s": 9.0,
-    "env_missing_state": "done",
-    "env_failure_reward": 0.0,
-    "max_turns": 3,
-    "env_options": {"a": 1},
-}
+UNUSED = {"env_isolated": False, "env_timeout_s": 9.0, "env_missing_state": "done", "env_failure_reward": 0.0}
+UNUSED |= {"max_turns": 3, "env_options": {"a": 1}}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +353,7 @@ def test_environment_with_an_error_is_refused(tmp_path, rollout, message):
 
 def test_options_of_an_environment_need_one(tmp_path):
     problems = problems_of(policy_job(tmp_path, "grpo", rollout={"samples_per_prompt": 4, **UNUSED}))
-    assert problems == {f"config.rollout.{name}": NO_ENVIRONMENT for name in UNUSED}
+    assert problems == {f"config.rollout.{name}": "there is no env_path" for name in UNUSED}
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,9 @@ from tests.support.policy_jobs import finished, policy_job, reverse_kl, write_in
 from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
 
 MODEL = "model/model.safetensors"
-
-
 PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
-
-
 PRIVATE = ("checkpoints", "commits", "journal.jsonl")
 """Files for a later start of the run alone."""
-
 
 ADAPTED = ("model.safetensors", "config.json", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
 
@@ -237,10 +232,7 @@ def test_sft_counts_unknown_ids_in_the_loss(padded):
 # -- what is learned, by a model of 35 thousand parameters -------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
-
-
 COLUMNS_OF_THE_ACTOR = {"action_mask", "old_logprobs", "rollout_logprobs"}
-
 
 FAMILY = sorted(
     name
@@ -248,7 +240,6 @@ FAMILY = sorted(
     if issubclass(schema := ALGORITHMS.load(name), PolicyGradient) and schema().needs.all <= COLUMNS_OF_THE_ACTOR
 )
 """The algorithms that need neither a critic nor a teacher."""
-
 
 CRITIC = {"optimizer": {"lr": 3e-3}}
 
@@ -322,10 +313,7 @@ def test_several_teachers_each_count_by_their_weight(tmp_path):
     first, second = write_teacher(tmp_path), write_teacher(tmp_path, "second", seed=5)
     ends = []
     for weights in ((1.0, 20.0), (20.0, 1.0)):
-        teachers = {
-            "teacher": {"model": first, "weight": weights[0]},
-            "coder": {"model": second, "weight": weights[1]},
-        }
+        teachers = {"teacher": {"model": first, "weight": weights[0]}, "coder": {"model": second, "weight": weights[1]}}
         config = {"steps": 40, "top": 64, "optimizer": {"lr": 1e-2}, "teachers": teachers}
         algorithm = {"name": "vocabulary_distillation"}
         job = policy_job(tmp_path, "distill", out=str(weights), roles=["coder"], algorithm=algorithm, **config)

@@ -26,11 +26,7 @@ from tests.support.recipe_stage import Stage, TrainerKilled, both, kill, kill_tr
 from tests.support.run_files import write_rows
 
 STEPS = 3
-
-
 FILES = ("samples.jsonl", "held_out.jsonl")
-
-
 BESIDE = {"published_stamp", "receive_weights", "init_model", "init_verifier", "machine", "device_share"}
 """Methods that return other texts: a name, or a fingerprint."""
 

@@ -17,12 +17,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.recipe.base.engine_workload import physical_device
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.online import collector
-from dlrover.python.rl.recipe.workloads import (
-    ActorWorkload,
-    ReferenceWorkload,
-    RewardWorkload,
-    RolloutWorkload,
-)
+from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from tests.chaos.job import tiny_job
 from tests.support.recipe_stage import Stage, kill
 

@@ -27,8 +27,6 @@ AUTO_SIZED = replace(ON_CUDA, max_tokens_per_microbatch="auto", gradient_checkpo
 ON_HOST = replace(ON_CUDA, train_options={"optimizer_on_host": True})
 COPIES = replace(ON_CUDA, parallel=ParallelSizes(ddp_size=2))
 TRAINED = ModelUse("trained", "")
-
-
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
 
 

@@ -26,11 +26,7 @@ from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
 from tests.support.half_billion import SIZES
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
-
-
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
-
-
 SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
@@ -70,8 +66,7 @@ def device(name, gigabytes, in_turn=False):
 def trainer(monkeypatch):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
     return SimpleNamespace(
-        actor_handles={ACTOR: [None, None]},
-        RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80)),
+        actor_handles={ACTOR: [None, None]}, RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80))
     )
 
 

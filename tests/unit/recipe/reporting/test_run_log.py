@@ -144,16 +144,6 @@ def test_restart_within_the_same_second_overwrites_no_events(tmp_path):
     assert board(tmp_path) == [(step, step / 10) for step in range(1, 5)]
 
 
-def test_restart_after_the_last_step_keeps_every_row(tmp_path):
-    written(RunLog(tmp_path), range(1, 4))
-    before = texts(tmp_path)
-    log = RunLog(tmp_path)
-    log.begin_step(4)
-    log.write_curve("reward/mean")
-    assert texts(tmp_path) == before
-    assert [step for step, _ in log._history] == [1, 2, 3]
-
-
 def test_missing_rows_are_warned_of(tmp_path, caplog):
     written(RunLog(tmp_path), [1])
     with caplog.at_level("WARNING"):
@@ -210,9 +200,8 @@ def test_curve_is_drawn_again_every_half_a_minute(tmp_path):
 def test_curve_of_an_unfinished_run_is_drawn_from_its_rows(tmp_path, name, file):
     redraw(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    write_rows(
-        tmp_path / "metrics.jsonl", [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1))]
-    )
+    rows = [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1))]
+    write_rows(tmp_path / "metrics.jsonl", rows)
     with open(tmp_path / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 4, "los')
     redraw(tmp_path)

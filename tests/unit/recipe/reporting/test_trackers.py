@@ -19,31 +19,9 @@ from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from tests.support.example_jobs import EXAMPLES, stage
+from tests.support.fake_trackers import FakeWandb
 from tests.support.recipe_stage import kill_trainer
 from tests.support.run_files import read_lines, write_rows
-
-
-class FakeWandb(types.ModuleType):
-    """Runs by their ids."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.runs, self.starts, self.axes, self.fails = {}, [], [], False
-        self.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
-
-    def init(self, **settings):
-        self.starts.append(settings)
-        run = self.runs.setdefault(settings["id"], types.SimpleNamespace(steps=[], exit_codes=[]))
-        return types.SimpleNamespace(
-            log=lambda metrics: self._log(run, **metrics),
-            define_metric=lambda name, step_metric="step": self.axes.append((name, step_metric)),
-            finish=lambda exit_code: run.exit_codes.append(exit_code),
-        )
-
-    def _log(self, run, step, **metrics):
-        if self.fails:
-            raise ConnectionError("no network")
-        run.steps.append((step, metrics))
 
 
 class FakeMlflow(types.ModuleType):
@@ -150,18 +128,8 @@ def test_trackers_get_names_settings_and_steps_from_one(modules, tmp_path):
 def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.common.log._secrets", ())
     hide_values(["hunter22"])
-    settings = {
-        "reward": {"options": {"api_key": 12345678, "url": "https://canary@host"}},
-        "log": {"trackers": [{"mine": {"wandb_token": "canary"}}]},
-        "note": "a hunter22",
-        "rollout": {"max_new_tokens": 4},
-    }
-    shown = {
-        "reward": {"options": {"api_key": "***", "url": "***"}},
-        "log": {"trackers": [{"mine": {"wandb_token": "***"}}]},
-        "note": "a ***",
-        "rollout": {"max_new_tokens": 4},
-    }
+    settings = {"reward": {"api_key": 12345678, "url": "https://canary@host", "note": "a hunter22", "workers": 4}}
+    shown = {"reward": {"api_key": "***", "url": "***", "note": "a ***", "workers": 4}}
     write_steps(log_of(tmp_path / "job", settings), 1).write_summary({})
     assert modules["wandb"].starts[0]["config"] == only_runs(modules)[1].config == shown
     assert "canary" not in (tmp_path / "job" / "trackers.json").read_text()
@@ -321,8 +289,7 @@ class Flaky(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "exit_code"),
-    [(Flaky, 1, 0), (Flaky, 100, 1), (ArithmeticError, 100, 1), (SystemExit, 100, 1)],
+    ("error", "times", "exit_code"), [(Flaky, 1, 0), (Flaky, 100, 1), (ArithmeticError, 100, 1), (SystemExit, 100, 1)]
 )
 def test_error_ends_the_run_as_failed_unless_it_is_repeated(modules, tmp_path, monkeypatch, error, times, exit_code):
     left, update = [error("in the third step")] * times, SFTTrainer.update

@@ -160,8 +160,6 @@ def test_prompt_too_long_is_an_error_and_others_stay(server):
 
 
 LONG = SamplingParams(max_new_tokens=24, temperature=1.0, samples_per_prompt=4)
-
-
 SHORT = SamplingParams(max_new_tokens=4, temperature=1.0, samples_per_prompt=4)
 
 

@@ -48,8 +48,6 @@ from tests.support.processes import run
 from tests.support.recipe_stage import Stage
 
 ENGINE = EngineConfig(threads=1)
-
-
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=4)
 
 

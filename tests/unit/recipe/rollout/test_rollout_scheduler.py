@@ -39,25 +39,6 @@ def fetched(say, *infos, samples=1, prompt="ask ", **limits):
         return rolled.fetch(groups(*infos, prompt=prompt), samples=samples)
 
 
-def searching(context, index):
-    """Searches once, then answers; every other sample wrongly."""
-    if "<information>" not in context:
-        return "<search>six plus one</search>"
-    return f"<answer>{7 + index % 2}</answer>"
-
-
-@pytest.mark.feature(86)
-@pytest.mark.parametrize("isolated", [False, True])
-def test_environment_of_the_readme_is_loaded_from_its_path(isolated):
-    with rolling(searching, RL2, isolated=isolated) as rolled:
-        taken = rolled.fetch(groups({"answer": "7"}, {"answer": "8"}), samples=2)
-    assert taken.dense("reward").tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert taken.dense("turns").tolist() == [2] * 4
-    assert taken.objects("completion")[1] == (
-        "<search>six plus one</search>\n<information>six plus one is 7</information>\n<answer>8</answer>"
-    )
-
-
 @pytest.mark.feature(75)
 def test_environment_without_data_gives_the_first_state():
     taken = fetched(word, {"seed": 4}, {"seed": 9}, prompt="", samples=2)

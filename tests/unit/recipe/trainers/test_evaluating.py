@@ -68,10 +68,7 @@ def test_evaluation_in_its_steps_changes_no_state(inputs, tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    ("data", "steps"),
-    [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])],
-)
+@pytest.mark.parametrize(("data", "steps"), [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])])
 def test_evaluation_comes_after_the_last_step_by_default(inputs, tmp_path, data, steps):
     files = {name: str(inputs / value) if name == "eval" else value for name, value in data.items()}
     stage("sft", tmp_path, config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **files})).run()

@@ -31,8 +31,6 @@ from tests.support.example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, stage
 from tests.support.run_files import metrics_of, read_json, write_rows
 
 SEEDS = (0, 1, 2)
-
-
 LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
 
 

@@ -107,8 +107,7 @@ def test_correction_is_on_where_rollouts_differ(name, engine, precision, max_sta
 
 
 @pytest.mark.parametrize(
-    ("name", "logged"),
-    [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")],
+    ("name", "logged"), [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")]
 )
 def test_metric_of_an_update_has_one_name(name, logged):
     assert policy_trainer._log_name(name) == logged
