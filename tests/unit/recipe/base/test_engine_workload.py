@@ -40,9 +40,8 @@ def test_state_bytes_are_right_within_a_few_percent(model, optimizer, engine):
     actor = ActorWorkload(None, {})
     actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())
     config = {"model": model, "engine": {"device": "cpu", **engine}, "optimizer": optimizer}
-    measured = (
-        sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
-    )
+    state = sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers)
+    measured = state - torch.get_rng_state().nbytes
     assert ActorWorkload.state_bytes(config, 1) == pytest.approx(measured, rel=0.05)
 
 
@@ -82,20 +81,13 @@ def test_state_bytes_are_unknown_without_the_models_files():
 def test_state_depends_on_engine_adapters_and_optimizer(model):
     config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}, "optimizer": {"lr": 1e-3}}
     named = ActorWorkload.settings_of_state(config)
-    assert (named["engine"]["train"], named["engine"]["lora"]["rank"], named["optimizer"]) == (
-        "fsdp2",
-        4,
-        {"name": "adamw", "momentum": Setting(0.0, kind=False)},
-    )
+    assert (named["engine"]["train"], named["engine"]["lora"]["rank"]) == ("fsdp2", 4)
+    assert named["optimizer"] == {"name": "adamw", "momentum": Setting(0.0, kind=False)}
     critic = CriticWorkload.settings_of_state({**config, "critic": {"optimizer": {"name": "sgd"}}})
     assert critic["engine"] == {"train": "fsdp2", "lora": None} and "optimizer" not in critic
     assert critic["critic.optimizer"] == {"name": "sgd", "momentum": Setting(0.0, kind=False)}
     faster = {**config, "optimizer": {"lr": 1.0}, "engine": {**config["engine"], "max_batch": 7}}
     assert ActorWorkload.settings_of_state(faster) == named
-    one, two = (
-        {**config, "engine": {"lora": {"targets": targets}}} for targets in (["q_proj", "k_proj"], ["k_proj", "q_proj"])
-    )
-    assert ActorWorkload.settings_of_state(one) == ActorWorkload.settings_of_state(two)
 
 
 def test_state_depends_on_the_layers_with_adapters(model):

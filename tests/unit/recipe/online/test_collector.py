@@ -113,12 +113,10 @@ class Prompts:
         return Batch({"prompt": [f"p{row}" for row in rows], "answer": [None] * count, "extra_info": [{}] * count})
 
 
-class Rewards:
+class Rewards(list):
     def __init__(self, reward):
+        super().__init__([None])
         self.score = Method(scored_by(reward))
-
-    def __len__(self):
-        return 1
 
 
 def make_collector(
@@ -128,22 +126,14 @@ def make_collector(
         ticket = SimpleNamespace(table=SimpleNamespace(nbytes=1000))
         return [SimpleNamespace(result=lambda: ticket)]
 
-    trainer = SimpleNamespace(
-        RG_ROLLOUT=rollouts,
-        RG_REWARD=Rewards(reward),
-        RG_ACTOR=SimpleNamespace(
-            publish_weights=publish, published_stamp=lambda: [WeightStamp(rollouts.version, "aa")]
-        ),
-        state={},
-    )
-    config = GRPOConfig(
-        "model",
-        PromptData("problems.jsonl"),
-        steps=steps,
-        prompts_per_step=groups,
-        rollout=RolloutConfig(samples_per_prompt=SAMPLES, **rollout),
-        reward=RewardConfig(on_failure=on_failure),
-    )
+    stamp = lambda: [WeightStamp(rollouts.version, "aa")]  # noqa: E731
+    actor = SimpleNamespace(publish_weights=publish, published_stamp=stamp)
+    trainer = SimpleNamespace(RG_ROLLOUT=rollouts, RG_REWARD=Rewards(reward), RG_ACTOR=actor, state={})
+    roles = {
+        "rollout": RolloutConfig(samples_per_prompt=SAMPLES, **rollout),
+        "reward": RewardConfig(on_failure=on_failure),
+    }
+    config = GRPOConfig("model", PromptData("problems.jsonl"), steps=steps, prompts_per_step=groups, **roles)
     return SampleCollector(trainer, config, Prompts())
 
 

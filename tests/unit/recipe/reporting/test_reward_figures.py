@@ -36,11 +36,9 @@ NAN = float("nan")
 def scored(*draws):
     """Rows of (prompt id, retry, rewards)."""
     rows = [(prompt, retry, reward) for prompt, retry, rewards in draws for reward in rewards]
-    columns = {
-        name: np.array(values) for name, values in zip(("prompt_id", "retry", "reward"), zip(*rows, strict=True))
-    }
-    errors = ["it broke" if np.isnan(row[2]) else None for row in rows]
-    return Batch(columns | {"action_tokens": np.ones(len(rows), dtype=np.int64), "error": errors})
+    prompts, retries, scores = map(np.array, zip(*rows, strict=True))
+    numbers = {"prompt_id": prompts, "retry": retries, "reward": scores, "action_tokens": np.ones_like(prompts)}
+    return Batch(numbers | {"error": ["it broke" if np.isnan(score) else None for score in scores]})
 
 
 def rewards(batch):

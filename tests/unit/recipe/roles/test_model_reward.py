@@ -109,9 +109,8 @@ def test_completion_too_long_for_the_reward_model_fails_alone(judge):
     scored = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
     assert scored.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
     assert np.isnan(scored.dense("reward")).tolist() == [True, False]
-    judge._engine.evaluate = lambda batch: batch.with_columns(
-        scores=batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), np.inf, dtype=np.float32))
-    )
+    infinite = lambda tokens: tokens.like(np.full(len(tokens.values), np.inf, dtype=np.float32))  # noqa: E731
+    judge._engine.evaluate = lambda batch: batch.with_columns(scores=infinite(batch.ragged("tokens")))
     scored = judge.score(rollouts(["1+1="], ["2"]))
     assert scored.objects("error") == ["the reward model's score is inf"]
     assert np.isnan(scored.dense("reward")).all()
@@ -126,11 +125,7 @@ LOW = "tests.support.policy_rewards:low"
         ({"reward": {"function": LOW}}, "reward.model", "is required by ModelRewardWorkload"),
         ({"reward": {"model": "{folder}/model"}}, "reward.model", "holds Qwen2ForCausalLM, which gives no score"),
         ({"reward": {"model": "./none"}}, "reward.model", "no such folder: ./none"),
-        (
-            {"reward": {"model": "{model}", "function": LOW}},
-            "reward.function",
-            "is not called if there is a reward.mod",
-        ),
+        ({"reward": {"model": "{model}", "function": LOW}}, "reward.function", "is not called if there is a reward.m"),
         ({"reward": {"model": "{model}"}, "engine": {"train": "megatron"}}, "engine.train", "a reward model must not"),
     ],
 )

@@ -17,7 +17,7 @@ from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, summarize_row
 from tests.support import rolled_environments
 from tests.support.scripted import SAMPLING, Rolling, groups, rolling, texts
 
-RL2, OURS = str(Path(rolled_environments.__file__).with_name("rl2_environment.py")), "tests.support.rolled_environments"
+OURS = "tests.support.rolled_environments"
 
 
 @pytest.fixture(autouse=True)

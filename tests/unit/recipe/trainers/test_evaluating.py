@@ -31,23 +31,16 @@ HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_tiny_model(folder / "model", hidden=32, layers=1, max_positions=64)
-    write_rows(folder / "examples.jsonl", EXAMPLES)
-    write_rows(folder / "pairs.jsonl", PAIRS)
-    write_rows(folder / "held_out.jsonl", HELD_OUT)
+    for name, rows in {"examples": EXAMPLES, "pairs": PAIRS, "held_out": HELD_OUT}.items():
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
 def config_of(inputs, kind="sft", **more):
-    data = {"train": str(inputs / "examples.jsonl"), "eval": str(inputs / "held_out.jsonl")}
-    return {
-        "model": str(inputs / "model"),
-        "data": data if kind == "sft" else {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")},
-        "batch_size": 2,
-        "epochs": 2.5,
-        "optimizer": {"lr": 1e-2},
-        "engine": {"threads": 1},
-        **more,
-    }
+    files = ("examples", "held_out") if kind == "sft" else ("pairs", "pairs")
+    data = {side: str(inputs / f"{file}.jsonl") for side, file in zip(("train", "eval"), files, strict=True)}
+    config = {"model": str(inputs / "model"), "data": data, "batch_size": 2, "epochs": 2.5, "optimizer": {"lr": 1e-2}}
+    return {**config, "engine": {"threads": 1}, **more}
 
 
 def evaluated_steps(folder):
@@ -111,11 +104,8 @@ def test_pairs_of_one_prompt_are_held_out_together(inputs, tmp_path):
     def talk(number, answer):
         return [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}]
 
-    rows = [
-        {side: talk(number, f"{side} {answer}") for side in ("chosen", "rejected")}
-        for answer in range(2)
-        for number in range(10)
-    ]
+    order = [(number, answer) for answer in range(2) for number in range(10)]
+    rows = [{side: talk(number, f"{side} {answer}") for side in ("chosen", "rejected")} for number, answer in order]
     data = PairData(train=write_rows(tmp_path / "pairs.jsonl", rows), eval_share=0.3)
     examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=True, seed=0)
     train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
@@ -253,7 +243,7 @@ def test_best_model_by_a_named_metric_is_kept(tmp_path, config, values, best):
 
 @pytest.mark.parametrize(
     ("former", "metric"),
-    [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward"), ("accuracy", "eval/accuracy")],
+    [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward")],
 )
 def test_former_name_of_the_best_metric_is_read_with_a_note(tmp_path, caplog, former, metric):
     assert validate_keep(KeepConfig(best=former), 1, [metric]) == []

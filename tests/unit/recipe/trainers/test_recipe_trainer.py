@@ -190,12 +190,7 @@ class Group:
 
 @pytest.mark.parametrize(
     ("second", "members", "waits"),
-    [
-        (CriticWorkload, 2, True),
-        (ShardedReferenceWorkload, 2, True),
-        (ReferenceWorkload, 2, False),
-        (ShardedReferenceWorkload, 1, False),
-    ],
+    [(CriticWorkload, 2, True), (ReferenceWorkload, 2, False), (ShardedReferenceWorkload, 1, False)],
 )
 def test_second_role_whose_ranks_meet_loads_after_the_first(second, members, waits):
     """On shared devices they would wait for each other."""
