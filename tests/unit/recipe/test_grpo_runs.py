@@ -269,36 +269,22 @@ def test_run_with_a_hostile_reward_function_finishes(tmp_path, leaves_nothing):
     assert all(row["error"] for row in rows if row["reward"] is None)
 
 
-def by_sample(rows):
-    """The rows of one step by their samples."""
-    samples = {}
-    for row in rows:
-        samples.setdefault(row["trajectory"], []).append(row)
-    assert len({(row["prompt_id"], row["sample_index"]) for row in rows}) == len(samples)
-    return list(samples.values())
-
-
-def mean_of(name, samples):
-    """The mean over samples that did not fail; the rows of a sample add up."""
-    return pytest.approx(np.mean([sum(row[name] for row in rows) for rows in samples if rows[0]["error"] is None]))
-
-
 @pytest.mark.feature(89)
 def test_score_and_all_figures_are_logged_of_whole_samples(tmp_path):
+    """Each sample is of two rows, which add up."""
     rollout = {"env_path": str(SUPPORT / "scenes.py"), "env_isolated": False}
     out = played(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep={"best": "eval/score"}, seed=5)
-    steps = steps_of(out)
+    steps, samples = steps_of(out), read_lines(out / "samples.jsonl")
     for metrics in steps:
-        rows = [row for row in read_lines(out / "samples.jsonl") if row["step"] == metrics["step"]]
-        samples = by_sample(rows)
-        assert (len(samples), len(rows)) == (16, 32)
-        assert metrics["reward/mean"] == mean_of("reward", samples)
-        assert metrics["reward/score"] == mean_of("score", samples)
-        assert metrics["reward/score"] != metrics["reward/mean"]
-        assert metrics["samples/failed"] == sum(row["error"] is not None for row in rows) / 2 > 0
-    answers, summary = by_sample(read_lines(out / "held_out.jsonl")), read_json(out / "summary.json")
-    assert len(answers) == 4
-    assert steps[-1]["eval/score"] == summary["eval/score"] == mean_of("score", answers)
+        rows = [row for row in samples if row["step"] == metrics["step"]]
+        counted = [row for row in rows if row["error"] is None]
+        assert len(rows) == 2 * 16 == 2 * len({row["trajectory"] for row in rows})
+        assert metrics["samples/failed"] == (len(rows) - len(counted)) / 2 > 0
+        for name, metric in {"reward": "reward/mean", "score": "reward/score"}.items():
+            assert metrics[metric] == pytest.approx(2 * np.mean([row[name] for row in counted]))
+    answers = [row["score"] for row in read_lines(out / "held_out.jsonl") if row["error"] is None]
+    summary = read_json(out / "summary.json")
+    assert steps[-1]["eval/score"] == summary["eval/score"] == pytest.approx(2 * np.mean(answers))
     assert {"before/eval/score", "best/eval/score"} <= set(summary)
 
 

@@ -69,9 +69,8 @@ def problems_of(*overrides, recipe="sft", job_file=None, launch=LaunchEnv()):  #
 
 @pytest.mark.usefixtures("at_desk")
 def test_misspelt_key_is_named_with_the_nearest_one():
-    problems = problems_of("model=model", "data.trian=examples.jsonl", "batch_siz=4", "checkpoint.evry=3")
+    problems = problems_of("model=model", "data.trian=examples.jsonl", "checkpoint.evry=3")
     assert "did you mean 'train'" in problems["config.data.trian"]
-    assert "did you mean 'batch_size'" in problems["config.batch_siz"]
     assert "did you mean 'every'" in problems["checkpoint.evry"]
     assert problems["config.data.train"] == "is required"
     problems = problems_of("model=model", "data.train=pairs.jsonl", "beta=0.1", recipe="dpo")
@@ -117,19 +116,6 @@ def test_other_name_on_the_command_line_overrides_the_file():
     config = describe_job("", "mine.yaml", ["learning_rate=0.25", "kl.type=null"], LaunchEnv()).config
     assert config.optimizer.lr == 0.25
     assert (config.algorithm.name, config.algorithm.clip_low, config.algorithm.kl_in) == ("grpo", 0.2, "loss")
-
-
-@pytest.mark.usefixtures("at_desk")
-@pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("algorithm.adv_estimator=grpo", "algorithm.name"),
-        ("actor_rollout_ref.actor.optim.lr_=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
-    ],
-)
-def test_key_of_another_library_is_answered_at_its_place(override, answer):
-    problems = problems_of(*ARITHMETIC, EXACT, override, recipe="grpo")
-    assert answer in problems[f"config.{override.split('=')[0]}"]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,11 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step
@@ -45,16 +39,6 @@ class TornRollout(RolloutWorkload):
         write_step(file, step, list(format_rows(numbers, texts))[:5], excerpt, at)
         os.truncate(file, file.stat().st_size - 10)
         return then()
-
-
-class SuicidalRollout(TornRollout):
-    """The whole process dies, of a job in one process; once in a folder."""
-
-    @trainer_invocation(target="RANK0")
-    def write_samples(self, file, step, at, numbers, texts, excerpt):
-        mark = file.parent / "died"
-        type(self).then = None if mark.exists() else lambda: (mark.touch(), os.kill(os.getpid(), signal.SIGKILL))
-        return super().write_samples(file, step, at, numbers, texts, excerpt)
 
 
 @pytest.fixture(autouse=True)
@@ -240,23 +224,3 @@ def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undi
     assert [json.loads(line) for line in files["samples.jsonl"].splitlines()] == expected
     assert len(expected) == STEPS * 5
     assert files["held_out.jsonl"] == undisturbed[0]["held_out.jsonl"]
-
-
-@pytest.mark.slow
-def test_killed_process_resumes_with_the_same_files(tmp_path):
-    out = {}
-    for name, rollout in (("calm", "RolloutWorkload"), ("killed", "SuicidalRollout")):
-        job = tiny_job(tmp_path / name, STEPS, log={"samples_every": 0})
-        plain = OmegaConf.create(job_to_yaml(job))
-        if name == "killed":
-            plain.workload.rollout |= {"module": "test_samples_survive", "class": rollout}
-        file = tmp_path / name / "job.yaml"
-        OmegaConf.save(plain, file)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-        cli, out[name] = [sys.executable, "-m", "dlrover.python.rl.cli"], tmp_path / name / "out"
-        code = subprocess.run([*cli, "run", str(file), "--local"], env=env, cwd=tmp_path / name).returncode
-        assert code == (0 if name == "calm" else -signal.SIGKILL)
-        if name == "killed":
-            subprocess.run([*cli, "resume", str(out[name])], env=env, cwd=tmp_path / name, check=True)
-    for file in FILES:
-        assert (out["calm"] / file).read_bytes() == (out["killed"] / file).read_bytes(), file

@@ -149,10 +149,9 @@ def test_optimizer_on_the_host_leaves_6_bytes_or_8_if_sharded(plan, small):
         assert host_bytes(small, use, ON_HOST) == 16 * small.parameters / members
         assert host_bytes(small, use, ON_CUDA) == host_bytes(small, replace(use, kind="frozen"), ON_HOST) == 0
     eight = {ACTOR: ModelUse("trained", "", 8)}
-    line = plan(small, eight, replace(ON_HOST, threads=8), 80).lines()[-1]
-    assert line == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
-    line = plan(small, eight, ON_HOST, 80).lines()[-1]
-    assert line.endswith("for the optimizer; engine.threads: the cores that take its step")
+    counted, unknown = (plan(small, eight, engine, 80).lines()[-1] for engine in (replace(ON_HOST, threads=8), ON_HOST))
+    assert counted == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
+    assert unknown == f"{counted}; engine.threads: the cores that take its step"
     critic = replace(TRAINED, head="token")
     assert host_bytes(small, critic, ON_HOST) == 16 * bytes_of(small, critic, ON_HOST).gradients / 4
 
@@ -176,7 +175,6 @@ def test_base_in_4_bits_has_one_whole_matrix_at_a_time(small):
     ("members", "gigabytes", "parallel", "change"),
     [
         (2, 48, None, "engine.parallel.ddp_size=1"),
-        (2, 48, ParallelSizes(ddp_size=2), "engine.parallel.ddp_size=1"),
         (1, 48, None, "engine.parallel.ddp_size=1 workload.actor.num=2"),
         (2, 24, None, "engine.parallel.ddp_size=1 workload.actor.num=8"),
         (2, 24, ParallelSizes(), "workload.actor.num=8"),
@@ -339,6 +337,10 @@ def test_unknown_models_and_engines_are_named_and_not_refused(plan, small):
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)
 
 
+ZERO_1, ZERO_2, ZERO_ON_HOST = (
+    {"train": "deepspeed", "train_options": options}
+    for options in ({"zero_stage": 1}, {"zero_stage": 2}, {"optimizer_on_host": True})
+)
 SPLIT = {"train": "megatron", "parallel": ParallelSizes(tensor_parallel_size=8)}
 DEEP = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4}
 
@@ -346,37 +348,23 @@ DEEP = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4}
 @pytest.mark.parametrize(
     ("shape", "members", "engine", "line"),
     [
-        (
-            "small",
-            8,
-            {"train": "deepspeed", "train_options": {"zero_stage": 1}},
-            "at least 2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed",
-        ),
-        (
-            "small",
-            8,
-            {"train": "deepspeed", "train_options": {"optimizer_on_host": True}},
-            "at least 0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes",
-        ),
-        ("large", 64, SPLIT, "at least 68.2 (weights 22.7, gradients 36.4, optimizer 9.1)"),
-        ("large", 64, {**SPLIT, "parallel": ParallelSizes(**DEEP)}, "at least 28.2 (weights"),
+        ("small", 8, ZERO_1, "2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed"),
+        ("small", 8, ZERO_ON_HOST, "0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes"),
+        ("large", 64, SPLIT, "68.2 (weights 22.7, gradients 36.4, optimizer 9.1)"),
+        ("large", 64, {**SPLIT, "parallel": ParallelSizes(**DEEP)}, "28.2 (weights"),
     ],
 )
 def test_state_of_deepspeed_and_megatron_is_planned(plan, request, shape, members, engine, line):
     uses = {ACTOR: ModelUse("trained", "", members)}
     planned = plan(request.getfixturevalue(shape), uses, replace(ON_CUDA, **engine), 80)
-    assert planned.lines()[-1].strip().startswith(f"ACTOR x{members}: {line}")
+    assert planned.lines()[-1].strip().startswith(f"ACTOR x{members}: at least {line}")
     assert planned.find_errors() == []
 
 
 @pytest.mark.parametrize(
     ("engine", "needed", "change"),
     [
-        (
-            {"train": "deepspeed", "train_options": {"zero_stage": 2}},
-            290.8,
-            "engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB",
-        ),
+        (ZERO_2, 290.8, "engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB"),
         (SPLIT, 163.6, "workload.actor.num=64 it is 68.2 GB"),
     ],
 )
@@ -388,14 +376,7 @@ def test_state_too_large_is_refused_with_a_change(plan, large, engine, needed, c
 
 @pytest.mark.parametrize(
     ("gigabytes", "tokens", "recomputes"),
-    [
-        (80, 16384, False),
-        (30, 8192, False),
-        (24, 4096, False),
-        (17, 16384, True),
-        (15.5, 8192, True),
-        (14, 1024, False),
-    ],
+    [(80, 16384, False), (24, 4096, False), (17, 16384, True), (15.5, 8192, True), (14, 1024, False)],
 )
 def test_passes_are_as_large_as_fit(small, gigabytes, tokens, recomputes):
     """Activations are recomputed only where the passes would be small."""
