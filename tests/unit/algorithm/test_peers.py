@@ -144,14 +144,9 @@ def test_verl_policy_losses(verl, name, seed):
     leaf = grid(batch, current).requires_grad_()
     options = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high}
     options |= {"clip_ratio_c": config.dual_clip} if config.dual_clip else {}
-    expected, _ = verl.get_policy_loss_fn(name.split(",")[0])(
-        padded(batch.ragged("old_logprobs")),
-        leaf,
-        tokens_advantages(config.annotate(batch)),
-        mask,
-        MODES[config.averaging],
-        verl_config(**options),
-    )
+    old, advantages = padded(batch.ragged("old_logprobs")), tokens_advantages(config.annotate(batch))
+    loss = verl.get_policy_loss_fn(name.split(",")[0])
+    expected, _ = loss(old, leaf, advantages, mask, MODES[config.averaging], verl_config(**options))
     expected.backward()
     actual = outcome(config, batch, current)
     assert actual.loss == pytest.approx(expected.item(), rel=1e-5)

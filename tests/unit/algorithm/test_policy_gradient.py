@@ -96,12 +96,9 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 def factors(kind, differences, low=0.0, high=2.0, level="token", units=None):
     """Correction factors of tokens whose old log-probs are ``differences`` above the rollout's."""
     old = torch.zeros(len(differences), dtype=torch.float64)
-    columns = {
-        "old_logprobs": old,
-        "rollout_logprobs": old - torch.tensor(differences, dtype=torch.float64),
-        "weight": torch.full_like(old, 1 / len(old)),
-        "unit": torch.tensor(units or list(range(len(old)))),
-    }
+    rollout = old - torch.tensor(differences, dtype=torch.float64)
+    columns = {"old_logprobs": old, "rollout_logprobs": rollout, "weight": torch.full_like(old, 1 / len(old))}
+    columns["unit"] = torch.tensor(units or list(range(len(old))))
     factor, metrics = correction_weights(columns, kind, level, low, high)
     assert not factor.requires_grad
     return factor.tolist(), {name: value.item() for name, value in metrics.items()}

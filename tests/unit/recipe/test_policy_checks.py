@@ -2,7 +2,6 @@
 """Errors in jobs of GRPO, PPO and distillation are found before anything starts."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
-from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.distill import DistillationConfig
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
@@ -116,18 +114,11 @@ def test_errors_of_rows_models_and_options_come_together(tmp_path):
 
 
 def test_unknown_options_hide_no_other_error(tmp_path):
-    config = {
-        "algorithm": {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1},
-        "rollout": {"samples_per_prompt": 1},
-        "engine": {"weight_sync_options": {"foldr": "x"}, "weight_sync": "dsk"},
-    }
-    assert list(problems_of(policy_job(tmp_path, "grpo", **config))) == [
-        "config.engine.weight_sync_options.foldr",
-        "config.engine.weight_sync",
-        "config.algorithm.kl_coeff",
-        "config.rollout.samples_per_prompt",
-        "workload",
-    ]
+    algorithm = {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1}
+    config = {"engine": {"weight_sync_options": {"foldr": "x"}}, "rollout": {"samples_per_prompt": 1}}
+    places = ["engine.weight_sync_options.foldr", "algorithm.kl_coeff", "rollout.samples_per_prompt"]
+    problems = problems_of(policy_job(tmp_path, "grpo", algorithm=algorithm, **config))
+    assert list(problems) == [*(f"config.{place}" for place in places), "workload"]
 
 
 @pytest.mark.parametrize(
@@ -162,24 +153,15 @@ def test_engine_not_installed_is_refused_with_a_remedy(tmp_path, kind, engine, w
     assert problems_of(grpo_job(tmp_path, f"engine.{kind}={engine}"))[f"config.engine.{where}"] == message
 
 
-def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch):
-    overrides = ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
-
-    def problems(*more):
-        return problems_of(grpo_job(tmp_path, *overrides, *more))
+def test_base_in_4_bits_may_be_divided_but_not_split(tmp_path):
+    def problems(sizes):
+        overrides = ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}", f"+engine.parallel={sizes}"]
+        return problems_of(grpo_job(tmp_path, *overrides))
 
     for sizes in ("{ddp_size: 1}", "{ddp_size: 2}", "{context_parallel_size: 2}"):
-        assert not any("engine" in key for key in problems(f"+engine.parallel={sizes}"))
-    message = problems("+engine.parallel={tensor_parallel_size: 2}")["config.engine"]
+        assert not any("engine" in key for key in problems(sizes))
+    message = problems("{tensor_parallel_size: 2}")["config.engine"]
     assert message == "adapters cannot be split: tensor_parallel_size must be 1, not 2"
-
-    def absent_version(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", absent_version)
-    absent = "'bitsandbytes>=0.50' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
-    assert problems()["config.engine.lora.quantize_base"] == absent
-    assert problems("+optimizer.name=adamw_8bit")["config.optimizer.name"] == absent
 
 
 @pytest.mark.parametrize(
@@ -187,8 +169,6 @@ def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch
     [
         ([], "names no layer: 'all-linear' is all layers except the output layer"),
         (["q_prj", "v_proj"], "no linear layer is named 'q_prj'; did you mean 'q_proj'"),
-        (["self_attn.q_proj", "lm_head"], "the output layer shares the embedding's weight"),
-        ("all-linear", None),
         (["mlp.up_proj"], None),
     ],
 )
@@ -304,26 +284,12 @@ def test_conversations_need_a_chat_template(tmp_path):
     assert f"no chat template, which the 'messages' of {path}:21 need" in message
 
 
-@pytest.fixture
-def job_with_other_tokens(tmp_path):
-    """A job whose teacher gives two tokens each other's ids."""
+def test_teacher_with_other_tokens_is_refused(tmp_path):
     write_inputs(tmp_path)
     other = write_tiny_model(tmp_path / "other", hidden=32, layers=1, heads=4, kv_heads=2, max_positions=32)
     swap_tokens(other, "A", "B")
-    return policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}})
-
-
-def test_teacher_with_other_tokens_is_refused(job_with_other_tokens):
-    message = problems_of(job_with_other_tokens)["config.teachers.teacher.model"]
-    assert "its vocabulary differs from the policy's: 'A' has id" in message
-
-
-@pytest.mark.slow
-def test_loaded_teacher_with_other_tokens_ends_the_run(job_with_other_tokens, monkeypatch):
-    monkeypatch.setattr("dlrover.python.rl.recipe.distill.validate_vocabulary", lambda model, policy, where: [])
-    status = run_here(check_job(job_with_other_tokens, local=True))
-    assert status.phase is Phase.FAILED
-    assert "the model of the role 'teacher' has another vocabulary" in status.cause.message + status.cause.detail
+    problems = problems_of(policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}}))
+    assert "its vocabulary differs from the policy's: 'A' has id" in problems["config.teachers.teacher.model"]
 
 
 # -- environments ------------------------------------------------------------------------------------------------------

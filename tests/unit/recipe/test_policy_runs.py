@@ -85,17 +85,15 @@ async def step(state, action, extra_info):
 """
 
 
-def run_with_columns(folder, turns, **rollout):
+def run_with_columns(folder, turns, max_staleness):
     for record in (column_engine.generated, column_loss.annotated, column_loss.arrived):
         record.clear()
     (folder / "asks.py").write_text(ENVIRONMENT)
-    asks = {"env_path": str(folder / "asks.py"), "env_isolated": False, "max_turns": turns} if turns > 1 else {}
-    config = {
-        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 5, **asks, **rollout},
-        "engine": {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"},
-        "algorithm": {"name": "tests.support.column_loss:Doubtful"},
-    }
-    finished(policy_job(folder, "grpo", **config, **({"reward": {}} if asks else {})))
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 5, "max_staleness": max_staleness, "max_turns": turns}
+    rollout |= {"env_path": str(folder / "asks.py"), "env_isolated": False}
+    engine = {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"}
+    algorithm = {"name": "tests.support.column_loss:Doubtful"}
+    finished(policy_job(folder, "grpo", rollout=rollout, engine=engine, algorithm=algorithm, reward={}))
     return {tuple(tokens[at] for at in range(len(tokens))) for tokens in column_engine.generated.values()}
 
 
@@ -120,7 +118,7 @@ def split_turns(tokens, completions):
 
 @pytest.mark.parametrize(("turns", "max_staleness"), [(1, 0), (3, 1)])
 def test_engine_columns_arrive_at_the_loss_token_by_token(tmp_path, turns, max_staleness):
-    generated = run_with_columns(tmp_path, turns, max_staleness=max_staleness)
+    generated = run_with_columns(tmp_path, turns, max_staleness)
     completions = {tuple(token[1:] for token in tokens) for tokens in generated}
     rows = [(split_turns(tokens, completions), passes) for tokens, passes in rows_of_losses()]
     assert len(rows) == 3 * 4 * 4

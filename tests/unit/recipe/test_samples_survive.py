@@ -92,14 +92,6 @@ def nothing(port):
     pass
 
 
-@pytest.mark.parametrize(("method", "first"), [("begin_samples", 2), ("write_samples", 3)])
-def test_removed_file_is_begun_again(tmp_path, inputs, undisturbed, method, first):
-    job = stage(tmp_path, inputs)
-    strike(job, method, "after", [nothing, lambda port: (job.folder / "samples.jsonl").unlink()])
-    expected = [line for line in undisturbed[0]["samples.jsonl"].splitlines() if json.loads(line)["step"] >= first]
-    assert files_of(job)["samples.jsonl"].splitlines() == expected
-
-
 RARE = [pytest.param(method, marks=pytest.mark.slow) for method in ("texts", "write_held_out")]
 
 

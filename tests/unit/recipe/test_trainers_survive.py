@@ -231,16 +231,9 @@ def test_example_recipe_with_deaths_ends_the_same(tmp_path, kind):
     write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
     sides = {"response": 1} if kind == "sft" else {"chosen": 1, "rejected": 0}
     rows = [{"prompt": f"{n}+1=", **{side: str(n + more) for side, more in sides.items()}} for n in range(10)]
-    config = {
-        "model": str(tmp_path / "model"),
-        "data": {"train": write_rows(tmp_path / "rows.jsonl", rows)},
-        "batch_size": 4,
-        "epochs": 2.0,
-        "eval_every": 2,
-        "optimizer": {"lr": 1e-3, "warmup_steps": 3},
-        "engine": {"threads": 1},
-        "keep": {"best": "eval/loss", "save_every": 2},
-    }
+    config = {"model": str(tmp_path / "model"), "data": {"train": write_rows(tmp_path / "rows.jsonl", rows)}}
+    config |= {"batch_size": 4, "epochs": 2.0, "eval_every": 2, "optimizer": {"lr": 1e-3, "warmup_steps": 3}}
+    config |= {"engine": {"threads": 1}, "keep": {"best": "eval/loss", "save_every": 2}}
     *undisturbed, calls = end_on_examples(tmp_path / "undisturbed", kind, config)
     assert [row["step"] for row in undisturbed[0]] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in undisturbed[0] if "eval/loss" in row] == [2, 4, 5]

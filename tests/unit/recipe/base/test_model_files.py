@@ -88,11 +88,6 @@ def test_truncated_file_is_named_by_check_and_engines(model, length):
             read(model)
 
 
-def test_pointer_of_git_lfs_is_no_file_of_weights(model):
-    (model / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert fault_of(model).startswith(f"{model / WEIGHTS} is not a whole safetensors file")
-
-
 # -- config.model_config ----------------------------------------------------------------------------------------------
 
 

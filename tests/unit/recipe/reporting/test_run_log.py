@@ -176,23 +176,21 @@ def test_counts_of_samples_and_tokens_survive_a_restart(tmp_path):
 def test_curve_is_drawn_again_every_half_a_minute(tmp_path):
     clock = ManualClock()
     log, image = RunLog(tmp_path, now_s=clock), tmp_path / "reward.png"
+
+    def drawing_after(seconds):
+        clock.advance(seconds)
+        log.redraw("reward/mean")
+        if log.drawing is not None:
+            log.drawing.join(60.0)
+        return log.drawing
+
     written(log, [1])
-    clock.advance(29.0)
-    log.redraw("reward/mean")
-    assert log.drawing is None
-    clock.advance(1.0)
-    log.redraw("reward/mean")
-    first = log.drawing
-    first.join(60.0)
-    before = image.read_bytes()
+    assert drawing_after(29.0) is None
+    first, before = drawing_after(1.0), image.read_bytes()
     assert before.startswith(b"\x89PNG")
-    clock.advance(29.0)
-    log.redraw("reward/mean")
-    assert log.drawing is first
-    clock.advance(1.0)
     written(log, [2, 3])
-    log.redraw("reward/mean")
-    log.drawing.join(60.0)
+    assert drawing_after(29.0) is first
+    assert drawing_after(1.0) is not first
     assert image.read_bytes() != before
 
 

@@ -272,13 +272,8 @@ def test_log_without_a_step_ends_the_run_left_open(modules, tmp_path):
 def run_sft(tmp_path, name="out", faults=None):
     if not (tmp_path / "model").exists():
         write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
-    config = {
-        "model": str(tmp_path / "model"),
-        "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)},
-        "batch_size": 1,
-        "engine": {"threads": 1},
-        "log": {"wandb": {"project": "sums"}},
-    }
+    config = {"model": str(tmp_path / "model"), "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)}}
+    config |= {"batch_size": 1, "engine": {"threads": 1}, "log": {"wandb": {"project": "sums"}}}
     job = stage("sft", tmp_path / name, config)
     job.run(faults)
     return job

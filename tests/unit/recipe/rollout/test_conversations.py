@@ -73,14 +73,6 @@ def test_environment_of_messages_gets_messages_and_cut_turns():
     assert taken.dense("reward").tolist() == [2.0]
 
 
-def test_template_arguments_of_the_job_replace_the_environments():
-    arguments = {"tools": None, "enable_thinking": False}
-    taken, _ = played(lambda *_: "yes", [{"questions": ["one"]}], template_kwargs=arguments)
-    (prompt,) = taken.objects("prompt")
-    assert prompt.startswith("<|im_start|>system\nbe brief")
-    assert prompt.endswith("<|im_start|>assistant\n<think></think>")
-
-
 def test_stripping_template_keeps_answers_as_generated():
     content = "{{ message.content }}\n{%- for"
     template = chat_environments.TEMPLATE.replace(content, content.replace(" }}", " | trim }}"))
