@@ -104,7 +104,7 @@ def test_pairs_gradient_equals_the_loss_gradient(config):
 
 ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4])
 SLOPE = 0.1 / (1 + math.exp(0.4))
-HALF = 0.5 / (1 + math.e)
+LOSS, HALF = math.log1p(math.exp(-0.4)), 0.5 / (1 + math.e)
 
 
 @pytest.mark.feature(109, 110)

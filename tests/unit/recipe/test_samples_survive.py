@@ -192,27 +192,16 @@ def test_trainer_receives_no_more_text_of_longer_samples(tmp_path, inputs, shown
     assert max(received["write_samples"] for received in counts) <= 2 * shown * 300
 
 
-def keep_in_memory(job, name):
-    """Let the files of a run be in an object store."""
-    upath, link = pytest.importorskip("upath"), job._link
-    job._link = lambda: replace(link(), results=upath.UPath(f"memory://runs/{name}"))
-
-
-def test_run_in_an_object_store_has_the_same_samples(tmp_path, inputs, undisturbed):
-    job = stage(tmp_path, inputs)
-    keep_in_memory(job, "samples")
-    assert files_of(job, {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer}) == undisturbed[0]
-    assert not calls_to(job.port.calls, "write_samples")
-
-
 @pytest.mark.parametrize("is_local", [False, True], ids=["rollout", "trainer"])
 def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undisturbed, is_local):
     job = stage(tmp_path, inputs, log={"samples": 5, "samples_rows": 7})
-    if is_local:
-        keep_in_memory(job, "few")
+    if is_local:  # the files of the run are in an object store
+        upath, link = pytest.importorskip("upath"), job._link
+        job._link = lambda: replace(link(), results=upath.UPath("memory://runs/few"))
     files = files_of(job, {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer})
     rows = [json.loads(line) for line in undisturbed[0]["samples.jsonl"].splitlines()]
     expected = [row for row in rows if row["trajectory"] < 5]
     assert [json.loads(line) for line in files["samples.jsonl"].splitlines()] == expected
     assert len(expected) == STEPS * 5
+    assert bool(calls_to(job.port.calls, "write_samples")) != is_local
     assert files["held_out.jsonl"] == undisturbed[0]["held_out.jsonl"]

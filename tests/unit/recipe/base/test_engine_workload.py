@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
@@ -14,6 +13,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.workloads import ActorWorkload, CriticWorkload, ScorerWorkload
 from dlrover.python.rl.trainer.workload import Setting
+from tests.support.rollout_member import actor
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,9 @@ def test_state_bytes_are_right_within_a_few_percent(model, optimizer, engine):
     if optimizer.get("name") == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     lora = LoraSettings(**engine["lora"]) if engine else None
-    actor = ActorWorkload(None, {})
-    actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())
+    trained = actor(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer))
     config = {"model": model, "engine": {"device": "cpu", **engine}, "optimizer": optimizer}
-    state = sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers)
+    state = sum(memoryview(buffer).nbytes for buffer in dump(trained.state_dict()).buffers)
     measured = state - torch.get_rng_state().nbytes
     assert ActorWorkload.state_bytes(config, 1) == pytest.approx(measured, rel=0.05)
 

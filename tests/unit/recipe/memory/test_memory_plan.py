@@ -32,7 +32,7 @@ ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REF
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=64, layers=3, max_positions=64))
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=256, layers=1, max_positions=64))
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,15 @@ def test_shape_comes_from_a_folder_or_a_configuration(model, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(rank=4, quantize_base="nf4")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16), LoraSettings(rank=16, quantize_base="nf4")])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_weights_and_optimizer_are_an_engines(model, precision, optimizer, lora, on_host):
     if lora is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-        if lora.quantize_base is not None:
-            pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    if optimizer == "adamw_8bit" or (lora is not None and lora.quantize_base is not None):
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    optimizer = OptimizerConfig(name=optimizer)
     options = {"optimizer_on_host": on_host}
     engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora, backend=options))
     use = ModelUse("trained", model, optimizer=optimizer, lora=lora)
@@ -99,23 +100,6 @@ def test_weights_and_optimizer_are_an_engines(model, precision, optimizer, lora,
     assert host_bytes(shape_of(model), use, settings) == pytest.approx(2 * masters + moments, rel=0.02)
     assert planned.weights == pytest.approx(measured["weights"], rel=0.02)
     assert planned.optimizer == pytest.approx(measured.get("optimizer", 0), rel=0.02)
-
-
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16)])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_moments_in_8_bits_are_an_engines(tmp_path, lora, on_host):
-    for package in ("bitsandbytes", *(["peft"] if lora else [])):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    model = str(write_tiny_model(tmp_path / "wide", hidden=256, layers=1, max_positions=64))
-    optimizer, options = OptimizerConfig(name="adamw_8bit"), {"optimizer_on_host": on_host}
-    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(lora=lora, backend=options))
-    use, settings = ModelUse("trained", model, optimizer=optimizer, lora=lora), replace(ON_CUDA, train_options=options)
-    trained = sum(shard.master.numel() for shard in engine._model.shards.trained)
-    moments = sum(tensor.nbytes for tensor in engine._model.optimizer.tensors())
-    assert moments / trained < 2.4
-    planned = bytes_of(shape_of(model), use, settings).optimizer
-    assert planned == pytest.approx(engine.footprint().get("optimizer", 0), rel=0.02)
-    assert host_bytes(shape_of(model), use, settings) == pytest.approx(on_host * (8 * trained + moments), rel=0.02)
 
 
 @pytest.mark.parametrize(("trained", "measured"), [(255, 33.8e9), (128, 28.8e9)], ids=["sft", "grpo"])
@@ -275,15 +259,6 @@ def test_head_of_one_score_replaces_the_output_layer(small, tied):
     assert (adapted.gradients, adapted.optimizer) == (4 * trained, 8 * trained)
     assert adapted.weights == 2 * small.parameters + 6 * trained
     assert host_bytes(shape, use, ON_HOST) == 16 * trained
-
-
-def test_score_head_is_trained_beside_the_adapters(small):
-    lora, scoring = LoraSettings(rank=4), small.with_score_head()
-    adapters = small.trained_parameters(lora)
-    assert scoring.trained_parameters(replace(lora, targets="all-linear")) == adapters + small.hidden
-    both = replace(lora, targets=("q_proj", "score"))  # an adapter in place of the head itself
-    alone = small.trained_parameters(replace(lora, targets=("q_proj",)))
-    assert scoring.trained_parameters(both) == alone + 4 * (small.hidden + 1)
 
 
 def test_known_roles_of_other_models_sizes_and_engines(model):

@@ -95,13 +95,6 @@ def test_sample_returns_when_enough_groups_are_complete(model, first):
     assert rows(sample(server, groups), "complete", "min_version") == [(True, 0)] * 6
 
 
-def test_sample_returns_after_its_patience(model, first):
-    server = member(model, first[1])
-    standing = sample(server, wanted(1, 2), patience_s=0.0)
-    assert rows(standing, "started", "complete", "min_version") == [(False, False, -1)] * 2
-    assert len(sample(server, wanted())) == 0
-
-
 def test_sampling_between_calls_needs_staleness(model, first):
     few, groups = EngineConfig(threads=1, max_batch=4), wanted(*range(6))
     server, before = member(model, first[1], few), set(threading.enumerate())

@@ -46,18 +46,12 @@ from dlrover.python.rl.trainer.workload import MemberContext, member_context
 from tests.chaos.job import tiny_job
 from tests.support.processes import run
 from tests.support.recipe_stage import Stage
-from tests.support.rollout_member import ENGINE, SAMPLING, member, wanted
+from tests.support.rollout_member import ENGINE, SAMPLING, actor, member, wanted
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64))
-
-
-def actor(model, engine=ENGINE):
-    workload = ActorWorkload(None, {})
-    workload.init_model(model, engine, OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1), GRPO())
-    return workload
 
 
 def synced(model):
@@ -85,13 +79,14 @@ def saved(workload):
 
 
 def test_replaced_actor_trains_on_bit_for_bit(model):
-    first, server = actor(model), member(model)
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
+    first, server = actor(model, optimizer=optimizer), member(model)
     for step in (1, 2, 3):
         train(first, server, step)
     state = saved(first)
     torch.rand(3)  # What comes after the commit does not come back.
     expected = [train(first, server, step) for step in (4, 5)]
-    second, other = actor(model), member(model)
+    second, other = actor(model, optimizer=optimizer), member(model)
     second.load_state_dict(state)
     assert [train(second, other, step) for step in (4, 5)] == expected
     assert bits(second)[1][1:] == bits(first)[1][1:]
@@ -125,8 +120,7 @@ class Foreign(TorchRolloutEngine):
 @pytest.mark.parametrize("engine", ["torch", f"{__name__}:Foreign"])
 def test_rollout_with_adapters_alone_has_the_merged_weights(model, engine):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    first = ActorWorkload(None, {})
-    first.init_model(model, replace(ENGINE, lora=LoraSettings(rank=2)), OptimizerConfig(lr=1e-2), GRPO())
+    first = actor(model, replace(ENGINE, lora=LoraSettings(rank=2)))
     server = member(model, engine=replace(ENGINE, rollout=engine))
     train(first, server, 1)
     ticket = first.publish_weights()

@@ -201,18 +201,15 @@ def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where,
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
-class Saved(list):
-    """Notes the folders it is told to write."""
-
-    def __call__(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.append(folder.name)
-
-
 def make_saver(tmp_path, before=None, evaluated=None, **config):
     """A saver, or one with the state of the saver ``before``, and the list of the folders that it has written."""
-    saved = Saved()
-    saver = ModelSaver(KeepConfig(**config), tmp_path, saved)
+    saved = []
+
+    def save(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.append(folder.name)
+
+    saver = ModelSaver(KeepConfig(**config), tmp_path, save)
     if evaluated is not None:
         saver.evaluated = evaluated
     if before is not None:
