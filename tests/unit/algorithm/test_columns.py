@@ -17,8 +17,6 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from tests.support.loss_updates import rows_of, token_rows
 
 NAN = float("nan")
-
-
 ALL = np.ones(2, dtype=bool)
 LENGTHS = np.array([1, 3])
 

@@ -2,7 +2,6 @@
 """Runs of GRPO in one process: what they write, failed samples, and environments that answer and reward."""
 
 import math
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from dlrover.python.rl.master.job import check_job, run_here
 from tests.chaos.job import tiny_job
 from tests.ray.recipe_jobs import grpo_job
 from tests.support.policy_jobs import policy_job, write_inputs, write_teacher
+from tests.support.processes import children
 from tests.support.run_files import read_json, read_lines, steps_of, untimed
 from tests.support.tipping import Kept
 
@@ -132,29 +132,6 @@ AWAY = """\
 """Fails in the second step; the held-out prompts make four calls before the first."""
 
 
-@pytest.mark.slow
-def test_groups_with_a_failed_sample_are_drawn_again(tmp_path, monkeypatch):
-    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw", "max_redraws": 2}
-    out = finished(tmp_path, reward=reward, reference=True)
-    groups = {}  # step and prompt to the attempts, and the completions and rewards of each
-    for row in read_lines(out / "samples.jsonl"):
-        attempts = groups.setdefault((row["step"], row["prompt_id"]), {})
-        attempts.setdefault(row["retry"], []).append((row["completion"], row["reward"]))
-    assert max(len(attempts) for attempts in groups.values()) == 3
-    for attempts in groups.values():
-        for retry, samples in attempts.items():
-            failed = any(reward is None for _, reward in samples)
-            assert failed == (retry + 1 in attempts) or retry == 2
-        assert len({tuple(text for text, _ in samples) for samples in attempts.values()}) == len(attempts)
-    for row in steps_of(out):
-        of_step = [attempts for place, attempts in groups.items() if place[0] == row["step"]]
-        again = sum(len(samples) for attempts in of_step for retry, samples in attempts.items() if retry)
-        failures = [[sum(r is None for _, r in one) for one in attempts.values()] for attempts in of_step]
-        dropped = sum(map(all, failures))
-        assert (row["samples/redrawn"], row["groups/dropped"]) == (again, dropped)
-        assert row["samples/failed"] == sum(map(sum, failures))
-
-
 def test_two_runs_with_failed_samples_are_alike(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw"}
     first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
@@ -201,11 +178,6 @@ def played(folder, steps=2, rollout=None, **config):
     rollout = {"samples_per_prompt": 4, "max_new_tokens": 4} | (rollout or {})
     config = ({"reward": {}} if "env_path" in rollout else {}) | config
     return finished(folder, steps, prompts_per_step=4, rollout=rollout, **config)
-
-
-def children():
-    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return {pid for file in files if file.exists() for pid in file.read_text().split()}
 
 
 def running_threads():

@@ -147,11 +147,9 @@ def padded(tmp_path):
     [
         ({}, True),
         ({"train": "deepspeed"}, True),
-        ({"train": "megatron"}, True),
         ({"rollout": "vllm"}, True),
         ({"rollout": "sglang"}, False),
         ({"train": "collections:OrderedDict"}, False),
-        ({"rollout": "collections:OrderedDict"}, False),
         ({"mask_unknown_ids": False}, False),
     ],
 )

@@ -151,13 +151,9 @@ def test_resumed_run_is_the_same_and_sends_newer_values(modules, tmp_path, again
 
 def test_mlflow_parameters_are_the_dotted_keys_within_its_limits(modules, tmp_path):
     many = {f"option{number}": number for number in range(150)}
-    settings = {
-        "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)},
-        "reward": {"function": {"../mod.py:f@1": 0.5}, "model": None, "options": {}, "api_key": "canary"},
-        "prompt": "x" * 1000,
-        "n" * 300: True,
-        "many": many,
-    }
+    reward = {"function": {"../mod.py:f@1": 0.5}, "model": None, "options": {}, "api_key": "canary"}
+    settings = {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "reward": reward}
+    settings |= {"prompt": "x" * 1000, "n" * 300: True, "many": many}
     first = write_steps(log_of(tmp_path, settings), 1)
     write_steps(log_of(tmp_path, settings | {"prompt": "y"}, first), 2)  # MLflow refuses another value of a parameter
     assert only_runs(modules)[1].params == {

@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,7 +43,7 @@ from dlrover.python.rl.runtime.member.host import Stored
 from dlrover.python.rl.trainer.port import Ref
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 from tests.chaos.job import tiny_job
-from tests.support.processes import run
+from tests.support.processes import children, run
 from tests.support.recipe_stage import Stage
 from tests.support.rollout_member import ENGINE, SAMPLING, actor, member, wanted
 
@@ -174,8 +173,7 @@ def test_reward_functions_with_one_label_keep_their_whole_names():
 
 
 def threads_and_children():
-    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return set(threading.enumerate()), {pid for file in files if file.exists() for pid in file.read_text().split()}
+    return set(threading.enumerate()), children()
 
 
 @pytest.mark.slow
