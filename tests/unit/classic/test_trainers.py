@@ -144,7 +144,8 @@ def test_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
 
 
 @pytest.mark.feature(78)
-def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
+def test_sums_are_trained_on_and_evaluated(tmp_path):
+    wide_model = write_tiny_model(tmp_path / "wide", hidden=32, layers=2, max_positions=256)
     arguments = {"num_samples": 4, "min_val": 0, "max_val": 5, "operand": "add"}
     dataset, held_out = MathDataset(**arguments), MathDataset(**arguments, seed=1)
     short = {"max_new_tokens": 4, "group_size": 2, "eval_steps": 1, "eval_dataset": held_out}

@@ -24,58 +24,54 @@ from tests.support.recipe_stage import kill_trainer
 from tests.support.run_files import read_lines, write_rows
 
 
+class Active(threading.local):
+    run = None
+
+
 class FakeMlflow(types.ModuleType):
     """Runs by the ids that it gives them; each thread has an active one."""
 
     def __init__(self):
         super().__init__("mlflow")
-        self.runs, self.places, self._active = {}, [], {}
+        self.runs, self.places, self.active = {}, [], Active()
         self.set_tracking_uri = self.set_experiment = self.places.append
         self.MlflowClient = lambda: types.SimpleNamespace(set_terminated=self._terminate)
-
-    @property
-    def now(self):
-        return self._active.get(threading.get_ident())
-
-    @now.setter
-    def now(self, run_id):
-        self._active[threading.get_ident()] = run_id
 
     def _terminate(self, run_id, status):
         self.runs[run_id].ended.append(status)
 
     def active_run(self):
-        return self.now and types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
+        return self.active.run and types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.active.run))
 
     def start_run(self, run_id=None, run_name=None):
-        if self.now is not None:
-            raise RuntimeError(f"Run {self.now} is already active")
-        self.now = run_id or f"run-{len(self.runs)}"
+        if self.active.run is not None:
+            raise RuntimeError(f"Run {self.active.run} is already active")
+        self.active.run = run_id or f"run-{len(self.runs)}"
         run = types.SimpleNamespace(name=run_name, steps=[], config=None, ended=[], params={}, tables={})
-        self.runs.setdefault(self.now, run)
+        self.runs.setdefault(self.active.run, run)
         return self.active_run()
 
     def log_dict(self, config, file):
-        self.runs[self.now].config = config
+        self.runs[self.active.run].config = config
 
     def log_params(self, params):
         """Refuses what MLflow refuses."""
         assert len(params) <= 100 and all(len(name) <= 250 for name in params)
         assert all(isinstance(value, str) and len(value) <= 500 for value in params.values())
         assert all(re.fullmatch(r"[/\w.\- :]*", name) and os.path.normpath(name) == name for name in params)
-        self.runs[self.now].params.update(params)
+        self.runs[self.active.run].params.update(params)
 
     def log_metrics(self, metrics, step):
         if refused := [name for name in metrics if not re.fullmatch(r"[/\w.\- :]*", name)]:
             raise ValueError(f"Invalid value {refused} for parameter 'metrics[0].name' supplied")
-        self.runs[self.now].steps.append((step, metrics))
+        self.runs[self.active.run].steps.append((step, metrics))
 
     def log_table(self, columns, file):
-        self.runs[self.now].tables[file] = columns
+        self.runs[self.active.run].tables[file] = columns
 
     def end_run(self, status):
-        self._terminate(self.now, status)
-        self.now = None
+        self._terminate(self.active.run, status)
+        self.active.run = None
 
 
 @pytest.fixture
@@ -144,7 +140,7 @@ def test_resumed_run_is_the_same_and_sends_newer_values(modules, tmp_path, again
         assert [step for step, _ in run.steps] == steps
     assert [start["resume"] for start in modules["wandb"].starts] == ["allow", "allow"]
     assert modules["wandb"].axes == [("step", "step"), ("*", "step")] * 2
-    modules["mlflow"].now = None  # as in another process
+    modules["mlflow"].active.run = None  # as in another process
     write_steps(log_of(tmp_path), 1)
     assert len(modules["wandb"].runs) == len(modules["mlflow"].runs) == 2, "another run has another name"
 
@@ -228,14 +224,7 @@ def test_samples_are_a_table_after_their_steps_metrics(modules, tmp_path):
 class Silent:
     """A tracker from before there were tables."""
 
-    def start(self, config, run):
-        pass
-
-    def log(self, metrics, step):
-        pass
-
-    def close(self, outcome):
-        pass
+    start = log = close = lambda *_, **__: None
 
 
 @pytest.mark.parametrize(("outcome", "exit_code", "status"), [("failed", 1, "FAILED"), ("stopped", 1, "KILLED")])

@@ -98,8 +98,7 @@ def test_state_without_room_for_an_action_ends_the_sample():
 def test_turn_is_cut_at_the_room_left():
     """The second one is cut off, and counts as such."""
     taken = fetched(word, {}, longest=len("ask word \0seen wo"))
-    assert taken.objects("completion") == ["word seen wo"]
-    assert taken.dense("turns").tolist() == [2]
+    assert (taken.objects("completion"), taken.dense("turns").tolist()) == (["word seen wo"], [2])
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 

@@ -83,20 +83,10 @@ def test_cross_entropy_and_perplexity_are_weighted_by_tokens(inputs, tmp_path, a
 @pytest.mark.feature(76)
 def test_held_out_rows_are_never_trained_on(inputs, tmp_path):
     where = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "response": str(n)} for n in range(40)])
-    config = config_of(inputs, data={"train": where, "eval_share": 0.1}, batch_size=8, epochs=1.0, eval_every=3)
-    job = stage("sft", tmp_path / "out", config)
-    lines, submit = {"train": set(), "measure": set()}, job.port.submit
-
-    def watching(role, rank, call):
-        if call.method in lines:
-            lines[call.method].update(call.args[0].token.stored().load().dense("line").tolist())
-        return submit(role, rank, call)
-
-    job.port.submit = watching
-    job.run()
-    assert (len(lines["train"]), len(lines["measure"])) == (36, 4)
-    assert not lines["train"] & lines["measure"]
-    assert read_json(tmp_path / "out/summary.json")["held_out_rows"] == 4
+    data, tokenizer = SFTData(train=where, eval_share=0.1), AutoTokenizer.from_pretrained(inputs / "model")
+    examples = load_examples(data, tokenizer, evaluates=True, seed=0)
+    train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
+    assert (len(train), len(held_out), len(train | held_out)) == (36, 4, 40)
 
 
 @pytest.mark.feature(76)
