@@ -108,10 +108,10 @@ def test_other_name_on_the_command_line_overrides_the_file():
     workloads = "module: dlrover.python.rl.recipe.workloads"
     names = {"actor": "ActorWorkload", "rollout": "RolloutWorkload", "reward": "RewardWorkload"}
     roles = ", ".join(f"{role}: {{{workloads}, class: {name}}}" for role, name in names.items())
-    rest = "data: {train: problems.jsonl, eval_rows: 8}, optimizer: {lr: 0.5}, reward: {function: exact}"
+    settings = "data: {train: problems.jsonl, eval_rows: 8}, optimizer: {lr: 0.5}, reward: {function: exact}"
     Path("mine.yaml").write_text(
         "trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer}\n"
-        f"workload: {{{roles}}}\nconfig: {{model: model, {rest}}}\n"
+        f"workload: {{{roles}}}\nconfig: {{model: model, {settings}}}\n"
     )
     config = describe_job("", "mine.yaml", ["learning_rate=0.25", "kl.type=null"], LaunchEnv()).config
     assert config.optimizer.lr == 0.25

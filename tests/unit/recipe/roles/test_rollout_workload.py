@@ -61,8 +61,8 @@ def test_fetched_groups_are_bit_for_bit_the_engines(server):
 def test_fetched_rows_have_the_requested_order_and_their_ids(server):
     sample(server, wanted(4, 2, 9))
     taken = server.fetch(wanted(9, 4))
-    drawn = [(number, index, text) for number, text in ((9, "9+10="), (4, "4+5=" * 2)) for index in range(4)]
-    assert rows(taken, "prompt_id", "sample_index", "prompt") == drawn
+    expected = [(number, index, text) for number, text in ((9, "9+10="), (4, "4+5=" * 2)) for index in range(4)]
+    assert rows(taken, "prompt_id", "sample_index", "prompt") == expected
     assert rows(taken, "retry", "turns") == [(0, 1)] * 8
     assert len(set(taken.dense("trajectory").tolist())) == 8
     for tokens, mask, versions in zip(*(taken.ragged(n) for n in ("tokens", "action_mask", "versions")), strict=True):
