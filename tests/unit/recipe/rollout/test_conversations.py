@@ -56,11 +56,10 @@ def test_environment_of_messages_gets_messages_and_cut_turns():
     long = "x" * 120  # of which 100 tokens are generated
     answers = iter(["ask what?", long, CALL])
     taken, tokenizer = played(lambda *_: next(answers), [{"questions": ["one", "two", "three"]}])
-    questions, replies = ("one", "two", "three"), ("ask what?", long[:100])
-    questioning = [{"role": "user", "content": text} for text in questions]
-    answered = [*({"role": "assistant", "content": text} for text in replies), make_assistant_message(CALL, turn=2)]
-    turns = [message for turn in zip(questioning, answered, strict=True) for message in turn]
-    messages = [{"role": "system", "content": "be brief"}, *turns]
+    roles = ("system", "user", "assistant", "user", "assistant", "user")
+    contents = ("be brief", "one", "ask what?", "two", long[:100], "three")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+    messages.append(make_assistant_message(CALL, turn=2))
     assert [(len(state), action) for state, action in chat_environments.seen] == [(n, messages[n]) for n in (2, 4, 6)]
     assert chat_environments.seen[-1][0] == messages[:-1]
     messages[-1] = {"role": "assistant", "content": CALL}
