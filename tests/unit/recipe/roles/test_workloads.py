@@ -55,7 +55,8 @@ def model(tmp_path_factory):
 
 def synced(model):
     """A rollout with the weights of an actor at its start."""
-    return member(model, actor(model).publish_weights())
+    first = actor(model)
+    return member(model, first.publish_weights())
 
 
 def train(actor, rollout, step):

@@ -251,7 +251,7 @@ def test_right_configuration_has_no_problems(inputs, kind):
 
 @pytest.mark.feature(147)
 def test_each_nonpositive_number_names_its_argument(inputs):
-    config = config_of(inputs, "sft", batch_size=0, epochs=0, eval_every=-1, seed=-1)
+    config = config_of(inputs, "sft", batch_size=0, epochs=0, eval_every=-1) | {"seed": -1}
     groups = {"keep": {"patience": -1, "save_every": -1, "keep_last": 0}, "data": {"max_length": 0, "eval_share": 0.0}}
     groups |= {"optimizer": {"lr": 0, "warmup_steps": -1}, "engine": {"threads": 0, "max_tokens_per_microbatch": 0}}
     problems = problems_of("sft", config | {group: config.get(group, {}) | values for group, values in groups.items()})
