@@ -322,9 +322,6 @@ def test_header_of_a_call_has_all_but_its_arguments():
     assert header == ((3, 7), "update", ("lr",), True, 2, 4, 1, True, (3, 6))
 
 
-# -- states of workers ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def roots(tmp_path):
     (tmp_path / "memory").mkdir()

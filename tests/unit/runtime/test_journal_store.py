@@ -94,9 +94,6 @@ def test_line_with_a_newline_is_refused(path):
     assert read_lines(path) == []
 
 
-# -- one writer -------------------------------------------------------------------------------------------------------
-
-
 FROZEN = """
 import os, sys
 from pathlib import Path
@@ -168,9 +165,6 @@ def _append_until_refused(path, name, count):
         pass
     finally:
         store.close()
-
-
-# -- crashes and full disks -------------------------------------------------------------------------------------------
 
 
 def test_last_line_cut_short_never_counted(path):
@@ -250,9 +244,6 @@ def test_full_disk_leaves_no_half_line_and_no_begun_journal(path):
         assert store.read() == [b"first"]
         store.append(b"second")
     assert read_lines(path) == [b"first", b"second"]
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 def test_unreadable_journal_is_never_a_new_one(path):

@@ -87,9 +87,6 @@ def held_up(write):
     return event, slowly
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def member():
     return MemberState("ACTOR", 0, 1, "b")
@@ -164,9 +161,6 @@ def test_copied_step_stays_until_the_copy_is_there(roots, member, monkeypatch, c
     assert (roots.durable / folder_name(1, 1) / STATE).exists()
     commit(member, roots, 3, first_kept=3)
     assert steps_in(roots) == [3]
-
-
-# -- states that are written while the worker continues ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -310,9 +304,6 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
     copying.note({ProcessId("ACTOR", 0): first, ProcessId("ACTOR", 1): other})
     assert [copy.step for copy in copies.manifests()] == ([4] if other.copy else [])
     assert (copying.step is None) == (not other.is_copying), "one that failed is given up"
-
-
-# -- whole jobs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ def numbered(count, length=0):
     return [f"{number} {'x' * length}\n" for number in range(count)]
 
 
-# -- the last lines ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tail", [1, 2, 100, 4_999, 5_000, 5_001, 9_999, 10_000, 10_001, 50_000])
 def test_last_lines_may_begin_in_an_older_file(logs, tail):
     lines = numbered(10_000, length=100)
@@ -82,9 +79,6 @@ def test_file_renamed_during_a_listing_does_not_end_it(logs):
     assert paths == ["logs/actor-0.log", "logs/trainer.log"]
 
 
-# -- rotation ---------------------------------------------------------------------------------------------------------
-
-
 def test_lines_written_just_before_a_rotation_are_read_in_order(logs):
     log = logs / "trainer.log"
     log.write_text("one\n")
@@ -121,9 +115,6 @@ def test_reader_in_time_sees_each_line_once(tmp_path, seed):
         if number % 8 == 7 or generator.random() < 0.3:
             seen += read(reader)
     assert seen + read(reader) == "".join(written)
-
-
-# -- copies of the output of a process --------------------------------------------------------------------------------
 
 
 JOB = """
@@ -237,9 +228,6 @@ os._exit(3)
     assert not list((tmp_path / "logs").glob(".*"))
 
 
-# -- files that are served --------------------------------------------------------------------------------------------
-
-
 def test_files_without_a_valid_name_hide_no_others(tmp_path):
     for name in (b"caf\xe9.txt", "café.txt".encode()):
         (tmp_path / os.fsdecode(name)).touch()
@@ -254,9 +242,6 @@ def test_private_file_at_any_depth_is_not_served(tmp_path, parts):
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["results/learnt.json"]
     with pytest.raises(InvalidJob, match="is not a file that is served"):
         next(RunFolder(tmp_path).read(parts, 0))
-
-
-# -- a folder that is exchanged for a link ----------------------------------------------------------------------------
 
 
 def exchange(folder, target):
@@ -314,9 +299,6 @@ def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
     for folder in (deepest, deepest.parents[20]):
         (folder / "file").touch()
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["d/" * 39 + "file"]
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_process_without_a_log_is_refused_unless_it_will_start(logs):

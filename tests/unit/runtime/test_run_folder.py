@@ -64,9 +64,6 @@ def roots_of(job):
     return {"memory": memory_path(job.name, job.run), "checkpoints": job.job_dir / "checkpoints" / job.run}
 
 
-# -- owners -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "age_s", "alive"),
     [
@@ -195,9 +192,6 @@ def test_repeated_command_resumes_an_unfinished_run(job, command, outcome, resum
     job = replace(resuming(job), description_digest="steps=3")
     claim(job, IN_PROCESS, bound=True).end(outcome)
     assert repeated(replace(job, description_digest=command)).checkpoint.resume == resume
-
-
-# -- commits and descriptions -----------------------------------------------------------------------------------------
 
 
 def test_run_can_be_resumed_once_a_step_is_committed(job):

@@ -21,9 +21,6 @@ def table(*per_node):
     )
 
 
-# -- filling, explicit sizes ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(6)
 def test_groups_fill_the_machine_by_default():
     assert list(table(4).take("A", SlotRequest(group=2))) == [(0, 1), (2, 3)]
@@ -108,9 +105,6 @@ def test_group_larger_than_a_node_is_refused_with_one_node():
         table(3, 3).take("A", SlotRequest(group=4, one_node=True))
 
 
-# -- sharing ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(8)
 def test_colocated_engines_have_the_same_slots():
     slots = table(4)
@@ -127,9 +121,6 @@ def test_engines_apart_share_no_slot():
     slots = table(4)
     slots.take("A", SlotRequest(group=2, groups=1))
     assert list(slots.take("B", SlotRequest(group=2, groups=1, apart_from=frozenset({0, 1})))) == [(2, 3)]
-
-
-# -- nodes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(10)

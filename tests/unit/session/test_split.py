@@ -41,9 +41,6 @@ def arrange(*args, sizes=(2, 1), **kwargs):
     ]
 
 
-# -- splitting --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(25)
 def test_plain_arguments_go_to_all_ranks():
     assert arrange([1, 2, 3], 0.5, flag=True) == [(([1, 2, 3], 0.5), {"flag": True}, WHOLE)] * 2
@@ -141,9 +138,6 @@ def test_part_knows_its_tokens(value, tokens):
     assert [share.tokens for _, share in split(value, 2)] == tokens
 
 
-# -- sequences --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(31)
 def test_rows_go_to_replicas_and_sequences_to_their_ranks():
     rows = torch.arange(24).reshape(4, 6)
@@ -173,8 +167,6 @@ def test_padding_has_no_tokens():
         *[CallShare(rows=0, tokens=0, of=1, sequences=True)] * 2,
     ]
 
-
-# -- merging ----------------------------------------------------------------------------------------------------------
 
 THREE_TO_ONE = [CallShare(1, 3, 2), CallShare(1, 1, 2)]
 
@@ -257,9 +249,6 @@ def tokenize(text, add_special_tokens=True):
     return {"input_ids": list(text.encode())}
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(83)
 def test_sampling_is_given_as_parameters_or_a_dict():
     assert as_sampling(None) == SamplingParams()
@@ -283,9 +272,6 @@ def test_sampling_is_given_as_parameters_or_a_dict():
 def test_bad_sampling_or_prompt_is_refused(read, value, message):
     with pytest.raises(EngineError, match=message):
         read(value)
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,9 +306,6 @@ def test_other_entries_of_a_prompt_reach_the_engine():
     assert batch.objects("prompt") == ["see", "no image"]
     with pytest.raises(EngineError, match="prompt 0 has 'multi_modal_data', which the engine does not accept"):
         as_batch(prompts, 0, tokenize, ())
-
-
-# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
 def test_outputs_have_the_form_of_vllm():

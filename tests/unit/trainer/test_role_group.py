@@ -102,9 +102,6 @@ def trainer_of(workload=Worker, config=None, **sizes):
     return trainer
 
 
-# -- what each worker gets --------------------------------------------------------------------------------------------
-
-
 def test_each_argument_is_arranged_by_itself():
     group = trainer_of(actor=2).RG_ACTOR
     (args, kwargs), (args_1, kwargs_1) = group.echo([1, 2, 3], "text", lr=0.1, rows=(1, 2, 3, 4), all=Replicate([1, 2]))
@@ -193,9 +190,6 @@ def test_calls_of_two_threads_are_sent_in_order_of_numbers():
     assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-# -- policies ---------------------------------------------------------------------------------------------------------
-
-
 def test_rank0_alone_has_the_argument_whole():
     group = trainer_of(actor=3).RG_ACTOR
     for argument in ([1, 2, 3, 4], [1]):
@@ -230,9 +224,6 @@ def test_deadline_names_the_late_ranks_and_keeps_results():
     assert group.timed([1, 4, 2]) == [1, 4, 2]
     assert group.timed.options(timeout=10)([1, 6, 2]) == [1, 6, 2]
     assert group.timed.options(is_async=False)([1, 6, 2]) == [1, 6, 2]
-
-
-# -- pending results --------------------------------------------------------------------------------------------------
 
 
 def test_pending_results_with_a_post_func_are_not_passed_on():
@@ -293,9 +284,6 @@ def test_pending_result_of_replicas_needs_every_rank():
     assert pending.result() == [0, 2]
     with pytest.raises(InvocationError, match="it raised"):
         pending.wait()
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
