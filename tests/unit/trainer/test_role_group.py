@@ -102,13 +102,6 @@ def trainer_of(workload=Worker, config=None, **sizes):
     return trainer
 
 
-def test_each_argument_is_arranged_by_itself():
-    group = trainer_of(actor=2).RG_ACTOR
-    (args, kwargs), (args_1, kwargs_1) = group.echo([1, 2, 3], "text", lr=0.1, rows=(1, 2, 3, 4), all=Replicate([1, 2]))
-    assert (args, kwargs) == (([1, 2], "text"), {"lr": 0.1, "rows": (1, 2), "all": [1, 2]})
-    assert (args_1, kwargs_1) == (([3], "text"), {"lr": 0.1, "rows": (3, 4), "all": [1, 2]})
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
@@ -190,12 +183,6 @@ def test_calls_of_two_threads_are_sent_in_order_of_numbers():
     assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_rank0_alone_has_the_argument_whole():
-    group = trainer_of(actor=3).RG_ACTOR
-    for argument in ([1, 2, 3, 4], [1]):
-        assert group.first(argument) == [(0, argument)]
-
-
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
     assert group.prepared(4) == group.prepared(x=4) == 150
@@ -231,13 +218,6 @@ def test_pending_results_with_a_post_func_are_not_passed_on():
     for argument in (pending := trainer.RG_ACTOR.counted_later([1, 2]), Shard(pending), Replicate(pending)):
         with pytest.raises(CallError, match=r"ROLLOUT.same: argument 0 is pending with a post_func.*\.result\(\)"):
             trainer.RG_ROLLOUT.same(argument)
-
-
-def test_fewer_pending_results_than_members_are_refused():
-    trainer = trainer_of(actor=2, rollout=3)
-    with pytest.raises(ShardError, match="2 rows, too few to split over 3"):
-        trainer.RG_ROLLOUT.same(trainer.RG_ACTOR.later(["a", "b"]))
-    assert trainer.RG_ROLLOUT.same(Replicate(trainer.RG_ACTOR.later(["a", "b"]))) == [["a", "b"]] * 3
 
 
 def test_rows_of_pending_results_are_not_divided_by_tokens():

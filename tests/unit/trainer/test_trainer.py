@@ -12,17 +12,8 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
-from dlrover.python.rl.trainer.port import (
-    FORGET,
-    RESTORE,
-    WHERE,
-    Outcome,
-    Ref,
-    Renewed,
-    RestartInfo,
-    RoleTraits,
-    Standing,
-)
+from dlrover.python.rl.trainer import port as ports
+from dlrover.python.rl.trainer.port import FORGET, RESTORE, WHERE, Outcome, Ref, Renewed, RoleTraits, Standing
 from dlrover.python.rl.trainer.steps import Attempt, Steps, dump_state
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
@@ -213,7 +204,7 @@ class Restarted:
 
     epoch = 2
     fresh = False
-    restart_info = RestartInfo()
+    restart_info = ports.RestartInfo()
 
     def incarnations(self):
         return {ProcessId("A", 0): 1, ProcessId("A", 1): 1}
@@ -240,7 +231,10 @@ def test_ranks_with_collectives_are_restored_together():
 
 
 def test_members_forget_answers_together_if_one_is_ahead():
-    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0), (FORGET, 1)]
+    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [
+        (FORGET, 0),
+        (FORGET, 1),
+    ]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
