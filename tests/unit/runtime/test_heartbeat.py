@@ -15,15 +15,8 @@ import pytest
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
-from dlrover.python.rl.runtime.member.heartbeat import (
-    DepartureNotice,
-    Heartbeat,
-    HeartbeatSender,
-    OomKills,
-    count_oom_kills,
-    ray_worker_log_tail,
-    stacks_of,
-)
+from dlrover.python.rl.runtime.member import heartbeat
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSender, count_oom_kills, stacks_of
 from tests.support.manual_clock import ManualClock
 
 QUICK = LivenessSpec(beat_s=0.001, lease_s=10.0)
@@ -105,7 +98,7 @@ def test_first_sigterm_is_a_notice_and_the_second_the_end():
 def test_file_is_a_notice_once_it_is_there(tmp_path):
     file, before = tmp_path / "leave", signal.getsignal(signal.SIGTERM)
     try:
-        notice = DepartureNotice(str(file))
+        notice = heartbeat.DepartureNotice(str(file))
         assert notice.read() == ""
         file.touch()
         assert notice.read() == f"{file} exists"
@@ -148,7 +141,7 @@ def test_count_oom_kills_reads_the_first_file_with_one(tmp_path, texts, count):
 )
 def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, cause, before, later, kind):
     process, kernel = Process("node", host=host), tmp_path / "vmstat"
-    kills = OomKills("here", (kernel,))
+    kills = heartbeat.OomKills("here", (kernel,))
     kills.note(FIRST, process, before)
     if host == "here":
         kernel.write_text(f"oom_kill {later}\n")
@@ -166,13 +159,6 @@ def stuck_here():
     print('ready', flush=True)
     threading.Event().wait()
 stuck_here()
-"""
-SPINNING = """
-def spins_here():
-    print('ready', flush=True)
-    while True:
-        pass
-spins_here()
 """
 READING = """
 import sys
@@ -194,10 +180,9 @@ def process(code):
             child.kill()
 
 
-@pytest.mark.parametrize(("code", "function"), [(WAITING, "stuck_here"), (SPINNING, "spins_here")])
-def test_stack_names_the_function_of_a_process(code, function):
-    with process(code) as child:
-        assert function in stacks_of(child.pid, deadline_s=10.0)
+def test_stack_names_the_function_of_a_process():
+    with process(WAITING) as child:
+        assert "stuck_here" in stacks_of(child.pid, deadline_s=10.0)
         assert child.poll() is None
 
 
@@ -275,7 +260,7 @@ def test_ray_worker_log_tail_has_the_last_lines_without_marks(logs, files, tail)
         file = logs / f"worker-ab12-{name}"
         file.write_text(text)
         os.utime(file, (1e9 - age_s,) * 2)
-    assert ray_worker_log_tail(logs.parent, 4711, lines=3) == tail
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711, lines=3) == tail
 
 
 def test_ray_worker_log_tail_reads_a_huge_log_from_its_end(logs):
@@ -284,12 +269,7 @@ def test_ray_worker_log_tail_reads_a_huge_log_from_its_end(logs):
         log.truncate(1 << 33)
         log.seek(0, os.SEEK_END)
         log.write(b"\n\xff last words\n")
-    assert ray_worker_log_tail(logs.parent, 4711, lines=1).endswith(" last words")
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711, lines=1).endswith(" last words")
     file.unlink()
     file.mkdir()
-    assert ray_worker_log_tail(logs.parent, 4711) == ""  # it cannot be read
-
-
-def test_the_module_needs_no_ray():
-    code = "import sys, dlrover.python.rl.runtime.member.heartbeat; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711) == ""  # it cannot be read

@@ -13,14 +13,9 @@ import torch
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import CauseKind, fault_of
+from dlrover.python.rl.runtime.run import machine
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
-from dlrover.python.rl.runtime.run.machine import (
-    ENVIRONMENT,
-    check_devices,
-    describe_origin,
-    record_environment,
-    try_devices,
-)
+from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, describe_origin, record_environment, try_devices
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 
@@ -75,7 +70,7 @@ def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
     claim(second, IN_PROCESS, bound=True).end(FAILED)
     lines = starts(first.job_dir)
     assert [(line["start"], line["run"]) for line in lines] == [(1, first.run), (2, second.run)]
-    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().result}
+    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": machine.check_devices().result}
     assert {"python", "torch", "transformers", "ray", "numpy", "dlrover-rl"} <= lines[0]["versions"].keys()
     assert {"time", "host", "runtime", "command", "work_dir", "git"} <= lines[0].keys()
 
@@ -83,8 +78,8 @@ def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
 def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
     archive = f"file://{tmp_path}/store"
     (tmp_path / "store").mkdir()
-    for machine in ("first", "second"):
-        job = replace(begin(job_in(tmp_path / machine, archive=archive)), run=machine)
+    for name in ("first", "second"):
+        job = replace(begin(job_in(tmp_path / name, archive=archive)), run=name)
         job.job_dir.mkdir(parents=True)
         record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert [line["run"] for line in starts(tmp_path / "store")] == ["first", "second"]

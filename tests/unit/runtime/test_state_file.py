@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.runtime.checkpoint.state_file import (
-    StateFile,
-    check_file,
-    check_size,
-    copy_file,
-    read_state,
-    write_part,
-    write_state,
-    write_whole,
-)
+from dlrover.python.rl.runtime.checkpoint import state_file
+from dlrover.python.rl.runtime.checkpoint.state_file import check_file, copy_file, read_state, write_part, write_state
 from tests.support import disks
 from tests.support.disks import flips_of, largest_file, system_calls
 
@@ -108,7 +100,7 @@ def test_state_larger_than_the_free_space_is_refused(path):
 
 def test_room_of_overwritten_file_counts(path, tmp_path):
     disk, slack = os.statvfs(tmp_path), 1 << 40
-    file, old = StateFile(path.name, disk.f_bavail * disk.f_frsize + slack, 0), tmp_path / "old"
+    file, old = state_file.StateFile(path.name, disk.f_bavail * disk.f_frsize + slack, 0), tmp_path / "old"
     with old.open("wb") as sparse:
         sparse.truncate(2 * slack)
     with pytest.raises(OSError, match="do not fit"):
@@ -133,7 +125,7 @@ def test_missing_file_has_another_error_than_a_damaged_one(path):
     for look in (
         lambda: read_state(path),
         lambda: check_file(folder, file),
-        lambda: check_size(folder, file),
+        lambda: state_file.check_size(folder, file),
         lambda: copy_file(folder, folder, file, durable=False),
     ):
         with pytest.raises(CheckpointMissing, match="ACTOR-0"):
@@ -188,7 +180,7 @@ def in_two_parts(folder, file, content):
     write_part(folder, file, 1000, content[1000:])
 
 
-@pytest.mark.parametrize("write", [in_two_parts, write_whole])
+@pytest.mark.parametrize("write", [in_two_parts, state_file.write_whole])
 def test_copy_from_another_node_has_its_name_only_if_intact(path, tmp_path, write):
     file = write_state(path, HEADER, {"w": np.zeros(400)}, durable=False)
     whole, target = path.read_bytes(), tmp_path / "far"

@@ -21,22 +21,8 @@ import pytest
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import store as module
 from dlrover.python.rl.runtime.checkpoint.runs import newest_of
-from dlrover.python.rl.runtime.checkpoint.state_file import (
-    StateFile,
-    check_file,
-    check_size,
-    copy_file,
-    read_state,
-    write_state,
-)
-from dlrover.python.rl.runtime.checkpoint.store import (
-    MANIFEST,
-    CheckpointStore,
-    Manifest,
-    decode,
-    encode,
-    read_manifest,
-)
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, check_size, copy_file, read_state, write_state
+from dlrover.python.rl.runtime.checkpoint.store import MANIFEST, CheckpointStore, read_manifest
 from tests.support import disks
 from tests.support.disks import DAMAGES, damage_byte, flips_of, frozen, reports_of_a_killed_writer, system_calls, thaw
 
@@ -69,7 +55,7 @@ def is_whole(store, manifest, size=600):
     return True
 
 
-def newest_valid(store, at_most=None, verify=check_file):
+def newest_valid(store, at_most=None, verify=module.check_file):
     """The newest intact generation up to step ``at_most``; damaged ones are moved away."""
     early = (manifest for manifest in store.manifests() if at_most is None or manifest.step <= at_most)
     return next((manifest for manifest in early if store.valid(manifest, verify)), None)
@@ -93,9 +79,6 @@ def store(request, tmp_path):
 @pytest.fixture
 def memory(tmp_path):
     return claimed(tmp_path / "run1")
-
-
-# -- generations ------------------------------------------------------------------------------------------------------
 
 
 def test_committed_generation_is_found_by_another_process(store, tmp_path):
@@ -276,15 +259,12 @@ def test_folder_removed_during_the_wait_for_its_lock_is_missing(tmp_path, monkey
     assert len(closed) == len(set(closed)) > 0
 
 
-# -- the manifest -----------------------------------------------------------------------------------------------------
-
-
 def test_flipped_bit_is_seen_in_every_byte_of_a_manifest(tmp_path):
     folder = tmp_path / "step-00000003.e1"
     folder.mkdir()
-    manifest = Manifest(3, 2, "run1", {"ü": StateFile("x", 1, 2, "n")}, {"deep": [1, {"a": None}]}, 9, 1.5)
-    assert decode(encode(manifest)) == manifest
-    for damaged in flips_of(encode(manifest)):
+    manifest = module.Manifest(3, 2, "run1", {"ü": StateFile("x", 1, 2, "n")}, {"deep": [1, {"a": None}]}, 9, 1.5)
+    assert module.decode(module.encode(manifest)) == manifest
+    for damaged in flips_of(module.encode(manifest)):
         (folder / MANIFEST).write_bytes(damaged)
         with pytest.raises(CheckpointCorrupt, match="not a manifest"):
             read_manifest(folder, "run1")
@@ -311,9 +291,6 @@ def test_misplaced_manifest_is_moved_away_but_not_of_another_run(store):
     assert [manifest.step for manifest in store.manifests()] == [1]
     assert CheckpointStore(store.root, "run2", store.durable).manifests() == []
     assert generations(store) == ["step-00000001.e1", "step-00000002.e1.bad.1"]
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 def test_damaged_generation_is_reported_and_the_older_one_used(store, caplog):
@@ -439,39 +416,6 @@ def test_damage_is_seen_and_the_newest_valid_generation_used(tmp_path, caplog, s
     assert min(seen.values()) > len(seeds) / 20, seen
 
 
-# -- epochs -----------------------------------------------------------------------------------------------------------
-
-
-def test_older_epoch_is_refused_in_a_hundred_races(tmp_path):
-    store = CheckpointStore(tmp_path / "run1", "run1", durable=False, keep=3)
-    for epoch in range(1, 101):
-        store.claim(epoch)
-        first = commit(store, epoch * 10, epoch, size=10)
-        started, ended = threading.Event(), threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            refused = pool.submit(_commit_until_refused, store, epoch, first.step, started, ended)
-            assert started.wait(10)
-            claimed(store.root, epoch=epoch + 1)
-            at_claim = store.manifests()
-            ended.set()
-            assert refused.result(10), "the old one saw that it has ended"
-        assert store.manifests() == at_claim, "nothing was committed after the claim"
-
-
-def _commit_until_refused(store, epoch, step, started, ended):
-    is_last = False
-    while not is_last:
-        is_last = ended.is_set()
-        step += 1
-        try:
-            commit(store, step, epoch, size=10)
-        except StaleEpoch:
-            return True
-        finally:
-            started.set()
-    return False
-
-
 FROZEN = """
 import sys
 from pathlib import Path
@@ -509,9 +453,6 @@ def test_process_frozen_with_the_lock_neither_blocks_nor_harms(tmp_path, monkeyp
         assert (newest.step, newest.epoch) == (2, 2) and is_whole(store, newest)
         commit(store, 3, epoch=2)
         assert [manifest.step for manifest in store.manifests()][0] == 3
-
-
-# -- crashes and disks ------------------------------------------------------------------------------------------------
 
 
 def test_writer_killed_at_any_point_leaves_the_last_commit_whole(tmp_path):
@@ -590,9 +531,6 @@ def test_reader_never_takes_a_removed_generation_for_damaged(memory):
         ended.set()
         assert any(reading.result(20))
     assert not [name for name in os.listdir(memory.root) if ".bad" in name]
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def test_newest_of_is_the_run_with_the_last_commit(tmp_path):
