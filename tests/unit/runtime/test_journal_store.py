@@ -266,51 +266,49 @@ def test_journal_changed_while_it_is_open_is_noticed(path, change):
             store.append(b"2")
 
 
-def repeat_line(content, rng):
-    lines = content.splitlines(keepends=True)
-    at = rng.randrange(len(lines))
-    return b"".join([*lines[:at], lines[at], *lines[at:]])
+def of_lines(change):
+    """Damage of whole lines: ``change`` gets them and the numbers of two."""
+
+    def damage(content, rng):
+        lines = content.splitlines(keepends=True)
+        return b"".join(change(lines, rng.randrange(len(lines)), rng.randrange(len(lines))))
+
+    return damage
 
 
-def drop_line(content, rng):
-    lines = content.splitlines(keepends=True)
-    del lines[rng.randrange(len(lines))]
-    return b"".join(lines)
+def exchange(lines, first, second):
+    lines[first], lines[second] = lines[second], lines[first]
+    return lines
 
 
-def exchange_lines(content, rng):
-    lines = content.splitlines(keepends=True)
-    a, b = rng.randrange(len(lines)), rng.randrange(len(lines))
-    lines[a], lines[b] = lines[b], lines[a]
-    return b"".join(lines)
+def lines_of_another(lines, at, _):
+    return [*lines[:at], *(line.replace(b"event", b"tneve") for line in lines[at:])]
 
 
-def lines_of_another(content, rng):
-    """The second half of another journal, from a whole line on."""
-    other = content.replace(b"event", b"tneve").splitlines(keepends=True)
-    lines = content.splitlines(keepends=True)
-    at = rng.randrange(len(lines))
-    return b"".join([*lines[:at], *other[at:]])
-
-
-KINDS = [*DAMAGES, repeat_line, drop_line, exchange_lines, lines_of_another]
+KINDS = {
+    **{kind.__name__: kind for kind in DAMAGES},
+    "repeat": of_lines(lambda lines, at, _: [*lines[:at], lines[at], *lines[at:]]),
+    "drop": of_lines(lambda lines, at, _: [*lines[:at], *lines[at + 1 :]]),
+    "exchange": of_lines(exchange),
+    "of another": of_lines(lines_of_another),
+}
 
 
 @pytest.mark.parametrize("end", [crashed, written], ids=["killed", "closed"])
 def test_damage_is_seen_or_costs_an_unfinished_line(end, path):
     lines = some_lines(25, seed=3)
     whole = end(path, lines)
-    seen = {kind.__name__: 0 for kind in KINDS}
+    seen = dict.fromkeys(KINDS, 0)
     for seed in range(MUTATIONS):
         rng = random.Random(seed)
-        kind = rng.choice(KINDS)
-        damaged = kind(whole, rng)
+        kind = rng.choice(list(KINDS))
+        damaged = KINDS[kind](whole, rng)
         path.write_bytes(damaged)
         try:
             with opened(path) as store:
                 left = store.read()
         except JournalCorrupt:
-            seen[kind.__name__] += 1
+            seen[kind] += 1
             assert path.read_bytes() == damaged, "what is damaged stays as it is"
             continue
         assert left == lines or (end is crashed and left == lines[:-1] and not damaged.startswith(whole[:-1])), seed

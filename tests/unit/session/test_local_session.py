@@ -87,9 +87,6 @@ def reference(session):
         yield engine
 
 
-# -- sessions ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(1)
 def test_second_init_is_refused(session):
     with pytest.raises(SessionError, match=r"init\(\) was called before: Session\(4 slots, 4 free; engines: none\)"):
@@ -120,16 +117,10 @@ def test_backend_is_chosen_by_name(session, model, name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda model: rl.InferenceEngine(model, executor="torhc"),
-            "no engine is called 'torhc'; did you mean 'torch'",
-        ),
+        (lambda model: rl.InferenceEngine(model, executor="torhc"), "is called 'torhc'; did you mean 'torch'"),
         (lambda model: rl.InferenceEngine(model).build(prefil_tokens=3), "did you mean 'prefill_tokens'"),
         (lambda model: rl.InferenceEngine(model).build(max_bach=3), r"build\(\) has no .*did you mean 'max_batch'"),
-        (
-            lambda model: rl.InferenceEngine(model).build(colocate=3),
-            "no argument 'colocate'; did you .* 'colocate_with'",
-        ),
+        (lambda model: rl.InferenceEngine(model).build(colocate=3), "'colocate'; did you mean 'colocate_with'"),
         (lambda model: rl.TrainEngine(empty(TwoLayers), executor="deepspeed"), "'deepspeed' does not run modules"),
         (lambda model: rl.TrainEngine(TwoLayers()), "TwoLayers has weights already"),
         (lambda model: rl.TrainEngine(torch.nn.Linear(1, 1)), "Linear is not a TrainModule"),
@@ -225,9 +216,6 @@ def test_engine_names_are_unique(session):
     assert session.free_slots == 3
 
 
-# -- generating -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(81, 99)
 def test_answers_are_in_the_order_of_the_prompts(session):
     engine = echo(data_parallel_size=3)
@@ -240,19 +228,13 @@ def test_answers_are_in_the_order_of_the_prompts(session):
     engine.release()
     engine = echo(tensor_parallel_size=2)
     assert engine.groups == ((0, 1), (2, 3))
-    outputs = engine.generate(["a", "b", "c"])
-    assert [len(output.outputs) for output in outputs] == [1, 1, 1]
-    assert " 2 " in outputs[0].outputs[0].text
+    assert [" 2 " in output.outputs[0].text for output in engine.generate(["a", "b", "c"])] == [True] * 3
 
 
 def test_calls_draw_differently_without_a_seed(session):
     engine = echo(data_parallel_size=2)
-    texts = [engine.generate(["a", "b"], seed=seed)[1].outputs[0].text for seed in (None, None, 4, 4)]
-    assert texts[0] != texts[1]
-    assert texts[2] == texts[3]
-
-
-# -- places -----------------------------------------------------------------------------------------------------------
+    first, second, *same = (engine.generate(["a", "b"], seed=seed)[1].outputs[0].text for seed in (None, None, 4, 4))
+    assert first != second and same[0] == same[1]
 
 
 @pytest.mark.feature(17)
@@ -335,9 +317,6 @@ def test_engine_gives_its_place_and_releases_caches(session, model):
                 assert engine.device() == place
 
 
-# -- a module's methods -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(24)
 def test_methods_are_called_through_the_engine(session, model):
     engine = policy(model)
@@ -359,12 +338,6 @@ def test_error_of_a_method_names_engine_rank_and_cause(layers):
     assert caught.value.node
 
 
-@pytest.mark.feature(25)
-def test_arguments_arrive_unchanged(layers):
-    (facts,) = layers.facts(0.5, [1, 2])
-    assert facts["seen"] == [0.5, [1, 2]]
-
-
 @pytest.mark.feature(24)
 def test_module_method_wins_over_internal_names(session):
     names = ("send", "take", "open", "offer", "receive", "publish", "place", "call", "users_method", "in_training")
@@ -372,9 +345,6 @@ def test_module_method_wins_over_internal_names(session):
         for name in names:
             assert getattr(engine, name)(name, 1) == [["send", name, 1]]
         assert engine.device() == "cuda"
-
-
-# -- modules without weights ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(33)
@@ -498,9 +468,6 @@ def test_module_of_no_library_learns(layers):
         losses += layers.train_step(rl.NeedParallel(ROWS))
         layers.optimizer_step()
     assert losses[-1] < 0.2 * losses[0]
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(100)
