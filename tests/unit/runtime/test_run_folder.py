@@ -302,7 +302,7 @@ def test_newest_owner_of_a_damaged_record_has_no_outcome(plain, damage, older):
         return
     assert (owner.job, owner.state, owner.work_dir) == ("job", run_folder.RUNNING, "/home/me" if older else "")
     assert not run_folder.in_use(job.job_dir)
-    number = claim(begin(resuming(replace(job, run=""))), IN_PROCESS, bound=True).number
+    number = start(begin(resuming(replace(job, run="")))).number
     assert number == (2 if damage != "missing" else 1) + older
     assert newest_owner(job.job_dir).state == run_folder.RUNNING
 
