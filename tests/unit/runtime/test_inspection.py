@@ -42,13 +42,10 @@ TOYS = "tests.support.toy_jobs"
     ("module", "name", "message"),
     [
         (TOYS, "Addder", f"module '{TOYS}' has no class 'Addder'; did you mean 'Adder'?"),
-        (TOYS, "adder", "did you mean 'Adder'?"),
         (TOYS, "Adder.Inner", f"module '{TOYS}' has no class 'Adder.Inner'"),
         (TOYS, "NOT_A_CLASS", f"'{TOYS}.NOT_A_CLASS' is a int, not a class"),
         ("no_such_module", "A", "module 'no_such_module' cannot be imported: no module named 'no_such_module'"),
-        ("toy_jobs.deeper", "A", "module 'toy_jobs.deeper' cannot be imported"),
         ("", "A", "module '' cannot be imported: ValueError"),
-        (".relative", "A", "module '.relative' cannot be imported: TypeError"),
     ],
 )
 def test_load_class_without_the_class_has_a_hint(module, name, message):
@@ -62,7 +59,6 @@ def test_load_class_without_the_class_has_a_hint(module, name, message):
     [
         ("import not_installed", "no module named 'not_installed'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("def broken(:", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
     ],
 )
@@ -118,11 +114,6 @@ def test_roles_with_collectives_recover_together(tmp_path):
         (refusal,) = inspection.single_process_refusals
         assert refusal.where == "workload.actor.num"
         assert "2 workers of Collective meet in collectives, which one process cannot hold" in refusal.what
-
-
-def test_inspect_in_child_finds_the_same(tmp_path):
-    job = replace(toy_job(tmp_path, "Picky", "Addder", members=4, steps=0), search_path=(TESTS,))
-    assert inspect_in_child(job) == inspect_job(job)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from tests.support.disks import DAMAGES, frozen, largest_file, reports_of_a_killed_writer, system_calls, thaw
@@ -125,33 +125,6 @@ def test_process_frozen_in_an_append_neither_blocks_nor_harms(path, monkeypatch)
             assert writer.stdout.readline() == "StaleEpoch\n"
             store.append(b"5")
         assert read_lines(path) == [b"1", b"2", b"4", b"5"]
-
-
-def test_two_racing_processes_never_both_write(path):
-    for seed in range(20):
-        child = os.fork()
-        if child == 0:
-            try:
-                _append_until_refused(path, b"child %d" % seed, 30 + seed)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        _append_until_refused(path, b"parent %d" % seed, 30)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    writers = [line.rpartition(b" ")[0] for line in read_lines(path)]
-    turns = [writer for index, writer in enumerate(writers) if index == 0 or writers[index - 1] != writer]
-    assert len(turns) == len(set(turns)), "a writer that was replaced wrote again"
-
-
-def _append_until_refused(path, name, count):
-    store = FileStateStore(path)
-    try:
-        for index in range(count):
-            store.append(b"%s %d" % (name, index))
-    except StaleEpoch:
-        pass
-    finally:
-        store.close()
 
 
 def test_last_line_cut_short_never_counted(path):

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.common.errors import InvocationError, StaleCall, WorkloadDied
-from dlrover.python.rl.runtime.local import process_environment
-from dlrover.python.rl.runtime.member.arguments import CallHeader
-from dlrover.python.rl.trainer.trainer import run_trainer
+from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from tests.support.disks import damage_byte
-from tests.support.durable_toys import CLASSES, Flaky, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
+from tests.support.durable_toys import CLASSES, Flaky, Policy, Stage, Training, both, kill, kill_trainer
 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
@@ -230,23 +227,6 @@ def test_trainer_without_steps_commits_nothing_and_fails_at_once(folder):
         Stage(folder / "other", Plain).run({(20, "before"): kill("ACTOR", 1)})
 
 
-def test_second_loop_continues_where_the_first_has_ended(folder):
-    steps = []
-
-    class TwoPhases(Training):
-        def fit(self):
-            for total in (2, 4):
-                for step in self.steps(total):
-                    steps.append(step)
-                    self.body(step)
-            self.config["end"].append((self.RG_ACTOR.publish().result()[0], self.state["mean"]))
-
-    _, expected = undisturbed(folder, TwoPhases)
-    assert steps == [1, 2, 3, 4]
-    for number in range(10, 50, 3):
-        same(kill_at(folder / str(number), number, kill_trainer, trainer=TwoPhases)[1], expected)
-
-
 @pytest.mark.parametrize("last", [3, 4])
 def test_step_left_by_break_is_committed_and_runs_once(folder, last):
     steps = []
@@ -270,20 +250,3 @@ def test_step_left_by_break_is_committed_and_runs_once(folder, last):
     assert commits[-1].startswith(f"step-{last:08}")
     for number in range(10, 50, 3):
         same(kill_at(folder / str(number), number, kill_trainer, trainer=Breaks)[1], expected)
-
-
-def test_replaced_trainer_sends_nothing_out_of_order(folder):
-    """The actor alone knows of the new trainer; calls of rollouts that need its answer stay there."""
-    stage = Stage(folder / "job", trainer=Pipelined, steps=3)
-    reference, _ = undisturbed(folder, Pipelined, steps=3)
-    publish = reference.calls_of("ACTOR", "publish")
-
-    def replaced(port):
-        for member in port.members["ACTOR"]:
-            member.host.invoke(CallHeader((-1, -1), "!where", epoch=2), lambda: ([], {}))
-
-    stage.port.faults = {(publish[2], "before"): replaced}
-    with process_environment(stage.memory("trainer")), pytest.raises(StaleCall):
-        run_trainer(stage.make, stage.link())
-    done = [member.host.executed["generate"] for member in stage.port.members["ROLLOUT"]]
-    assert done == [1, 1]

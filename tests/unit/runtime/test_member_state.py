@@ -268,15 +268,6 @@ def test_written_state_is_not_kept_in_memory(host, roots):
     assert total() is None
 
 
-def test_seconds_are_waits_and_a_share_of_the_cores(monkeypatch):
-    spent = iter([1.0, 5.0])
-    monkeypatch.setattr(member_state.time, "thread_time", lambda: next(spent))
-    monkeypatch.setattr(member_state.os, "cpu_count", lambda: 2)
-    background = member_state._Background(7, lambda: None)
-    background.finish()
-    assert background.seconds == pytest.approx(2.0, abs=0.2)
-
-
 @pytest.mark.parametrize("terms", [{"is_copying": True}, {}, {"copy": StateFile("ACTOR-1.1.state", 10, 0)}])
 def test_copy_is_published_once_all_members_have_made_theirs(roots, terms):
     files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}

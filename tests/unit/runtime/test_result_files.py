@@ -96,13 +96,6 @@ def test_lines_written_just_before_a_rotation_are_read_in_order(logs):
     assert read(reader) == ""
 
 
-def test_older_files_come_first(logs):
-    for number, name in enumerate(["trainer.log.2", "trainer.log.1", "trainer.log"]):
-        (logs / name).write_text(f"{number}\n")
-    assert read(reader_of(logs)) == "0\n1\n2\n"
-    assert [text for _, text in reader_of(logs, process="").read()] == ["0\n", "1\n", "2\n"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_reader_in_time_sees_each_line_once(tmp_path, seed):
     """``max_bytes`` and the number of lines between two readings allow two rotations at most."""

@@ -8,11 +8,9 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -510,25 +508,6 @@ def test_read_only_disk_can_be_read_despite_damage(small_disk):
         store.folder(3, 1)
     with pytest.raises(OSError, match="Read-only"):
         store.claim(2)
-
-
-def test_reader_never_takes_a_removed_generation_for_damaged(memory):
-    commit(memory, 1)
-    ended = threading.Event()
-
-    def read_on():
-        newest = []
-        while not ended.is_set():
-            newest.append(newest_valid(memory))
-        return newest
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_on)
-        for step in range(2, 150):
-            commit(memory, step, size=50)
-        ended.set()
-        assert any(reading.result(20))
-    assert not [name for name in os.listdir(memory.root) if ".bad" in name]
 
 
 def test_newest_of_is_the_run_with_the_last_commit(tmp_path):

@@ -167,16 +167,6 @@ def test_repeated_loss_abandons_the_step(port):
     assert isinstance(caught.value.cause, ResultLost)
 
 
-def test_refused_replacement_is_raised(port):
-    def refuse(*request):
-        raise errors.JobFailed("the limit is reached")
-
-    port.recovery.renew = refuse
-    port.inner.answers = [died()]
-    with pytest.raises(errors.JobFailed, match="the limit"):
-        submit(port, 0).result()
-
-
 def test_calls_before_the_first_step_are_kept_up_to_a_limit(port):
     port.log.open(port.log.setup)
     submit(port, 0)

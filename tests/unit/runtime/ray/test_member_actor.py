@@ -249,14 +249,6 @@ def test_device_is_current_in_every_computing_thread(monkeypatch):
     assert current == [("cuda:3", threading.current_thread()), ("cuda:2", loop._thread)]
 
 
-def test_locate_reports_the_device_numbers_of_the_node(monkeypatch):
-    runtime = {"get_accelerator_ids": lambda: {"GPU": ["2", "3"]}, "get_node_id": lambda: "0a"}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(**runtime))
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", "1")
-    assert (member.locate().node, member.locate().devices) == ("0a", "2,3")
-
-
 @pytest.mark.parametrize(
     ("devices", "device", "expected"),
     [((6, 7), "cuda", "cuda:6"), ((), "cuda", "cuda:1"), ((6,), "cuda:2", "cuda:2"), ((), "cpu", "cpu")],

@@ -11,7 +11,7 @@ import pytest
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.recipe.launch import describe_job, run_together
 from dlrover.python.rl.runtime.torchrun import links
-from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link, accept_all, join
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all, join
 from dlrover.python.rl.trainer.trainer import BaseTrainer, report_nothing
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -19,26 +19,6 @@ from dlrover.python.rl.trainer.workload import BaseWorkload
 class Store(dict):
     def set(self, key, value):
         self[key] = value
-
-
-class PlainLink(Link):
-    """Over a socket without TCP's options."""
-
-    def __init__(self, connection):
-        self._connection = links.Connection(connection.detach())
-
-
-@pytest.mark.parametrize("part", [b"", b"\0\0", b"\0\0\0\x30", b"\0\0\0\x30" + b"x" * 20, b"x" * 47])
-def test_incomplete_hello_is_not_waited_for(part):
-    connection, stray = socket.socketpair(socket.AF_UNIX)
-    link = PlainLink(connection)
-    stray.sendall(part)
-    begin = time.monotonic()
-    assert link.receive_hello(0.05) == b""
-    assert time.monotonic() - begin < 5.0
-    stray.close()
-    assert link.receive_hello(5.0) == b""
-    link.close()
 
 
 def test_ranks_meet_despite_a_stray_connection(monkeypatch):
