@@ -52,7 +52,6 @@ LOSSES = [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aba", "a")]
         (5, 100, 0, "all stateful workers are new: the job begins again at step 1"),
         (7, 3, 3, "continuing from its copy in"),
     ],
-    ids=["no copy", "copy"],
 )
 def test_lost_node_costs_the_steps_after_the_copy(tmp_path, caplog, nodes, lost, steps, every, restart, message):
     with caplog.at_level(logging.WARNING, "dlrover"):

@@ -115,10 +115,7 @@ class TwoPartError(Exception):
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [
-        (ValueError("the model wrote \ud83d"), "ValueError: the model wrote ?"),
-        (TwoPartError("disk", "it is gone"), "TwoPartError: disk: it is gone"),
-    ],
+    [(ValueError("\ud83d"), "ValueError: ?"), (TwoPartError("disk", "gone"), "TwoPartError: disk: gone")],
 )
 def test_unsendable_error_has_its_words(host, error, words):
     error.__cause__ = OSError("no room for \ud83d")
@@ -214,11 +211,7 @@ def test_calls_out_of_place_are_refused(host):
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [
-        ("refuse", "LookupError: the user's own words"),
-        ("generator", "its result cannot be sent: TypeError: cannot pickle"),
-        ("cancelled", "CancelledError: by itself"),
-    ],
+    [("refuse", "LookupError: the user"), ("generator", "cannot be sent: TypeError"), ("cancelled", "by itself")],
 )
 def test_errors_have_their_origin_and_are_kept(host, method, message):
     for _ in range(2):

@@ -56,11 +56,7 @@ def test_load_class_without_the_class_has_a_hint(module, name, message):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        ("import not_installed", "no module named 'not_installed'"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", "SystemExit: 0"),
-    ],
+    [("import missing", "no module named 'missing'"), ("1 / 0", "ZeroDivisionError"), ("exit(0)", "SystemExit: 0")],
 )
 def test_load_class_of_a_failing_module_has_its_error(folder, source, message):
     (folder / "failing_module.py").write_text(source)

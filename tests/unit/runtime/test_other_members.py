@@ -16,8 +16,8 @@ from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.member.inspection import inspect_job
 from dlrover.python.rl.runtime.run.folder import DESCRIPTION, earlier_description
-from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting
+from tests.support.role_group_toys import StageTrainer
 
 ROWS = 12
 
@@ -108,14 +108,6 @@ class Dividing(Keeping):
         return True
 
 
-class Nothing(BaseTrainer):
-    def init(self):
-        pass
-
-    def fit(self):
-        pass
-
-
 class Sized(Keeping):
     @classmethod
     def settings_of_state(cls, config):
@@ -128,14 +120,14 @@ class Sized(Keeping):
         return {"size": config["size"], "part": config.get("part"), "of": setting}
 
 
-class Seeded(Nothing):
+class Seeded(StageTrainer):
     @classmethod
     def settings_of_state(cls, config):
         seed = config.get("seed", 0)
         return {"seed": seed, "parity": Setting(seed, kind=seed % 2)}
 
 
-def job_of(path, config, workload="Sized", number=2, trainer="Nothing"):
+def job_of(path, config, workload="Sized", number=2, trainer="StageTrainer"):
     text = f"name: job\ntrainer: {{module: {__name__}, class: {trainer}, device_type: CPU, device_per_node: 8}}\n"
     text += f"workload: {{actor: {{module: {__name__}, class: {workload}, num: {number}}}}}\njob_dir: {path}\n"
     return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
@@ -167,7 +159,7 @@ def test_other_numbers_are_refused_for_an_undivided_state(tmp_path):
 def begin(tmp_path):
     """Begin a run with this config: its description is written, and step 5 committed."""
 
-    def begin(config, trainer="Nothing", is_committed=True):
+    def begin(config, trainer="StageTrainer", is_committed=True):
         job = job_of(tmp_path, config, trainer=trainer)
         (tmp_path / DESCRIPTION).write_text(job_to_yaml(job))
         if is_committed:

@@ -253,27 +253,6 @@ def test_cpu_frees_the_device_and_changes_no_step(session, layers):
         assert_equal(layers.state_dict(), engine.state_dict())
 
 
-@pytest.mark.feature(18, 19, 20)
-def test_parts_of_an_inference_engine_come_back_singly(session, model):
-    engine = inference(model)
-    expected = greedy(engine)
-    assert engine.footprint()[0]["weights"] > 30_000 * 4
-    with building(policy(model, Reference)) as train:
-        engine.meta()
-        assert engine.footprint() == [{}]
-        engine.cuda("weights")
-        train.p2p_weight_sync(engine)
-        with pytest.raises(InvocationError, match="kv_cache"):
-            engine.generate(["12+13="], GREEDY)
-        engine.cuda("kv_cache")
-        assert greedy(engine) == expected
-        engine.cpu()
-        engine.cuda("weights", "kv_cache")
-        assert greedy(engine) == expected
-        with pytest.raises(InvocationError, match="it has no key-value cache"):
-            train.cuda("kv_cache")
-
-
 def tensors_of(session, engine):
     """Return weak references to all tensors that a train engine of this process has."""
     module = session.hosting.port.members[engine.name][0].host.workload._engine._made.module

@@ -27,14 +27,6 @@ def test_groups_fill_the_machine_by_default():
     assert train_sizes(4, tensor=1, context=1, replicas=None, shards=2) == (2, 2)
 
 
-@pytest.mark.feature(7)
-def test_explicit_number_of_groups_leaves_slots_free():
-    slots = table(4)
-    assert list(slots.take("A", SlotRequest(group=2, groups=1))) == [(0, 1)]
-    assert slots.free == (2, 3)
-    assert list(slots.take("B", SlotRequest(group=1))) == [(2,), (3,)]
-
-
 @pytest.mark.parametrize(
     ("free", "replica", "replicas", "shards", "expected"),
     [
@@ -108,13 +100,6 @@ def test_colocated_engines_have_the_same_slots():
     assert slots.free == (), "B still has them"
     slots.give_back("B")
     assert slots.free == (0, 1, 2, 3)
-
-
-@pytest.mark.feature(9)
-def test_engines_apart_share_no_slot():
-    slots = table(4)
-    slots.take("A", SlotRequest(group=2, groups=1))
-    assert list(slots.take("B", SlotRequest(group=2, groups=1, apart_from=frozenset({0, 1})))) == [(2, 3)]
 
 
 @pytest.mark.feature(10)

@@ -6,16 +6,8 @@ import asyncio
 import pytest
 
 from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType
-from dlrover.python.rl.trainer.workload import (
-    DEFAULT_OPTIONS,
-    BaseWorkload,
-    InvocationOptions,
-    MemberContext,
-    get_invocation_options,
-    is_stateful,
-    member_context,
-    trainer_invocation,
-)
+from dlrover.python.rl.trainer import workload as module
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, BaseWorkload, MemberContext, trainer_invocation
 
 CONTEXT = MemberContext(
     "job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT", devices=(2, 3)
@@ -36,9 +28,9 @@ def no_environment(monkeypatch):
 
 
 def test_workload_has_the_facts_of_its_context_or_environment(no_environment, monkeypatch):
-    with member_context(CONTEXT):
+    with module.member_context(CONTEXT):
         workload = BaseWorkload("master", {"lr": 1})
-        with member_context(MemberContext(rank=7)):
+        with module.member_context(MemberContext(rank=7)):
             assert BaseWorkload(None, {}).rank == 7
     assert facts(workload) == CONTEXT
     assert (workload.master_handle, workload.config, workload.word_size) == ("master", {"lr": 1}, 4)
@@ -66,7 +58,7 @@ def test_environment_has_the_names_of_torch():
 
 @pytest.mark.parametrize("role", [*WELL_KNOWN_ROLES, RLRoleType("JUDGE")])
 def test_predicate_of_a_role_is_true_for_it_alone(role):
-    with member_context(MemberContext(role=role)):
+    with module.member_context(MemberContext(role=role)):
         workload = BaseWorkload(None, {})
     said = [name for name in WELL_KNOWN_ROLES if getattr(workload, f"is_{name.lower()}_role")()]
     assert said == [name for name in WELL_KNOWN_ROLES if name == role]
@@ -83,7 +75,7 @@ class Counter(BaseWorkload):
     + [(Counter, True), (type("Later", (Counter,), {}), True)],
 )
 def test_workload_has_state_only_with_state_dict_of_its_class(kind, expected):
-    assert is_stateful(kind) is expected
+    assert module.is_stateful(kind) is expected
 
 
 def test_decorated_method_stays_as_it_was():
@@ -95,10 +87,10 @@ def test_decorated_method_stays_as_it_was():
 
     assert trainer_invocation(blocking=False)(method) is method
     assert asyncio.iscoroutinefunction(trainer_invocation(timeout=3)(slow))
-    assert get_invocation_options(method).blocking is False
-    assert get_invocation_options(slow).timeout == 3
-    assert get_invocation_options(lambda self: 1) is get_invocation_options(len) is DEFAULT_OPTIONS
-    assert InvocationOptions(True, False, 10, "ALL", True, None, None) == DEFAULT_OPTIONS
+    assert module.get_invocation_options(method).blocking is False
+    assert module.get_invocation_options(slow).timeout == 3
+    assert module.get_invocation_options(lambda self: 1) is module.get_invocation_options(len) is DEFAULT_OPTIONS
+    assert module.InvocationOptions(True, False, 10, "ALL", True, None, None) == DEFAULT_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,7 @@ def test_unknown_option_is_refused_with_the_nearest_name(option, right):
 
 
 def test_changes_state_warns_once_and_has_no_effect(caplog):
-    options = InvocationOptions(changes_state=False)
-    assert options.replace(timeout=5) == InvocationOptions(timeout=5)
+    options = module.InvocationOptions(changes_state=False)
+    assert options.replace(timeout=5) == module.InvocationOptions(timeout=5)
     warnings = [record.getMessage().partition(" has")[0] for record in caplog.records]
     assert warnings == ["trainer_invocation(changes_state=...)"]

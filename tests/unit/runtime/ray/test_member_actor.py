@@ -32,8 +32,7 @@ WATCHDOG, OFF = member.WITHOUT_WATCHDOG
 FIRST = ProcessId("ACTOR", 0)
 JOB = f"""
 trainer: {{module: toys, class: Loop, device_per_node: 1, device_type: CPU}}
-workload:
-  actor: {{module: {__name__}, class: Workload}}
+workload: {{actor: {{module: {__name__}, class: Workload}}}}
 """
 
 

@@ -30,13 +30,11 @@ from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Me
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
-workload:
-  actor: {{module: toys, class: Policy, num: 1, standby: {standby}}}
+workload: {{actor: {{module: toys, class: Policy, num: 1, standby: {standby}}}}}
 """
 TWO_NODES = """
 trainer: {{module: toys, class: Loop, node_number: 2, device_per_node: 4, device_type: CPU}}
-workload:
-  actor: {{module: toys, class: Policy, num: 4, per_node: 2, standby: {standby}}}
+workload: {{actor: {{module: toys, class: Policy, num: 4, per_node: 2, standby: {standby}}}}}
 """
 FIRST, LOST = ProcessId("ACTOR", 0), ProcessId("ACTOR", 2)
 

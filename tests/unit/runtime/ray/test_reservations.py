@@ -19,14 +19,11 @@ from tests.support.memory_cluster import MemoryCluster
 
 JOB = """
 trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 1}
+workload: {actor: {module: toys, class: Policy, num: 1}}
 """
 ELASTIC = """
 trainer: {module: toys, class: Loop, node_number: 2, device_per_node: 2, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 1}
-  rollout: {module: toys, class: Policy, num: 2, min: 1, per_node: 1}
+workload: {actor: {module: toys, class: Policy}, rollout: {module: toys, class: Policy, num: 2, min: 1, per_node: 1}}
 """
 
 

@@ -3,7 +3,6 @@
 
 import socket
 import threading
-import time
 from contextlib import closing, nullcontext
 
 import pytest
@@ -14,6 +13,7 @@ from dlrover.python.rl.runtime.torchrun import links
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all, join
 from dlrover.python.rl.trainer.trainer import BaseTrainer, report_nothing
 from dlrover.python.rl.trainer.workload import BaseWorkload
+from tests.support.commands import wait_for
 
 
 class Store(dict):
@@ -26,11 +26,7 @@ def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     store, meetings = Store(), []
     meeting = threading.Thread(target=lambda: meetings.append(accept_all(LaunchEnv(0, 2), store)), daemon=True)
     meeting.start()
-    deadline = time.monotonic() + 30
-    while LaunchEnv().store_key not in store:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    port = int(store[LaunchEnv().store_key][32:])
+    port = int(wait_for(lambda: store.get(LaunchEnv().store_key))[32:])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as stray:
         stray.sendall(b"\0\0\0\x30half")
         link = join(LaunchEnv(1, 2), store)
