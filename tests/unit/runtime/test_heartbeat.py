@@ -147,13 +147,6 @@ def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, cause, befo
     assert ("OOM killer" in cause.message) == (kind is CauseKind.OUT_OF_MEMORY)
 
 
-WAITING = """
-import threading
-def stuck_here():
-    print('ready', flush=True)
-    threading.Event().wait()
-stuck_here()
-"""
 READING = """
 import sys
 def reads_here():
@@ -175,8 +168,8 @@ def process(code):
 
 
 def test_stack_names_the_function_of_a_process():
-    with process(WAITING) as child:
-        assert "stuck_here" in stacks_of(child.pid, deadline_s=10.0)
+    with process(READING) as child:
+        assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)
         assert child.poll() is None
 
 
@@ -197,7 +190,7 @@ def test_stacks_of_a_gone_process_has_the_reason():
 
 
 def test_stacks_of_without_the_tool_asks_the_kernel(tmp_path):
-    with process(WAITING) as child:
+    with process(READING) as child:
         wait_for(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
         text = stacks_of(child.pid, dumper=str(tmp_path / "none"))
     assert "none is not installed" in text

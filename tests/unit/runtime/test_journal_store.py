@@ -12,8 +12,6 @@ from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from tests.support.disks import DAMAGES, frozen, largest_file, reports_of_a_killed_writer, system_calls, thaw
 
-MUTATIONS = 1000
-
 
 @contextmanager
 def opened(path, **options):
@@ -272,7 +270,7 @@ def test_damage_is_seen_or_costs_an_unfinished_line(end, path):
     lines = some_lines(25, seed=3)
     whole = end(path, lines)
     seen = dict.fromkeys(KINDS, 0)
-    for seed in range(MUTATIONS):
+    for seed in range(1000):
         rng = random.Random(seed)
         kind = rng.choice(list(KINDS))
         damaged = KINDS[kind](whole, rng)

@@ -15,9 +15,6 @@ from tests.support.durable_toys import CLASSES, Flaky, Policy, Stage, Training, 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
 
-FIRST = 12
-"""Number of the first call of step 1."""
-
 FAULTS = {
     "an actor": kill("ACTOR", 1),
     "the other actor": kill("ACTOR", 0),
@@ -93,7 +90,7 @@ def test_death_of_the_trainer_repeats_no_call(folder, when):
 @pytest.mark.parametrize("victim", [("ROLLOUT", 1), ("REWARD", 0)])
 def test_death_of_a_stateless_member_costs_its_own_calls(folder, victim):
     reference, _ = undisturbed(folder, steps=2)
-    for number in range(FIRST, len(reference.port.calls)):
+    for number in range(12, len(reference.port.calls)):  # from the first call of step 1 on
         stage, _ = kill_at(folder / str(number), number, kill(*victim), steps=2)
         before, after = reference.executed(), stage.executed()
         limits = before.pop(victim)
@@ -125,10 +122,6 @@ def test_trainer_and_members_know_why_they_run_again(folder):
     assert stage.progress == [1, 2, 3]
 
 
-def newest(stage):
-    return max(path for path in (stage.path / "memory").iterdir() if path.name.startswith("step-"))
-
-
 @pytest.mark.parametrize(
     ("file", "lost", "message"),
     [
@@ -143,7 +136,7 @@ def test_damaged_newest_commit_costs_one_more_step(folder, file, lost, message, 
     reference, expected = undisturbed(folder, steps=4, every=100)
 
     def strike(port):
-        damage_byte(next(newest(stage).glob(f"{file}*")), at=-100)
+        damage_byte(next(max((stage.path / "memory").glob("step-*")).glob(f"{file}*")), at=-100)
         lost(port)
 
     stage = Stage(folder / "job", steps=4, every=100)

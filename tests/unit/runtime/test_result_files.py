@@ -110,10 +110,7 @@ def test_reader_in_time_sees_each_line_once(tmp_path, seed):
     assert seen + read(reader) == "".join(written)
 
 
-JOB = """
-trainer: {module: m, class: T, device_type: CPU, device_per_node: 1}
-workload: {actor: {module: m, class: A, env: {MEMBER_TOKEN: canary-1}}}
-"""
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A, env: {MEMBER_TOKEN: canary-1}}}}"
 
 
 @pytest.fixture

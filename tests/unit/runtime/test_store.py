@@ -22,11 +22,9 @@ from dlrover.python.rl.runtime.checkpoint.runs import newest_of
 from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, check_size, copy_file, read_state, write_state
 from dlrover.python.rl.runtime.checkpoint.store import MANIFEST, CheckpointStore, read_manifest
 from tests.support import disks
-from tests.support.disks import DAMAGES, damage_byte, flips_of, frozen, reports_of_a_killed_writer, system_calls, thaw
+from tests.support.disks import DAMAGES, damage_byte, frozen, reports_of_a_killed_writer, system_calls, thaw
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
-DAMAGE_SEEDS = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
-"""Seeds: some for every run, and the others of the thousand."""
 
 
 def state_of(name, step, size=600):
@@ -87,8 +85,7 @@ def test_committed_generation_is_found_by_another_process(store, tmp_path):
     manifest = commit(store, 7)
     again = CheckpointStore(store.root, "run1", store.durable)
     assert newest_valid(again) == manifest
-    assert (manifest.step, manifest.epoch, manifest.run) == (7, 1, "run1")
-    assert set(manifest.files) == set(MEMBERS)
+    assert (manifest.step, manifest.epoch, manifest.run, set(manifest.files)) == (7, 1, "run1", set(MEMBERS))
     assert before <= manifest.committed_at <= time.time()
     assert is_whole(again, manifest)
 
@@ -107,9 +104,8 @@ def test_newest_two_generations_stay_and_leftovers_go(store):
     assert removed() is None, "it takes no memory"
     spare = [] if store.durable else ["spare"]
     assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", *spare, *generations(store)]
-    assert sorted(os.listdir(store.root / manifest.folder)) == sorted(
-        [MANIFEST, *(file.name for file in manifest.files.values())]
-    )
+    files = {file.name for file in manifest.files.values()}
+    assert {*os.listdir(store.root / manifest.folder)} == {MANIFEST, *files}
 
 
 def test_pages_of_the_generation_removed_last_are_used_again(memory):
@@ -257,17 +253,6 @@ def test_folder_removed_during_the_wait_for_its_lock_is_missing(tmp_path, monkey
     assert len(closed) == len(set(closed)) > 0
 
 
-def test_flipped_bit_is_seen_in_every_byte_of_a_manifest(tmp_path):
-    folder = tmp_path / "step-00000003.e1"
-    folder.mkdir()
-    manifest = module.Manifest(3, 2, "run1", {"ü": StateFile("x", 1, 2, "n")}, {"deep": [1, {"a": None}]}, 9, 1.5)
-    assert module.decode(module.encode(manifest)) == manifest
-    for damaged in flips_of(module.encode(manifest)):
-        (folder / MANIFEST).write_bytes(damaged)
-        with pytest.raises(CheckpointCorrupt, match="not a manifest"):
-            read_manifest(folder, "run1")
-
-
 def test_commit_of_calls_by_an_earlier_version_is_passed_over(store, caplog):
     commit_steps(store, 1, 2)
     path = store.root / "step-00000002.e1" / MANIFEST
@@ -377,7 +362,7 @@ def is_readable(store, manifest):
         return False
 
 
-@pytest.mark.parametrize("seeds", DAMAGE_SEEDS, ids=str)
+@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)], ids=str)
 def test_damage_is_seen_and_the_newest_valid_generation_used(tmp_path, caplog, seeds):
     caplog.set_level(logging.ERROR)
     origin = claimed(tmp_path / "origin", keep=3)

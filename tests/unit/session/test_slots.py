@@ -72,6 +72,7 @@ SHORTAGE = r"B requests 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A has \[0, 1\]
         ("A", SlotRequest(group=1, groups=1), r"A holds the slots \[0, 1\] already"),
         ("B", SlotRequest(2, 2, colocate_with=(0, 1)), r"requests 2 x 2 = 4 slots, but colocate_with has 2: \[0, 1\]"),
         ("B", SlotRequest(group=3, colocate_with=(0, 1)), "groups of 3 slots, but colocate_with has 2"),
+        ("B", SlotRequest(group=3, one_node=True), "with each group on one node"),
         ("B", SlotRequest(group=3, apart_from=frozenset({0, 1})), "apart from not_colocate_with"),
         ("B", SlotRequest(1, colocate_with=(0, 1), apart_from=frozenset({1})), "cannot be shared and not be shared"),
         ("B", SlotRequest(1, nodes=("10.0.0.7",)), r"no node '10.0.0.7'; did you mean '10.0.0.[01]'"),
@@ -84,11 +85,6 @@ def test_impossible_request_of_slots_is_refused(owner, wanted, message):
     with pytest.raises(SessionError, match=message):
         slots.take(owner, wanted)
     assert slots.free == (2, 3)
-
-
-def test_group_larger_than_a_node_is_refused_with_one_node():
-    with pytest.raises(SessionError, match="with each group on one node"):
-        table(3, 3).take("A", SlotRequest(group=4, one_node=True))
 
 
 @pytest.mark.feature(8)
@@ -107,11 +103,6 @@ def test_nodes_are_chosen_by_address_or_id():
     slots = table(2, 2)
     assert list(slots.take("A", SlotRequest(group=1, nodes=("10.0.0.1",)))) == [(2,), (3,)]
     assert list(slots.take("B", SlotRequest(group=1, groups=1, nodes=("id0",)))) == [(0,)]
-
-
-def test_groups_of_one_node_leave_slots_free():
-    assert list(table(3, 3).take("A", SlotRequest(group=2, one_node=True))) == [(0, 1), (3, 4)]
-    assert list(table(3, 3).take("A", SlotRequest(group=2))) == [(0, 1), (2, 3), (4, 5)]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -174,7 +165,6 @@ def choose(cluster, source, target, way=None, folder=None):
     [
         (FourSlots(), [(0,)], "shared memory"),
         (FourSlots(), [(1,)], "shared memory"),
-        (FourSlots(), [(0,), (1,)], "shared memory"),
         (FourSlots(), [(2,)], "broadcast"),
         (FourSlots("cpu"), [(0,)], "shared memory"),
         (FourSlots(separate=False), [(0,)], "shared memory"),

@@ -121,12 +121,10 @@ def test_value_for_everyone_is_stored_once_unless_it_is_small(value, stored):
 
 def test_members_of_a_replica_share_a_shard_and_a_result():
     trainer = trainer_of(Paired, actor=6)
-    assert trainer.RG_ACTOR.data_parallel_size == 3
     assert trainer.RG_ACTOR.same(list(range(7))) == [[0, 1, 2], [3, 4], [5, 6]]
     assert trainer.RG_ACTOR.same(["a", "b", "c"]) == ["a", "b", "c"]
     # Each shard is stored once for the two workers that take it; the short texts travel along.
-    assert len(trainer.port.stored) == 3
-    assert len(trainer.port.calls) == 12
+    assert (len(trainer.port.stored), len(trainer.port.calls)) == (3, 12)
     assert len(trainer.RG_ACTOR.later([1, 2, 3])) == 3
     with pytest.raises(CallError, match="Paired.data_parallel_size gave 2, which does not divide its 3 workers"):
         trainer_of(Paired, {"size": 2}, actor=3)
@@ -138,11 +136,9 @@ def test_call_ids_count_the_calls_of_a_step():
     for _ in trainer.steps(2):
         trainer.RG_ACTOR.same(1)
         trainer.RG_ROLLOUT.same(1)
-    actors, rollouts = (
-        [call.call_id for role, _, call in trainer.port.calls if role == each] for each in ("ACTOR", "ROLLOUT")
-    )
-    assert actors == [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
-    assert rollouts == [(1, 1), (2, 1)]
+    ids = [(role, call.call_id) for role, rank, call in trainer.port.calls if rank == 0]
+    steps = [[("ACTOR", (step, 0)), ("ROLLOUT", (step, 1))] for step in (1, 2)]
+    assert ids == [("ACTOR", (0, 0)), *steps[0], *steps[1]]
 
 
 def test_calls_of_two_threads_are_sent_in_order_of_numbers():

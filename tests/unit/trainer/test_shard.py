@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from dlrover.python.rl.common.errors import ShardError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.trainer.port import Pending, Ref
-from dlrover.python.rl.trainer.shard import Replicate, Rows, Shard, divide, join, row_count, take_rows, unwrap
+from dlrover.python.rl.trainer.shard import Rows, Shard, divide, join, row_count, take_rows, unwrap
 
 Point = namedtuple("Point", "x y z")
 
@@ -29,7 +29,6 @@ MAKE = {
     "list": list,
     "tuple": tuple,
     "numpy": np.array,
-    "numpy 2-d": lambda items: np.array(items)[:, None] * np.ones((1, 3)),
     "torch": torch.tensor,
     "batch": batch_of,
 }
@@ -39,38 +38,11 @@ def items_of(value):
     """The items that a divided value was made from."""
     if isinstance(value, Batch):
         return value.dense("x").tolist()
-    if isinstance(value, np.ndarray) and value.ndim == 2:
-        return value[:, 0].astype(int).tolist()
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
 def even_sizes(rows, shards):
     return sorted([len(part) for part in np.array_split(np.arange(rows), shards)], reverse=True)
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("shards", range(1, 6))
-def test_rows_are_divided_evenly_and_in_order(kind, shards):
-    for rows in range(shards, 21):
-        value = MAKE[kind](list(range(rows)))
-        parts = divide(Shard(value), shards, True, "x")
-        assert all(type(part) is type(value) for part in parts)
-        assert [len(part) for part in parts] == even_sizes(rows, shards)
-        assert [item for part in parts for item in items_of(part)] == list(range(rows))
-        unwrapped = divide(value, shards, True, "x")
-        one_each = kind == "list" and rows == shards
-        assert list(map(repr, unwrapped)) == list(map(repr, value if one_each else parts)) or kind == "batch"
-        assert not one_each or unwrapped == value
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("shards", range(2, 6))
-def test_fewer_rows_than_shards_are_refused(kind, shards):
-    for rows in range(1, shards):
-        value = MAKE[kind](list(range(rows)))
-        for argument in (value, Shard(value)):
-            with pytest.raises(ShardError, match=f"m: argument 0 has {rows} rows?, too few to split over {shards}"):
-                divide(argument, shards, True, "m: argument 0")
 
 
 SCALARS = [7, 1.5, True, None, "abc", b"abc", np.array(3.0), np.float32(3.0), torch.tensor(3.0)]
@@ -82,14 +54,6 @@ CONFIGS = [OmegaConf.create({"shape": [1, 2], "lr": 1}), OmegaConf.create([1, 2,
 def test_other_values_go_to_every_member_whole(value):
     assert divide(value, 3, True, "x") is None
     assert unwrap(value) is value
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_replicate_and_auto_shard_off_give_all_of_it(kind):
-    value = MAKE[kind]([1, 2, 3])
-    assert divide(Replicate(value), 3, True, "x") is None
-    assert unwrap(Replicate(value)) is value
-    assert divide(value, 3, False, "x") is None
 
 
 class Proto:
@@ -105,6 +69,7 @@ class Proto:
 
 def test_shard_divides_values_sent_whole_without_it():
     assert divide(Shard([1, 2, 3]), 3, False, "x") == [[1], [2], [3]]
+    assert (divide([1, 2], 2, True, "x"), divide((1, 2), 2, True, "x")) == ([1, 2], [(1,), (2,)])
     assert divide(Shard(range(5)), 2, True, "x") == [range(3), range(3, 5)]
     assert [part.rows for part in divide(Shard(Proto([1, 2, 3, 4])), 2, False, "x")] == [[1, 2], [3, 4]]
     assert divide(Proto([1, 2]), 2, True, "x") is None

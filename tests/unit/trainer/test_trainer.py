@@ -175,11 +175,10 @@ class Commits:
     def load(self, step):
         return dump_state({"mean": 0.5}, "run1", self.left)
 
-    def transfers_to(self, step, members, nodes):
+    def trainers_copy(self, *_):
         return []
 
-    def trainers_copy(self, nodes):
-        return []
+    transfers_to = trainers_copy
 
     def restore_request(self, step):
         return step
@@ -217,10 +216,8 @@ def test_ranks_with_collectives_are_restored_together():
 
 
 def test_members_forget_answers_together_if_one_is_ahead():
-    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [
-        (FORGET, 0),
-        (FORGET, 1),
-    ]
+    standings = {0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}
+    assert goes_back(standings, together=False) == [(FORGET, 0), (FORGET, 1)]
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -20,15 +20,11 @@ from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
 from tests.support.memory_cluster import MemoryActor, MemoryCluster, Method
 
-JOB = load_job_text(
-    """
-trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 2, env: {MEMBER_TOKEN: canary-1, LEVEL: "3"}}
-  rollout: {module: toys, class: Policy, num: 2}
-""",
-    "job",
-)
+ROLES = """
+actor: {module: toys, class: Policy, num: 2, env: {MEMBER_TOKEN: canary-1, LEVEL: "3"}},
+rollout: {module: toys, class: Policy, num: 2}"""
+TRAINER = "{module: toys, class: Loop, device_per_node: 4, device_type: CPU}"
+JOB = load_job_text(f"{{trainer: {TRAINER}, workload: {{{ROLES}}}}}", "job")
 FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
 
 

@@ -66,11 +66,8 @@ class Stage:
             kills = len(self.cluster.killed)
             answers = len(self.events) + (len(command.members) if isinstance(command, StartMembers) else 1)
             executor.execute(command, self.events.append)
-            await until(
-                lambda command=command, kills=kills, answers=answers: (
-                    len(self.events) >= answers or (isinstance(command, Kill) and len(self.cluster.killed) > kills)
-                )
-            )
+            while len(self.events) < answers and not (isinstance(command, Kill) and len(self.cluster.killed) > kills):
+                await asyncio.sleep(0.001)
 
     async def lose(self, events):
         """The only process dies by itself; returns the event that is then emitted to ``events``."""

@@ -36,11 +36,7 @@ def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     meetings[0][1].close()
 
 
-JOB = """
-trainer: {module: test_links, class: Caller}
-workload: {actor: {module: test_links, class: Raiser}}
-config: {error: none}
-"""
+ROLES = "{trainer: {module: test_links, class: Caller}, workload: {actor: {module: test_links, class: Raiser}}"
 ERRORS = {"none": None, "interrupt": KeyboardInterrupt(), "value": ValueError("told to fail")}
 OUTCOMES = []
 
@@ -64,7 +60,7 @@ class Caller(BaseTrainer):
 
 
 def launched(folder, error):
-    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    (folder / "job.yaml").write_text(f"{ROLES}, config: {{error: none}}}}", encoding="utf-8")
     launch = LaunchEnv()
     return run_together(lambda: describe_job("", "job.yaml", [f"error={error}"], launch), launch, report_nothing)
 
@@ -108,14 +104,6 @@ def test_held_port_is_only_for_servers_with_reused_addresses(port):
         server.listen()
         with socket.create_connection((HERE, number), timeout=5):
             pass
-
-
-def test_torch_meets_at_a_held_port(port):
-    number = port.take(address=HERE)
-    distributed = pytest.importorskip("torch.distributed")
-    store = distributed.TCPStore(HERE, number, 1, is_master=True)
-    store.set("met", "yes")
-    assert store.get("met") == b"yes"
 
 
 def test_held_port_is_free_once_it_is_given_back(port):
