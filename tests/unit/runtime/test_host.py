@@ -245,13 +245,10 @@ def test_work_of_a_call_ends_with_its_last_progress():
     assert host.work.units == before.units + 4
 
 
-RESULTS = {"first": 1, "second": 2}
-REFS = {name: Ref(None, name, None, "ACTOR", 0, "update", 1) for name in RESULTS}
-
-
 def test_decode_resolves_the_results_in_a_list():
-    for argument, value in (([REFS["first"], "plain", REFS["second"]], [1, "plain", 2]), ([], [])):
-        assert decode(encode(argument), RESULTS.__getitem__) == value
+    results = {"first": 1, "second": 2}
+    first, second = (Ref(None, name, None, "ACTOR", 0, "update", 1) for name in results)
+    assert decode(encode([first, "plain", second]), results.__getitem__) == [1, "plain", 2]
 
 
 def test_header_of_a_call_has_all_but_its_arguments():
@@ -269,10 +266,6 @@ def roots(tmp_path):
 
 def commit(host, roots, step, **terms):
     return ask(host, COMMIT, CommitRequest(step, roots, **terms))
-
-
-def restore(host, roots, step, file):
-    return ask(host, RESTORE, GenerationRequest(step, ({"ACTOR-1": Piece(folder_name(step, 1), file)},), roots))
 
 
 def test_standing_names_the_commits_of_its_state(host, roots):
@@ -295,7 +288,7 @@ def test_restore_forgets_the_answers_of_later_steps(host, roots):
     call(host, 0, 0, "add", 1)
     file = commit(host, roots, 1).file
     call(host, 2, 0, "add", 5)
-    restore(host, roots, 1, file)
+    ask(host, RESTORE, GenerationRequest(1, ({"ACTOR-1": Piece(folder_name(1, 1), file)},), roots))
     assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
     assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
     assert host.executed == {"add": 3}

@@ -222,12 +222,10 @@ def test_unreadable_journal_is_never_a_new_one(path):
     "change",
     [
         lambda path: os.truncate(path, path.stat().st_size - 1),
-        lambda path: os.truncate(path, path.stat().st_size + 1),
         lambda path: path.unlink(),
-        lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes().replace(b"rl-journal", b"rl-Journal")),
     ],
-    ids=["truncated", "longer", "removed", "emptied", "rewritten"],
+    ids=["truncated", "removed", "rewritten"],
 )
 def test_journal_changed_while_it_is_open_is_noticed(path, change):
     with opened(path) as store:

@@ -122,11 +122,9 @@ def test_two_wrapped_arguments_have_the_same_rows():
     ("value", "tokens"),
     [
         ([[1, 2], [3]], [2, 1]),
-        ([0.5, 0.7], [1, 1]),
         (["one text", "two"], [1, 1]),
         (torch.zeros(2, 5), [5, 5]),
         ({"input_ids": [[1, 2, 3], [1]], "reward": [0.0, 1.0]}, [3, 1]),
-        ({"reward": [0.0, 1.0]}, [1, 1]),
         (Batch({"tokens": Ragged.from_rows([[1, 2], [3]]), "id": np.arange(2)}), [2, 1]),
     ],
 )

@@ -60,8 +60,8 @@ def test_environment_has_the_names_of_torch():
 def test_predicate_of_a_role_is_true_for_it_alone(role):
     with module.member_context(MemberContext(role=role)):
         workload = BaseWorkload(None, {})
-    said = [name for name in WELL_KNOWN_ROLES if getattr(workload, f"is_{name.lower()}_role")()]
-    assert said == [name for name in WELL_KNOWN_ROLES if name == role]
+    roles = [name for name in WELL_KNOWN_ROLES if getattr(workload, f"is_{name.lower()}_role")()]
+    assert roles == [name for name in WELL_KNOWN_ROLES if name == role]
 
 
 class Counter(BaseWorkload):

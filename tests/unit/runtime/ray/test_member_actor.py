@@ -102,11 +102,9 @@ def call(actor, incarnation, epoch=1, method="hello"):
 )
 def test_answer_to_a_heartbeat_ends_only_a_replaced_process(monkeypatch, answer, is_current, calls):
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
-    noted = []
-    master = SimpleNamespace(
-        beat=SimpleNamespace(remote=lambda beat: answer),
-        reveal=SimpleNamespace(remote=lambda secrets: noted.append("revealed")),
-    )
+    noted, beat = [], SimpleNamespace(remote=lambda beat: answer)
+    reveal = SimpleNamespace(remote=lambda secrets: noted.append("revealed"))
+    master = SimpleNamespace(beat=beat, reveal=reveal)
     assert member.send_to(master, noted.append)(Heartbeat(FIRST, 3)) is is_current
     assert noted == calls
 

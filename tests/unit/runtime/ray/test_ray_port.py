@@ -69,7 +69,6 @@ def test_death_of_the_member_of_an_argument_names_its_taker():
     ("original", "rank", "kind"),
     [
         (BROKEN_DEVICE, 0, WorkloadDied),
-        (RuntimeError("NCCL communicator was aborted on rank 1."), 0, WorkloadDied),
         (EngineDied("the server of the engine has ended"), 0, WorkloadDied),
         (ValueError("wrong"), 0, InvocationError),
         (BROKEN_DEVICE, 1, InvocationError),  # of an argument
