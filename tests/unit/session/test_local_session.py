@@ -249,6 +249,18 @@ def test_cpu_frees_the_device_and_changes_no_step(session, layers):
         assert_equal(layers.state_dict(), engine.state_dict())
 
 
+@pytest.mark.feature(18, 19)
+def test_parts_of_an_inference_engine_come_back_singly(session, model):
+    engine = inference(model)
+    (before,) = engine.generate(["12+13="], GREEDY)
+    engine.cpu()
+    engine.cuda("weights")
+    with pytest.raises(InvocationError, match="kv_cache"):
+        engine.generate(["12+13="], GREEDY)
+    engine.cuda("kv_cache")
+    assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == before.outputs[0].token_ids
+
+
 def tensors_of(session, engine):
     """Return weak references to all tensors that a train engine of this process has."""
     module = session.hosting.port.members[engine.name][0].host.workload._engine._made.module
