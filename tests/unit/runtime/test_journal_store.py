@@ -27,21 +27,14 @@ def some_lines(count, seed=0):
     return [b'%d {"event": "%s"}' % (index, b"x" * rng.randrange(300)) for index in range(count)]
 
 
-def crashed(path, lines):
-    """A journal whose writer was killed after the last append."""
+def written(path, lines, is_killed=False):
+    """A journal whose writer closed it, or was killed after the last append."""
     with opened(path) as store:
         for line in lines:
             store.append(line)
         content = path.read_bytes()
-    path.write_bytes(content)
-    return content
-
-
-def written(path, lines):
-    """A journal whose writer closed it."""
-    with opened(path) as store:
-        for line in lines:
-            store.append(line)
+    if is_killed:
+        path.write_bytes(content)
     return path.read_bytes()
 
 
@@ -127,7 +120,7 @@ def test_process_frozen_in_an_append_neither_blocks_nor_harms(path, monkeypatch)
 
 def test_last_line_cut_short_never_counted(path):
     lines = some_lines(4)
-    whole = crashed(path, lines)
+    whole = written(path, lines, is_killed=True)
     for cut in range(2, len(lines[-1]) + 11):
         path.write_bytes(whole[:-cut])
         with opened(path) as store:
@@ -163,7 +156,7 @@ def test_last_line_without_its_newline_is_kept(path, last):
 
 def test_journal_without_more_than_its_last_line_is_refused(path):
     lines = some_lines(4)
-    whole = crashed(path, lines)
+    whole = written(path, lines, is_killed=True)
     for cut in range(len(lines[-1]) + 12, len(whole) + 1):
         path.write_bytes(whole[:-cut])
         with pytest.raises(JournalCorrupt):
@@ -263,10 +256,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("end", [crashed, written], ids=["killed", "closed"])
-def test_damage_is_seen_or_costs_an_unfinished_line(end, path):
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_damage_is_seen_or_costs_an_unfinished_line(path, is_killed):
     lines = some_lines(25, seed=3)
-    whole = end(path, lines)
+    whole = written(path, lines, is_killed)
     seen = dict.fromkeys(KINDS, 0)
     for seed in range(1000):
         rng = random.Random(seed)
@@ -280,5 +273,5 @@ def test_damage_is_seen_or_costs_an_unfinished_line(end, path):
             seen[kind] += 1
             assert path.read_bytes() == damaged, "what is damaged stays as it is"
             continue
-        assert left == lines or (end is crashed and left == lines[:-1] and not damaged.startswith(whole[:-1])), seed
+        assert left == lines or (is_killed and left == lines[:-1] and not damaged.startswith(whole[:-1])), seed
     assert all(seen.values()), seen

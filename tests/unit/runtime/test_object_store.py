@@ -143,11 +143,8 @@ def writing(bucket, folder, done):
         done.append(step)
 
 
-FAULTS = [Killed(), RuntimeError("SlowDown")]  # libraries raise errors of any kind
-
-
 @pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("fault", FAULTS, ids=["killed", "failed"])
+@pytest.mark.parametrize("fault", [Killed(), RuntimeError("SlowDown")], ids=["killed", "failed"])
 def test_writer_stopped_at_any_change_loses_no_commit(tmp_path, fault, happens):
     writing(calm := Bucket(), tmp_path, [])
     assert calm.changes > 15

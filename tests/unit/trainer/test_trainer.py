@@ -194,11 +194,10 @@ class Restarted:
     def incarnations(self):
         return {ProcessId("A", 0): 1, ProcessId("A", 1): 1}
 
-    def opened(self):
+    def began(self, *_):
         pass
 
-    def began(self, step):
-        pass
+    opened = began
 
 
 def goes_back(standings, together):
