@@ -220,6 +220,23 @@ def test_trainer_without_steps_commits_nothing_and_fails_at_once(folder):
         Stage(folder / "other", Plain).run({(20, "before"): kill("ACTOR", 1)})
 
 
+def test_second_loop_continues_where_the_first_has_ended(folder):
+    steps = []
+
+    class TwoPhases(Training):
+        def fit(self):
+            for total in (2, 4):
+                for step in self.steps(total):
+                    steps.append(step)
+                    self.body(step)
+            self.config["end"].append((self.RG_ACTOR.publish().result()[0], self.state["mean"]))
+
+    _, expected = undisturbed(folder, TwoPhases)
+    assert steps == [1, 2, 3, 4]
+    for number in range(10, 50, 3):
+        same(kill_at(folder / str(number), number, kill_trainer, trainer=TwoPhases)[1], expected)
+
+
 @pytest.mark.parametrize("last", [3, 4])
 def test_step_left_by_break_is_committed_and_runs_once(folder, last):
     steps = []

@@ -399,6 +399,15 @@ def test_damage_is_seen_and_the_newest_valid_generation_used(tmp_path, caplog, s
     assert min(seen.values()) > len(seeds) / 20, seen
 
 
+def test_commit_after_the_claim_of_a_later_epoch_is_refused(store):
+    commit(store, 1)
+    file = store.write(2, 1, "trainer.1.state", {}, 1)
+    claimed(store.root, epoch=2)
+    with pytest.raises(StaleEpoch):
+        store.commit(2, 1, {"trainer": file})
+    assert newest_valid(store).step == 1
+
+
 FROZEN = """
 import sys
 from pathlib import Path
