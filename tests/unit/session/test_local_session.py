@@ -132,11 +132,12 @@ def test_impossible_engine_is_refused(session, model, make, message):
 
 
 class Saves(TwoLayers):
-    def save(self):
-        """Hidden by the engine's method."""
+    """Its methods would be hidden by those with the same names of the engine and of the process."""
 
-    def close(self):
-        """Hidden by the process's method."""
+    def save(self):
+        pass
+
+    close = save
 
 
 @pytest.mark.feature(15)

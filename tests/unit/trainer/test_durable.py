@@ -273,14 +273,6 @@ def test_error_of_a_rank_may_echo_the_death_of_another():
     assert gather(refs, None) == ["done", "done by the one that died since"]
 
 
-def test_error_without_a_death_is_raised_once():
-    port = port_of(together=True)
-    port.inner.answers = [failure("the user's own words")]
-    with pytest.raises(errors.InvocationError, match="the user's own words"):
-        submit(port, 0).result()
-    port.settle()  # it has been seen: the commit does not raise it again
-
-
 def test_known_death_replaces_no_member_again(port):
     port.inner.answers = [died()]
     submit(port, 0).result()

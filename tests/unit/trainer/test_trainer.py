@@ -17,30 +17,20 @@ from dlrover.python.rl.trainer.port import FORGET, RESTORE, WHERE, Outcome, Ref,
 from dlrover.python.rl.trainer.steps import Attempt, Steps, dump_state
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
+from tests.support.role_group_toys import StageTrainer
 
 
-class Work(BaseWorkload):
-    def go(self):
-        return 1
-
-
-class Loop(BaseTrainer):
+class Loop(StageTrainer):
     @property
     def total_steps(self):
         return self.missing_config.steps
-
-    def init(self):
-        pass
-
-    def fit(self):
-        pass
 
 
 HANDLES = {"actor": ["a0", "a1"], "ROLLOUT": ["r0"], "judge": ["j0"]}
 
 
 def new_trainer(**link):
-    trainer = Loop(HANDLES, dict.fromkeys(HANDLES, Work), {"lr": 1})
+    trainer = Loop(HANDLES, dict.fromkeys(HANDLES, BaseWorkload), {"lr": 1})
     if link:
         trainer.bind(TrainerLink(port=None, job="job", **{"report": print, "job_dir": "runs/job", **link}))
     return trainer
@@ -137,9 +127,9 @@ def test_run_trainer_reports_the_end_and_raises_its_error(error):
 
 def test_undecorated_takes_the_decoration_of_ray_off():
     # ``@ray.remote`` leaves a wrapper around a class derived from the user's.
-    derived = type("Derived", (Work,), {"__ray_actor_class__": Work})
+    derived = type("Derived", (BaseWorkload,), {"__ray_actor_class__": BaseWorkload})
     decorated = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=derived))
-    assert undecorated(decorated) is undecorated(Work) is Work
+    assert undecorated(decorated) is undecorated(BaseWorkload) is BaseWorkload
 
 
 @dataclass
