@@ -9,16 +9,17 @@ import sys
 import time
 from contextlib import contextmanager
 
+import pytest
+
 
 @contextmanager
 def small_disk(folder, inodes=0):
-    """A disk of 2 MB at ``folder``, with so few ``inodes`` or any number; None where file systems cannot be mounted."""
+    """A disk of 2 MB at ``folder``, with so few ``inodes`` or any number; it skips where none can be mounted."""
     folder.mkdir()
     options = f"size=2m,nr_inodes={inodes}" if inodes else "size=2m"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if mounted.returncode:
-        yield None
-        return
+        pytest.skip("needs the right to mount a file system")
     try:
         yield folder
     finally:

@@ -29,26 +29,16 @@ from dlrover.python.rl.runtime.ray.processes.port import RayPort
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.trainer.role_group import public_methods
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.trainer import TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
 from tests.support.launched_rank import Launcher
-from tests.support.role_group_toys import Pairs, Toy
+from tests.support.role_group_toys import Pairs, StageTrainer, Toy
 
 CLASSES = {"ACTOR": Toy, "ROLLOUT": Toy, "REWARD": Pairs}
 SIZES = {"ACTOR": 5, "ROLLOUT": 2, "REWARD": 4}
 CONFIG = OmegaConf.create({"lr": 0.5})
 
 _numbers = itertools.count(1)
-
-
-class StageTrainer(BaseTrainer):
-    """A trainer that the test drives by hand."""
-
-    def init(self):
-        pass
-
-    def fit(self):
-        pass
 
 
 def make_trainer(handles, port, tmp_path, classes=CLASSES):

@@ -10,7 +10,18 @@ import time
 import numpy as np
 
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
+
+
+class StageTrainer(BaseTrainer):
+    """A trainer that the test drives by hand."""
+
+    def init(self):
+        pass
+
+    def fit(self):
+        pass
 
 
 class OddError(ValueError):

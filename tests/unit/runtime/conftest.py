@@ -1,15 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that are coroutines run to their end."""
+"""Tests of this folder may be coroutine functions."""
 
-import asyncio
-import inspect
-
-import pytest
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-    return True
+from tests.support.async_tests import pytest_pyfunc_call  # noqa: F401

@@ -15,15 +15,9 @@ import pytest
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
-from dlrover.python.rl.runtime.member.heartbeat import (
-    DepartureNotice,
-    Heartbeat,
-    HeartbeatSender,
-    OomKills,
-    count_oom_kills,
-    ray_worker_log_tail,
-    stacks_of,
-)
+from dlrover.python.rl.runtime.member import heartbeat
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSender, count_oom_kills, stacks_of
+from tests.support.commands import wait_for
 from tests.support.manual_clock import ManualClock
 
 QUICK = LivenessSpec(beat_s=0.001, lease_s=10.0)
@@ -95,17 +89,14 @@ print("still there")
 
 
 def test_first_sigterm_is_a_notice_and_the_second_the_end():
-    process = subprocess.run(
-        [sys.executable, "-c", NOTICED], stdout=subprocess.PIPE, text=True, timeout=60, check=False
-    )
-    assert process.stdout == "it was sent SIGTERM\n"
-    assert process.returncode == -signal.SIGTERM
+    ended = subprocess.run([sys.executable, "-c", NOTICED], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.returncode) == ("it was sent SIGTERM\n", -signal.SIGTERM)
 
 
 def test_file_is_a_notice_once_it_is_there(tmp_path):
     file, before = tmp_path / "leave", signal.getsignal(signal.SIGTERM)
     try:
-        notice = DepartureNotice(str(file))
+        notice = heartbeat.DepartureNotice(str(file))
         assert notice.read() == ""
         file.touch()
         assert notice.read() == f"{file} exists"
@@ -122,11 +113,7 @@ HUNG = Cause(CauseKind.HUNG, "ACTOR[0]", "no progress")
 
 @pytest.mark.parametrize(
     ("texts", "count"),
-    [
-        (["nr_free_pages 7\noom_kill 3\noom_killed 9\n", "oom_kill 5\n"], 3),
-        (["nr_free_pages 7\n", "oom 1\noom_kill 5\noom_group_kill 2\n"], 5),
-        (["", None], -1),
-    ],
+    [(["oom_kill 3\noom_killed 9\n", "oom_kill 5\n"], 3), (["", "oom 1\noom_kill 5\n"], 5), (["", None], -1)],
 )
 def test_count_oom_kills_reads_the_first_file_with_one(tmp_path, texts, count):
     files = (tmp_path / "vmstat", tmp_path / "memory.events")
@@ -148,7 +135,7 @@ def test_count_oom_kills_reads_the_first_file_with_one(tmp_path, texts, count):
 )
 def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, cause, before, later, kind):
     process, kernel = Process("node", host=host), tmp_path / "vmstat"
-    kills = OomKills("here", (kernel,))
+    kills = heartbeat.OomKills("here", (kernel,))
     kills.note(FIRST, process, before)
     if host == "here":
         kernel.write_text(f"oom_kill {later}\n")
@@ -160,20 +147,6 @@ def test_explain_a_death_compares_with_its_last_beat(tmp_path, host, cause, befo
     assert ("OOM killer" in cause.message) == (kind is CauseKind.OUT_OF_MEMORY)
 
 
-WAITING = """
-import threading
-def stuck_here():
-    print('ready', flush=True)
-    threading.Event().wait()
-stuck_here()
-"""
-SPINNING = """
-def spins_here():
-    print('ready', flush=True)
-    while True:
-        pass
-spins_here()
-"""
 READING = """
 import sys
 def reads_here():
@@ -194,10 +167,9 @@ def process(code):
             child.kill()
 
 
-@pytest.mark.parametrize(("code", "function"), [(WAITING, "stuck_here"), (SPINNING, "spins_here")])
-def test_stack_names_the_function_of_a_process(code, function):
-    with process(code) as child:
-        assert function in stacks_of(child.pid, deadline_s=10.0)
+def test_stack_names_the_function_of_a_process():
+    with process(READING) as child:
+        assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)
         assert child.poll() is None
 
 
@@ -218,10 +190,8 @@ def test_stacks_of_a_gone_process_has_the_reason():
 
 
 def test_stacks_of_without_the_tool_asks_the_kernel(tmp_path):
-    with process(WAITING) as child:
-        deadline_s = time.monotonic() + 10.0
-        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            assert time.monotonic() < deadline_s
+    with process(READING) as child:
+        wait_for(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
         text = stacks_of(child.pid, dumper=str(tmp_path / "none"))
     assert "none is not installed" in text
     assert "State: S (sleeping)" in text
@@ -260,22 +230,18 @@ FIFTY_LINES = ":job_id:01000000\n:actor_name:A\n" + "".join(f"line {number}\n" f
     ("files", "tail"),
     [
         ({"01000000-4711.err": FIFTY_LINES, "01000000-711.err": "another process\n"}, "line 47\nline 48\nline 49"),
-        ({"01000000-4711.err": FIFTY_LINES, "01000000-4711.out": "said\n"}, "line 47\nline 48\nline 49"),
-        (
-            {"01000000-4711.err": ":actor_name:A\nTraceback\nBoom\n", "01000000-4711.out": "one\ntwo\n"},
-            "two\nTraceback\nBoom",
-        ),
+        ({"01000000-4711.err": "Traceback\nBoom\n", "01000000-4711.out": "one\ntwo\n"}, "two\nTraceback\nBoom"),
         ({"03000000-4711.err": "older\n", "02000000-4711.err": "newest\n"}, "newest"),
         ({}, ""),
     ],
-    ids=["of its process", "stderr first", "and stdout", "newest process", "none"],
+    ids=["of its process", "and stdout", "newest process", "none"],
 )
 def test_ray_worker_log_tail_has_the_last_lines_without_marks(logs, files, tail):
     for age_s, (name, text) in enumerate(reversed(files.items())):
         file = logs / f"worker-ab12-{name}"
         file.write_text(text)
         os.utime(file, (1e9 - age_s,) * 2)
-    assert ray_worker_log_tail(logs.parent, 4711, lines=3) == tail
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711, lines=3) == tail
 
 
 def test_ray_worker_log_tail_reads_a_huge_log_from_its_end(logs):
@@ -284,12 +250,7 @@ def test_ray_worker_log_tail_reads_a_huge_log_from_its_end(logs):
         log.truncate(1 << 33)
         log.seek(0, os.SEEK_END)
         log.write(b"\n\xff last words\n")
-    assert ray_worker_log_tail(logs.parent, 4711, lines=1).endswith(" last words")
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711, lines=1).endswith(" last words")
     file.unlink()
     file.mkdir()
-    assert ray_worker_log_tail(logs.parent, 4711) == ""  # it cannot be read
-
-
-def test_the_module_needs_no_ray():
-    code = "import sys, dlrover.python.rl.runtime.member.heartbeat; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert heartbeat.ray_worker_log_tail(logs.parent, 4711) == ""  # it cannot be read

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.common.errors import InvocationError, StaleCall, WorkloadDied
-from dlrover.python.rl.runtime.local import process_environment
-from dlrover.python.rl.runtime.member.arguments import CallHeader
-from dlrover.python.rl.trainer.trainer import run_trainer
+from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from tests.support.disks import damage_byte
-from tests.support.durable_toys import CLASSES, Flaky, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
+from tests.support.durable_toys import CLASSES, Flaky, Policy, Stage, Training, both, kill, kill_trainer
 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
-
-FIRST = 12
-"""Number of the first call of step 1."""
 
 FAULTS = {
     "an actor": kill("ACTOR", 1),
@@ -96,7 +90,7 @@ def test_death_of_the_trainer_repeats_no_call(folder, when):
 @pytest.mark.parametrize("victim", [("ROLLOUT", 1), ("REWARD", 0)])
 def test_death_of_a_stateless_member_costs_its_own_calls(folder, victim):
     reference, _ = undisturbed(folder, steps=2)
-    for number in range(FIRST, len(reference.port.calls)):
+    for number in range(12, len(reference.port.calls)):  # from the first call of step 1 on
         stage, _ = kill_at(folder / str(number), number, kill(*victim), steps=2)
         before, after = reference.executed(), stage.executed()
         limits = before.pop(victim)
@@ -128,10 +122,6 @@ def test_trainer_and_members_know_why_they_run_again(folder):
     assert stage.progress == [1, 2, 3]
 
 
-def newest(stage):
-    return max(path for path in (stage.path / "memory").iterdir() if path.name.startswith("step-"))
-
-
 @pytest.mark.parametrize(
     ("file", "lost", "message"),
     [
@@ -146,7 +136,7 @@ def test_damaged_newest_commit_costs_one_more_step(folder, file, lost, message, 
     reference, expected = undisturbed(folder, steps=4, every=100)
 
     def strike(port):
-        damage_byte(next(newest(stage).glob(f"{file}*")), at=-100)
+        damage_byte(next(max((stage.path / "memory").glob("step-*")).glob(f"{file}*")), at=-100)
         lost(port)
 
     stage = Stage(folder / "job", steps=4, every=100)
@@ -270,20 +260,3 @@ def test_step_left_by_break_is_committed_and_runs_once(folder, last):
     assert commits[-1].startswith(f"step-{last:08}")
     for number in range(10, 50, 3):
         same(kill_at(folder / str(number), number, kill_trainer, trainer=Breaks)[1], expected)
-
-
-def test_replaced_trainer_sends_nothing_out_of_order(folder):
-    """The actor alone knows of the new trainer; calls of rollouts that need its answer stay there."""
-    stage = Stage(folder / "job", trainer=Pipelined, steps=3)
-    reference, _ = undisturbed(folder, Pipelined, steps=3)
-    publish = reference.calls_of("ACTOR", "publish")
-
-    def replaced(port):
-        for member in port.members["ACTOR"]:
-            member.host.invoke(CallHeader((-1, -1), "!where", epoch=2), lambda: ([], {}))
-
-    stage.port.faults = {(publish[2], "before"): replaced}
-    with process_environment(stage.memory("trainer")), pytest.raises(StaleCall):
-        run_trainer(stage.make, stage.link())
-    done = [member.host.executed["generate"] for member in stage.port.members["ROLLOUT"]]
-    assert done == [1, 1]

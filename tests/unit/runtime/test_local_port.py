@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadStartError
-from dlrover.python.rl.runtime.local import LocalHandle, LocalHosting, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local import LocalHosting, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
@@ -110,12 +110,6 @@ def test_member_alone_has_its_environment(port, monkeypatch):
     monkeypatch.setenv("RANK", "outside")
     assert [call(port, "environment", rank=rank) for rank in (0, 1)] == [("0", "yes"), ("1", "yes")]
     assert (os.environ["RANK"], os.environ.get("ONLY_HERE")) == ("outside", None)
-
-
-def test_handle_calls_its_member_and_hides_private_names(port):
-    handle = LocalHandle(port, "ACTOR", 1)
-    assert handle.keep.remote(5).result() == 5
-    assert not hasattr(handle, "_keep")
 
 
 class Failing(BaseWorkload):

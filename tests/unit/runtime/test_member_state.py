@@ -13,13 +13,7 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, DataError, Invoca
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.runtime.checkpoint.commits import Copying
-from dlrover.python.rl.runtime.checkpoint.member_state import (
-    CommitAnswer,
-    CommitRequest,
-    GenerationRequest,
-    MemberState,
-    WrittenRequest,
-)
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, WrittenRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
 from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
@@ -87,9 +81,6 @@ def held_up(write):
     return event, slowly
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def member():
     return MemberState("ACTOR", 0, 1, "b")
@@ -102,7 +93,7 @@ def commit(member, roots, step, total=5.0, **terms):
 def restore(member, roots, step, *pieces):
     """The total in the first of the pieces that can be read."""
     workload = Adder()
-    member.restore(workload, GenerationRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
+    member.restore(workload, member_state.GenerationRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
     return workload.look()
 
 
@@ -122,7 +113,7 @@ def test_persist_answers_with_the_copy_of_its_step(roots, member):
     wait_for_copies()
     file = commit(member, roots, 2)
     pieces = {"ACTOR-0": Piece(folder_name(2, 1), file)}
-    copy = member.persist(GenerationRequest(2, (pieces,), roots))
+    copy = member.persist(member_state.GenerationRequest(2, (pieces,), roots))
     assert copy.checksum == file.checksum
     assert (roots.durable / folder_name(2, 1) / file.name).exists()
 
@@ -164,9 +155,6 @@ def test_copied_step_stays_until_the_copy_is_there(roots, member, monkeypatch, c
     assert (roots.durable / folder_name(1, 1) / STATE).exists()
     commit(member, roots, 3, first_kept=3)
     assert steps_in(roots) == [3]
-
-
-# -- states that are written while the worker continues ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -280,24 +268,8 @@ def test_written_state_is_not_kept_in_memory(host, roots):
     assert total() is None
 
 
-def test_seconds_are_waits_and_a_share_of_the_cores(monkeypatch):
-    spent = iter([1.0, 5.0])
-    monkeypatch.setattr(member_state.time, "thread_time", lambda: next(spent))
-    monkeypatch.setattr(member_state.os, "cpu_count", lambda: 2)
-    background = member_state._Background(7, lambda: None)
-    background.finish()
-    assert background.seconds == pytest.approx(2.0, abs=0.2)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        CommitAnswer(None, is_copying=True),
-        CommitAnswer(None),
-        CommitAnswer(None, copy=StateFile("ACTOR-1.1.state", 10, 0)),
-    ],
-)
-def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
+@pytest.mark.parametrize("terms", [{"is_copying": True}, {}, {"copy": StateFile("ACTOR-1.1.state", 10, 0)}])
+def test_copy_is_published_once_all_members_have_made_theirs(roots, terms):
     files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}
     commits, copies = roots.commit_store(""), roots.durable_store()
     trainers = commits.write(4, 1, "trainer.state", {}, {})
@@ -306,13 +278,10 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
             (generations.folder(4, 1) / file.name).write_bytes(bytes(10))
     copying = Copying(commits, copies, 1, None, {})
     copying.at = commits.commit(4, 1, {**files, TRAINER: trainers})
-    first = CommitAnswer(None, copy=files["ACTOR-0"])
+    first, other = (member_state.CommitAnswer(None, **each) for each in ({"copy": files["ACTOR-0"]}, terms))
     copying.note({ProcessId("ACTOR", 0): first, ProcessId("ACTOR", 1): other})
     assert [copy.step for copy in copies.manifests()] == ([4] if other.copy else [])
     assert (copying.step is None) == (not other.is_copying), "one that failed is given up"
-
-
-# -- whole jobs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ def numbered(count, length=0):
     return [f"{number} {'x' * length}\n" for number in range(count)]
 
 
-# -- the last lines ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tail", [1, 2, 100, 4_999, 5_000, 5_001, 9_999, 10_000, 10_001, 50_000])
 def test_last_lines_may_begin_in_an_older_file(logs, tail):
     lines = numbered(10_000, length=100)
@@ -82,9 +79,6 @@ def test_file_renamed_during_a_listing_does_not_end_it(logs):
     assert paths == ["logs/actor-0.log", "logs/trainer.log"]
 
 
-# -- rotation ---------------------------------------------------------------------------------------------------------
-
-
 def test_lines_written_just_before_a_rotation_are_read_in_order(logs):
     log = logs / "trainer.log"
     log.write_text("one\n")
@@ -102,13 +96,6 @@ def test_lines_written_just_before_a_rotation_are_read_in_order(logs):
     assert read(reader) == ""
 
 
-def test_older_files_come_first(logs):
-    for number, name in enumerate(["trainer.log.2", "trainer.log.1", "trainer.log"]):
-        (logs / name).write_text(f"{number}\n")
-    assert read(reader_of(logs)) == "0\n1\n2\n"
-    assert [text for _, text in reader_of(logs, process="").read()] == ["0\n", "1\n", "2\n"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_reader_in_time_sees_each_line_once(tmp_path, seed):
     """``max_bytes`` and the number of lines between two readings allow two rotations at most."""
@@ -123,14 +110,7 @@ def test_reader_in_time_sees_each_line_once(tmp_path, seed):
     assert seen + read(reader) == "".join(written)
 
 
-# -- copies of the output of a process --------------------------------------------------------------------------------
-
-
-JOB = """
-trainer: {module: m, class: T, device_type: CPU, device_per_node: 1}
-workload:
-  actor: {module: m, class: A, env: {MEMBER_TOKEN: canary-1}}
-"""
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A, env: {MEMBER_TOKEN: canary-1}}}}"
 
 
 @pytest.fixture
@@ -237,9 +217,6 @@ os._exit(3)
     assert not list((tmp_path / "logs").glob(".*"))
 
 
-# -- files that are served --------------------------------------------------------------------------------------------
-
-
 def test_files_without_a_valid_name_hide_no_others(tmp_path):
     for name in (b"caf\xe9.txt", "café.txt".encode()):
         (tmp_path / os.fsdecode(name)).touch()
@@ -254,9 +231,6 @@ def test_private_file_at_any_depth_is_not_served(tmp_path, parts):
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["results/learnt.json"]
     with pytest.raises(InvalidJob, match="is not a file that is served"):
         next(RunFolder(tmp_path).read(parts, 0))
-
-
-# -- a folder that is exchanged for a link ----------------------------------------------------------------------------
 
 
 def exchange(folder, target):
@@ -314,9 +288,6 @@ def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
     for folder in (deepest, deepest.parents[20]):
         (folder / "file").touch()
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["d/" * 39 + "file"]
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_process_without_a_log_is_refused_unless_it_will_start(logs):

@@ -20,23 +20,9 @@ from dlrover.python.rl.runtime.run.folder import (
     FAILED,
     FINISHED,
     IN_PROCESS,
-    LATEST,
-    RUNNING,
     begin,
-    claim,
-    conflict,
-    continued,
-    encode_owner,
-    has_commits,
-    held,
-    in_use,
-    is_alive,
     newest_owner,
-    newest_record,
     owner_of,
-    repeated,
-    superseded,
-    write_shared,
 )
 from tests.support.disks import largest_file, system_calls
 
@@ -56,15 +42,16 @@ def job(plain):
     return begin(plain)
 
 
+def start(job, bound=True):
+    return run_folder.claim(job, IN_PROCESS, bound=bound)
+
+
 def resuming(job, **terms):
     return replace(job, checkpoint=replace(job.checkpoint, resume="latest", **terms))
 
 
 def roots_of(job):
     return {"memory": memory_path(job.name, job.run), "checkpoints": job.job_dir / "checkpoints" / job.run}
-
-
-# -- owners -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,38 +69,38 @@ def roots_of(job):
 )
 def test_owner_lives_as_its_process_or_its_lease_says(job, tmp_path, monkeypatch, changes, age_s, alive):
     owner, record = replace(owner_of(job, IN_PROCESS, True), lease_s=30.0, **changes), tmp_path / "owner.1.json"
-    write_shared(record, encode_owner(owner), exclusive=True)
+    run_folder.write_shared(record, run_folder.encode_owner(owner), exclusive=True)
     touched_s = record.stat().st_mtime - age_s
     os.utime(record, (touched_s, touched_s))
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 86_400.0)  # the disk may be another machine's
-    assert is_alive(owner, record) == alive
+    assert run_folder.is_alive(owner, record) == alive
 
 
 def test_owner_on_a_silent_disk_lives_and_a_zombie_does_not(job, tmp_path):
     record = tmp_path / "owner.1.json"
-    assert is_alive(owner_of(job, IN_PROCESS, False), record)
+    assert run_folder.is_alive(owner_of(job, IN_PROCESS, False), record)
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     began = Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2].split()[19]
     owner = replace(owner_of(job, IN_PROCESS, True), pid=child.pid, began=began)
-    assert is_alive(owner, record)
+    assert run_folder.is_alive(owner, record)
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not is_alive(owner, record)
+    assert not run_folder.is_alive(owner, record)
     child.wait()
 
 
 def test_newest_record_of_more_than_nine_counts(tmp_path):
     for number in (9, 10, 2):
         (tmp_path / f"owner.{number}.json").touch()
-    assert newest_record(tmp_path).name == "owner.10.json"
+    assert run_folder.newest_record(tmp_path).name == "owner.10.json"
 
 
 @pytest.mark.parametrize(("bound", "is_refused"), [(True, True), (False, False)])
 def test_bound_start_of_a_run_excludes_another(job, bound, is_refused):
-    claim(job, IN_PROCESS, bound=bound)
+    start(job, bound=bound)
     with pytest.raises(JobConflict, match="in use") if is_refused else nullcontext():
-        claim(job, IN_PROCESS, bound=bound)
+        start(job, bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -121,25 +108,25 @@ def test_bound_start_of_a_run_excludes_another(job, bound, is_refused):
     [("metrics.jsonl", "{}", True), ("summary.json", "{}", True), ("metrics.jsonl", "", False), ("notes", "x", False)],
 )
 def test_file_of_results_is_not_written_over(job, file, content, is_result):
-    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    start(job).end(FAILED)
     (job.job_dir / file).write_text(content)
-    assert ("has the results" in conflict(replace(job, run="other"))) == is_result
+    assert ("has the results" in run_folder.conflict(replace(job, run="other"))) == is_result
 
 
 def test_claim_shows_life_until_another_start_has_the_folder(job):
-    claimed = claim(job, IN_PROCESS, bound=False)
+    claimed = start(job, bound=False)
     os.utime(claimed.record, (0, 0))
     claimed.beat()
     assert claimed.record.stat().st_mtime > 0
     another = claimed.record.with_name(f"owner.{claimed.number + 1}.json")
-    write_shared(another, encode_owner(owner_of(job, IN_PROCESS, False)), exclusive=True)
+    run_folder.write_shared(another, run_folder.encode_owner(owner_of(job, IN_PROCESS, False)), exclusive=True)
     with pytest.raises(JobConflict, match="taken over"):
         claimed.beat()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_claim_whose_block_fails_has_failed(job, error):
-    with pytest.raises(error), held(claim(job, IN_PROCESS, bound=True)):
+    with pytest.raises(error), run_folder.held(start(job)):
         raise error
     assert newest_owner(job.job_dir).state == FAILED
 
@@ -147,11 +134,11 @@ def test_claim_whose_block_fails_has_failed(job, error):
 @pytest.mark.parametrize("is_same_run", [True, False])
 def test_overwriting_removes_commits_of_another_run_only(job, is_same_run):
     job = replace(job, overwrite=True)
-    claim(job, IN_PROCESS, bound=False).end(FAILED)
+    start(job, bound=False).end(FAILED)
     steps = [memory_path(job.name, job.run) / STEP, job.job_dir / "commits" / job.run]
     for step in steps:
         step.mkdir(parents=True)
-    claim(job if is_same_run else replace(job, run="other"), IN_PROCESS, bound=False)
+    start(job if is_same_run else replace(job, run="other"), bound=False)
     assert [step.exists() for step in steps] == [is_same_run] * 2
 
 
@@ -163,7 +150,7 @@ def runs(job, tmp_path, monkeypatch):
     def make(number):
         run = f"{number:08x}"
         job_of_run = replace(job, run=run, job_dir=RUNS / job.name / f"20260101-00000{number}-{run}")
-        return claim(job_of_run, IN_PROCESS, bound=True)
+        return start(job_of_run)
 
     return make
 
@@ -172,7 +159,7 @@ def test_last_run_is_found_from_any_folder(runs, job, tmp_path, monkeypatch):
     started = runs(1)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert (tmp_path / RUNS / job.name / LATEST).resolve() == tmp_path / started.job.job_dir
+    assert (tmp_path / RUNS / job.name / run_folder.LATEST).resolve() == tmp_path / started.job.job_dir
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [0]), (1, [0, 3]), (2, [0, 2, 3]), (3, [0, 1, 2, 3])])
@@ -183,7 +170,7 @@ def test_newest_runs_and_a_living_one_keep_their_commits(runs, job, keep, left):
         if number:
             claimed.end(FINISHED)
     later = replace(job, job_dir=RUNS, checkpoint=replace(job.checkpoint, keep_runs=keep))
-    removed = {path.parent.name[14] for path in superseded(later)}
+    removed = {path.parent.name[14] for path in run_folder.superseded(later)}
     assert removed == {str(number) for number in range(4) if number not in left}
 
 
@@ -193,28 +180,24 @@ def test_newest_runs_and_a_living_one_keep_their_commits(runs, job, keep, left):
 )
 def test_repeated_command_resumes_an_unfinished_run(job, command, outcome, resume):
     job = replace(resuming(job), description_digest="steps=3")
-    claim(job, IN_PROCESS, bound=True).end(outcome)
-    assert repeated(replace(job, description_digest=command)).checkpoint.resume == resume
-
-
-# -- commits and descriptions -----------------------------------------------------------------------------------------
+    start(job).end(outcome)
+    assert run_folder.repeated(replace(job, description_digest=command)).checkpoint.resume == resume
 
 
 def test_run_can_be_resumed_once_a_step_is_committed(job):
-    claim(job, IN_PROCESS, bound=True)
+    start(job)
     for root in roots_of(job).values():
-        root.mkdir(parents=True)
+        (root / "step-00000000.e1").mkdir(parents=True)
         (root / "LOCK").touch()
-        (root / "step-00000000.e1").mkdir()
-    assert not has_commits(job.job_dir)
+    assert not run_folder.has_commits(job.job_dir)
     for root in roots_of(job).values():
         (root / STEP).mkdir()
-        assert has_commits(job.job_dir)
+        assert run_folder.has_commits(job.job_dir)
         (root / STEP).rmdir()
 
 
 @pytest.mark.parametrize(
-    ("outcome", "command", "has_commit", "is_continued"),
+    ("outcome", "command", "has_commit", "goes"),
     [
         (FINISHED, "more steps", True, True),
         (FINISHED, "more steps", False, False),
@@ -223,17 +206,15 @@ def test_run_can_be_resumed_once_a_step_is_committed(job):
         (FAILED, "steps", False, True),
     ],
 )
-def test_another_command_continues_an_ended_run(
-    plain, tmp_path, monkeypatch, outcome, command, has_commit, is_continued
-):
+def test_another_command_continues_an_ended_run(plain, tmp_path, monkeypatch, outcome, command, has_commit, goes):
     monkeypatch.chdir(tmp_path)
     job = resuming(replace(plain, job_dir=RUNS, description_digest="steps"))
     ended = begin(job)
-    claim(ended, IN_PROCESS, bound=True).end(outcome)
+    start(ended).end(outcome)
     if has_commit:
         (roots_of(ended)["checkpoints"] / STEP).mkdir(parents=True)
-    job_dir = continued(replace(job, description_digest=command)).job_dir
-    assert job_dir == (ended.job_dir.resolve() if is_continued else job.job_dir)
+    job_dir = run_folder.continued(replace(job, description_digest=command)).job_dir
+    assert job_dir == (ended.job_dir.resolve() if goes else job.job_dir)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +226,12 @@ def test_another_command_continues_an_ended_run(
 def test_description_stays_if_the_next_start_fails_uncommitted(plain, outcome, commits, stays, place, has_commits):
     description = plain.job_dir / DESCRIPTION
     first_run = begin(resuming(plain))
-    claim(first_run, IN_PROCESS, bound=True).end(FINISHED)
+    start(first_run).end(FINISHED)
     if has_commits:
         (roots_of(first_run)[place] / STEP).mkdir(parents=True)
     first = description.read_bytes()
     second_run = begin(resuming(plain, every=7))
-    claimed = claim(second_run, IN_PROCESS, bound=True)
+    claimed = start(second_run)
     second = description.read_bytes()
     assert second != first
     (roots_of(second_run)[place] / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
@@ -271,35 +252,35 @@ def test_failed_claim_leaves_the_folder_as_it_was(plain, monkeypatch, earlier):
     job = replace(plain, overwrite=True)
     for _ in range(earlier):
         run = begin(job)
-        claim(run, IN_PROCESS, bound=True).end(FINISHED)
+        start(run).end(FINISHED)
         (job.job_dir / "commits" / run.run / STEP).mkdir(parents=True)
     before = contents()
     other = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
     with monkeypatch.context() as patch, pytest.raises(InvalidJob, match="No space left"):
         patch.setattr(run_folder, "files_of", lambda job: Refusing())
-        claim(other, IN_PROCESS, bound=True)
+        start(other)
     assert contents() == before
-    claim(other, IN_PROCESS, bound=True)
+    start(other)
     assert not list(job.job_dir.rglob("step-*"))
     with pytest.raises(JobConflict, match="in use"):
-        claim(begin(job), IN_PROCESS, bound=True)
+        start(begin(job))
     assert len(list(job.job_dir.glob("owner.*"))) == 1
 
 
 def test_claim_on_a_full_disk_names_the_folder_and_leaves_it(job):
     with largest_file(10), pytest.raises(InvalidJob, match=r"job_dir: .*/out cannot be written to: File too large"):
-        claim(job, IN_PROCESS, bound=True)
+        start(job)
     assert not list(job.job_dir.iterdir())
 
 
 def test_claim_syncs_record_and_job_before_older_record_goes(plain):
     job = replace(plain, job_dir=plain.job_dir / "new", overwrite=True)
     with system_calls("mkdir", "fsync", "link", "replace") as first:
-        claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
+        start(begin(job)).end(FINISHED)
     record, description = ["fsync", "link", "fsync"], ["fsync", "replace", "fsync"]
     assert [name for name in first if name != "mkdir"] == ["fsync", "fsync", *record, *description, *description]
     with system_calls("fsync", "link", "replace", "remove", "unlink") as second:
-        claim(begin(job), IN_PROCESS, bound=True)
+        start(begin(job))
     assert second == ["fsync", "link", "unlink", "fsync", *description, "unlink"]
 
 
@@ -307,7 +288,7 @@ def test_claim_syncs_record_and_job_before_older_record_goes(plain):
 @pytest.mark.parametrize("older", [False, True])
 def test_newest_owner_of_a_damaged_record_has_no_outcome(plain, damage, older):
     job = begin(replace(plain, work_dir="/home/me"))
-    record = claim(job, IN_PROCESS, bound=True).record
+    record = start(job).record
     (job.job_dir / "commits" / job.run / STEP).mkdir(parents=True)
     content = record.read_bytes()
     if older:
@@ -317,13 +298,13 @@ def test_newest_owner_of_a_damaged_record_has_no_outcome(plain, damage, older):
         record.write_bytes(content[: len(content) // 2 if damage == "half" else 0])
     owner = newest_owner(job.job_dir)
     if older and damage == "missing":  # the older one counts, and its process is this one
-        assert in_use(job.job_dir)
+        assert run_folder.in_use(job.job_dir)
         return
-    assert (owner.job, owner.state, owner.work_dir) == ("job", RUNNING, "/home/me" if older else "")
-    assert not in_use(job.job_dir)
-    number = claim(begin(resuming(replace(job, run=""))), IN_PROCESS, bound=True).number
+    assert (owner.job, owner.state, owner.work_dir) == ("job", run_folder.RUNNING, "/home/me" if older else "")
+    assert not run_folder.in_use(job.job_dir)
+    number = start(begin(resuming(replace(job, run="")))).number
     assert number == (2 if damage != "missing" else 1) + older
-    assert newest_owner(job.job_dir).state == RUNNING
+    assert newest_owner(job.job_dir).state == run_folder.RUNNING
 
 
 @pytest.mark.parametrize("description", ["", "name: [", "[]", None])

@@ -13,14 +13,9 @@ import torch
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import CauseKind, fault_of
+from dlrover.python.rl.runtime.run import machine
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
-from dlrover.python.rl.runtime.run.machine import (
-    ENVIRONMENT,
-    check_devices,
-    describe_origin,
-    record_environment,
-    try_devices,
-)
+from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, describe_origin, record_environment, try_devices
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 
@@ -40,7 +35,6 @@ def starts(folder):
         (["run", "+env.HF_TOKEN=canary-2", "steps=3"], "run '+env.HF_TOKEN=***' steps=3"),
         (["reward.judge.api_key=canary-3"], "'reward.judge.api_key=***'"),
         (["train.py", "--api-key", "canary-4", "--lr", "1e-6"], "train.py --api-key '***' --lr 1e-6"),
-        (["train.py", "--hf_token=canary-5"], "train.py '--hf_token=***'"),
         (["run", "https://me:canary-6@host/job.yaml"], "run '***'"),
         (["submit", "--rl_config", '{"env": {"X": "canary-1"}}'], """submit --rl_config '{"env": {"X": "***"}}'"""),
     ],
@@ -75,7 +69,7 @@ def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
     claim(second, IN_PROCESS, bound=True).end(FAILED)
     lines = starts(first.job_dir)
     assert [(line["start"], line["run"]) for line in lines] == [(1, first.run), (2, second.run)]
-    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().result}
+    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": machine.check_devices().result}
     assert {"python", "torch", "transformers", "ray", "numpy", "dlrover-rl"} <= lines[0]["versions"].keys()
     assert {"time", "host", "runtime", "command", "work_dir", "git"} <= lines[0].keys()
 
@@ -83,8 +77,8 @@ def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
 def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
     archive = f"file://{tmp_path}/store"
     (tmp_path / "store").mkdir()
-    for machine in ("first", "second"):
-        job = replace(begin(job_in(tmp_path / machine, archive=archive)), run=machine)
+    for name in ("first", "second"):
+        job = replace(begin(job_in(tmp_path / name, archive=archive)), run=name)
         job.job_dir.mkdir(parents=True)
         record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert [line["run"] for line in starts(tmp_path / "store")] == ["first", "second"]
@@ -107,7 +101,6 @@ def test_try_devices_accepts_good_ones():
     [
         ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", 60, "uncorrectable ECC error"),
         ("import os; os._exit(3)", 60, "exit code 3"),
-        ("import os; os.kill(os.getpid(), 9)", 60, "exit code -9"),
         ("import time; time.sleep(60)", 0.5, "no answer within 0.5 s"),
     ],
 )

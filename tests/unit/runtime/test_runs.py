@@ -15,18 +15,13 @@ from dlrover.python.rl.runtime.checkpoint.runs import RunFiles, describe_room, r
 from tests.support.durable_toys import Stage
 
 GB = 10**9
-JOB = """
-job_dir: {folder}
-trainer: {{module: m, class: c, node_number: {nodes}, device_per_node: 8, device_type: CPU}}
-workload:
-  actor: {{module: m, class: c, num: {members}}}
-  reward: {{module: m, class: c, num: 1, resource: {{cpu: 0}}}}
-checkpoint: {{{settings}}}
-"""
 
 
 def room_of(folder, members, nodes, state, settings=""):
-    job = load_job_text(JOB.format(folder=folder, nodes=nodes, members=members, settings=settings), "job")
+    roles = f"actor: {{module: m, class: c, num: {members}}}, reward: {{module: m, class: c, resource: {{cpu: 0}}}}"
+    trainer = f"{{module: m, class: c, node_number: {nodes}, device_per_node: 8, device_type: CPU}}"
+    text = f"{{job_dir: {folder}, trainer: {trainer}, workload: {{{roles}}}, checkpoint: {{{settings}}}}}"
+    job = load_job_text(text, "job")
     placement, errors = plan(job)
     assert not errors
     return job, room_for(job, placement, {"ACTOR": state})

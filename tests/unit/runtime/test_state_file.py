@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.runtime.checkpoint.state_file import (
-    StateFile,
-    check_file,
-    check_size,
-    copy_file,
-    read_state,
-    write_part,
-    write_state,
-    write_whole,
-)
+from dlrover.python.rl.runtime.checkpoint import state_file
+from dlrover.python.rl.runtime.checkpoint.state_file import check_file, copy_file, read_state, write_part, write_state
 from tests.support import disks
 from tests.support.disks import flips_of, largest_file, system_calls
 
@@ -39,6 +31,12 @@ def is_tree(state):
 @pytest.fixture(params=[False, True], ids=["memory", "durable"])
 def durable(request):
     return request.param
+
+
+@pytest.fixture
+def far(tmp_path):
+    (tmp_path / "far").mkdir()
+    return tmp_path / "far"
 
 
 @pytest.fixture
@@ -71,13 +69,12 @@ def test_arrays_of_every_size_stand_at_multiples_of_64_bytes(tmp_path_factory, a
     assert all(array.ctypes.data % 64 == 0 for array in state if len(array))
 
 
-def test_durable_file_is_synced_before_and_after_its_name(path, tmp_path):
+def test_durable_file_is_synced_before_and_after_its_name(path, tmp_path, far):
     with system_calls("fsync", "replace") as called:
         file = write_state(path, HEADER, TREE, durable=True)
     assert called == ["fsync", "replace", "fsync"]
-    (tmp_path / "far").mkdir()
     with system_calls("fsync", "replace") as called:
-        copy_file(tmp_path, tmp_path / "far", file, durable=True)
+        copy_file(tmp_path, far, file, durable=True)
     assert called == ["fsync", "replace", "fsync"]
     with system_calls("fsync", "replace") as called:
         write_state(path, HEADER, TREE, durable=False)
@@ -108,7 +105,7 @@ def test_state_larger_than_the_free_space_is_refused(path):
 
 def test_room_of_overwritten_file_counts(path, tmp_path):
     disk, slack = os.statvfs(tmp_path), 1 << 40
-    file, old = StateFile(path.name, disk.f_bavail * disk.f_frsize + slack, 0), tmp_path / "old"
+    file, old = state_file.StateFile(path.name, disk.f_bavail * disk.f_frsize + slack, 0), tmp_path / "old"
     with old.open("wb") as sparse:
         sparse.truncate(2 * slack)
     with pytest.raises(OSError, match="do not fit"):
@@ -119,8 +116,6 @@ def test_room_of_overwritten_file_counts(path, tmp_path):
 
 def test_a_write_without_a_free_inode_says_so(tmp_path):
     with disks.small_disk(tmp_path / "disk", inodes=3) as disk:
-        if disk is None:
-            pytest.skip("needs the right to mount a file system")
         (disk / "first").touch()
         (disk / "second").touch()
         with pytest.raises(OSError, match=r"No space left on device: no inodes are free: remove files: '.*disk'"):
@@ -133,7 +128,7 @@ def test_missing_file_has_another_error_than_a_damaged_one(path):
     for look in (
         lambda: read_state(path),
         lambda: check_file(folder, file),
-        lambda: check_size(folder, file),
+        lambda: state_file.check_size(folder, file),
         lambda: copy_file(folder, folder, file, durable=False),
     ):
         with pytest.raises(CheckpointMissing, match="ACTOR-0"):
@@ -175,11 +170,10 @@ def test_other_file_with_a_matching_checksum_is_refused(path, at, value):
             read_state(path)
 
 
-def test_a_copy_is_the_same_file(path, tmp_path, durable):
+def test_a_copy_is_the_same_file(path, tmp_path, far, durable):
     file = write_state(path, HEADER, {"w": np.random.default_rng(0).random(400_000)}, durable=False)
-    (tmp_path / "far").mkdir()
-    assert copy_file(tmp_path, tmp_path / "far", file, durable) == file
-    assert (tmp_path / "far" / file.name).read_bytes() == path.read_bytes()
+    assert copy_file(tmp_path, far, file, durable) == file
+    assert (far / file.name).read_bytes() == path.read_bytes()
 
 
 def in_two_parts(folder, file, content):
@@ -188,29 +182,26 @@ def in_two_parts(folder, file, content):
     write_part(folder, file, 1000, content[1000:])
 
 
-@pytest.mark.parametrize("write", [in_two_parts, write_whole])
-def test_copy_from_another_node_has_its_name_only_if_intact(path, tmp_path, write):
+@pytest.mark.parametrize("write", [in_two_parts, state_file.write_whole])
+def test_copy_from_another_node_has_its_name_only_if_intact(path, far, write):
     file = write_state(path, HEADER, {"w": np.zeros(400)}, durable=False)
-    whole, target = path.read_bytes(), tmp_path / "far"
-    target.mkdir()
+    whole = path.read_bytes()
     with pytest.raises(CheckpointCorrupt):
-        write(target, file, memoryview(bytes([*whole[:2000], whole[2000] ^ 4, *whole[2001:]])))
-    assert not (target / file.name).exists()
-    write(target, file, memoryview(whole))
-    assert (target / file.name).read_bytes() == whole
+        write(far, file, memoryview(bytes([*whole[:2000], whole[2000] ^ 4, *whole[2001:]])))
+    assert not (far / file.name).exists()
+    write(far, file, memoryview(whole))
+    assert (far / file.name).read_bytes() == whole
 
 
-def test_damaged_source_is_noticed_while_it_is_copied(path, tmp_path):
+def test_damaged_source_is_noticed_while_it_is_copied(path, tmp_path, far):
     file = write_state(path, HEADER, {"w": np.zeros(400_000)}, durable=False)
-    target = tmp_path / "far"
-    target.mkdir()
-    old = copy_file(tmp_path, target, file, durable=False)
+    old = copy_file(tmp_path, far, file, durable=False)
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[2_000_000] ^= 4
     for damaged in (flipped, whole[:-1], whole + b"\0", whole * 2, whole[:1_000_000], b""):
         path.write_bytes(damaged)
         with pytest.raises(CheckpointCorrupt):
-            copy_file(tmp_path, target, file, durable=False)
-        assert os.listdir(target) == [file.name]
-        check_file(target, old)
+            copy_file(tmp_path, far, file, durable=False)
+        assert os.listdir(far) == [file.name]
+        check_file(far, old)

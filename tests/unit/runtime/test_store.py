@@ -8,11 +8,9 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -21,28 +19,12 @@ import pytest
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import store as module
 from dlrover.python.rl.runtime.checkpoint.runs import newest_of
-from dlrover.python.rl.runtime.checkpoint.state_file import (
-    StateFile,
-    check_file,
-    check_size,
-    copy_file,
-    read_state,
-    write_state,
-)
-from dlrover.python.rl.runtime.checkpoint.store import (
-    MANIFEST,
-    CheckpointStore,
-    Manifest,
-    decode,
-    encode,
-    read_manifest,
-)
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, check_size, copy_file, read_state, write_state
+from dlrover.python.rl.runtime.checkpoint.store import MANIFEST, CheckpointStore, read_manifest
 from tests.support import disks
-from tests.support.disks import DAMAGES, damage_byte, flips_of, frozen, reports_of_a_killed_writer, system_calls, thaw
+from tests.support.disks import DAMAGES, damage_byte, frozen, reports_of_a_killed_writer, system_calls, thaw
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
-DAMAGE_SEEDS = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
-"""Seeds: some for every run, and the others of the thousand."""
 
 
 def state_of(name, step, size=600):
@@ -69,7 +51,7 @@ def is_whole(store, manifest, size=600):
     return True
 
 
-def newest_valid(store, at_most=None, verify=check_file):
+def newest_valid(store, at_most=None, verify=module.check_file):
     """The newest intact generation up to step ``at_most``; damaged ones are moved away."""
     early = (manifest for manifest in store.manifests() if at_most is None or manifest.step <= at_most)
     return next((manifest for manifest in early if store.valid(manifest, verify)), None)
@@ -95,9 +77,6 @@ def memory(tmp_path):
     return claimed(tmp_path / "run1")
 
 
-# -- generations ------------------------------------------------------------------------------------------------------
-
-
 def test_committed_generation_is_found_by_another_process(store, tmp_path):
     store.folder(7, 1)
     assert newest_valid(store) is None
@@ -106,8 +85,7 @@ def test_committed_generation_is_found_by_another_process(store, tmp_path):
     manifest = commit(store, 7)
     again = CheckpointStore(store.root, "run1", store.durable)
     assert newest_valid(again) == manifest
-    assert (manifest.step, manifest.epoch, manifest.run) == (7, 1, "run1")
-    assert set(manifest.files) == set(MEMBERS)
+    assert (manifest.step, manifest.epoch, manifest.run, set(manifest.files)) == (7, 1, "run1", set(MEMBERS))
     assert before <= manifest.committed_at <= time.time()
     assert is_whole(again, manifest)
 
@@ -126,9 +104,8 @@ def test_newest_two_generations_stay_and_leftovers_go(store):
     assert removed() is None, "it takes no memory"
     spare = [] if store.durable else ["spare"]
     assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", *spare, *generations(store)]
-    assert sorted(os.listdir(store.root / manifest.folder)) == sorted(
-        [MANIFEST, *(file.name for file in manifest.files.values())]
-    )
+    files = {file.name for file in manifest.files.values()}
+    assert {*os.listdir(store.root / manifest.folder)} == {MANIFEST, *files}
 
 
 def test_pages_of_the_generation_removed_last_are_used_again(memory):
@@ -276,20 +253,6 @@ def test_folder_removed_during_the_wait_for_its_lock_is_missing(tmp_path, monkey
     assert len(closed) == len(set(closed)) > 0
 
 
-# -- the manifest -----------------------------------------------------------------------------------------------------
-
-
-def test_flipped_bit_is_seen_in_every_byte_of_a_manifest(tmp_path):
-    folder = tmp_path / "step-00000003.e1"
-    folder.mkdir()
-    manifest = Manifest(3, 2, "run1", {"ü": StateFile("x", 1, 2, "n")}, {"deep": [1, {"a": None}]}, 9, 1.5)
-    assert decode(encode(manifest)) == manifest
-    for damaged in flips_of(encode(manifest)):
-        (folder / MANIFEST).write_bytes(damaged)
-        with pytest.raises(CheckpointCorrupt, match="not a manifest"):
-            read_manifest(folder, "run1")
-
-
 def test_commit_of_calls_by_an_earlier_version_is_passed_over(store, caplog):
     commit_steps(store, 1, 2)
     path = store.root / "step-00000002.e1" / MANIFEST
@@ -311,9 +274,6 @@ def test_misplaced_manifest_is_moved_away_but_not_of_another_run(store):
     assert [manifest.step for manifest in store.manifests()] == [1]
     assert CheckpointStore(store.root, "run2", store.durable).manifests() == []
     assert generations(store) == ["step-00000001.e1", "step-00000002.e1.bad.1"]
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 def test_damaged_generation_is_reported_and_the_older_one_used(store, caplog):
@@ -402,7 +362,7 @@ def is_readable(store, manifest):
         return False
 
 
-@pytest.mark.parametrize("seeds", DAMAGE_SEEDS, ids=str)
+@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)], ids=str)
 def test_damage_is_seen_and_the_newest_valid_generation_used(tmp_path, caplog, seeds):
     caplog.set_level(logging.ERROR)
     origin = claimed(tmp_path / "origin", keep=3)
@@ -439,37 +399,13 @@ def test_damage_is_seen_and_the_newest_valid_generation_used(tmp_path, caplog, s
     assert min(seen.values()) > len(seeds) / 20, seen
 
 
-# -- epochs -----------------------------------------------------------------------------------------------------------
-
-
-def test_older_epoch_is_refused_in_a_hundred_races(tmp_path):
-    store = CheckpointStore(tmp_path / "run1", "run1", durable=False, keep=3)
-    for epoch in range(1, 101):
-        store.claim(epoch)
-        first = commit(store, epoch * 10, epoch, size=10)
-        started, ended = threading.Event(), threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            refused = pool.submit(_commit_until_refused, store, epoch, first.step, started, ended)
-            assert started.wait(10)
-            claimed(store.root, epoch=epoch + 1)
-            at_claim = store.manifests()
-            ended.set()
-            assert refused.result(10), "the old one saw that it has ended"
-        assert store.manifests() == at_claim, "nothing was committed after the claim"
-
-
-def _commit_until_refused(store, epoch, step, started, ended):
-    is_last = False
-    while not is_last:
-        is_last = ended.is_set()
-        step += 1
-        try:
-            commit(store, step, epoch, size=10)
-        except StaleEpoch:
-            return True
-        finally:
-            started.set()
-    return False
+def test_commit_after_the_claim_of_a_later_epoch_is_refused(store):
+    commit(store, 1)
+    file = store.write(2, 1, "trainer.1.state", {}, 1)
+    claimed(store.root, epoch=2)
+    with pytest.raises(StaleEpoch):
+        store.commit(2, 1, {"trainer": file})
+    assert newest_valid(store).step == 1
 
 
 FROZEN = """
@@ -511,9 +447,6 @@ def test_process_frozen_with_the_lock_neither_blocks_nor_harms(tmp_path, monkeyp
         assert [manifest.step for manifest in store.manifests()][0] == 3
 
 
-# -- crashes and disks ------------------------------------------------------------------------------------------------
-
-
 def test_writer_killed_at_any_point_leaves_the_last_commit_whole(tmp_path):
     store, rng = CheckpointStore(tmp_path / "run1", "run1", durable=False), random.Random(1)
 
@@ -537,8 +470,6 @@ def test_writer_killed_at_any_point_leaves_the_last_commit_whole(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     with disks.small_disk(tmp_path / "disk") as disk:
-        if disk is None:
-            pytest.skip("needs the right to mount a file system")
         yield disk
 
 
@@ -571,28 +502,6 @@ def test_read_only_disk_can_be_read_despite_damage(small_disk):
         store.folder(3, 1)
     with pytest.raises(OSError, match="Read-only"):
         store.claim(2)
-
-
-def test_reader_never_takes_a_removed_generation_for_damaged(memory):
-    commit(memory, 1)
-    ended = threading.Event()
-
-    def read_on():
-        newest = []
-        while not ended.is_set():
-            newest.append(newest_valid(memory))
-        return newest
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_on)
-        for step in range(2, 150):
-            commit(memory, step, size=50)
-        ended.set()
-        assert any(reading.result(20))
-    assert not [name for name in os.listdir(memory.root) if ".bad" in name]
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def test_newest_of_is_the_run_with_the_last_commit(tmp_path):

@@ -59,10 +59,6 @@ def echo(name=None, **sizes):
     return rl.InferenceEngine("anything", EchoEngine, name=name).build(**sizes)
 
 
-def greedy(engine):
-    return engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids
-
-
 def take_step(engine):
     engine.train_step(ROWS)
     engine.optimizer_step()
@@ -85,9 +81,6 @@ def reference(session):
     """An engine like ``layers``, which has no optimizer."""
     with building(rl.TrainEngine(empty(Silent))) as engine:
         yield engine
-
-
-# -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(1)
@@ -113,23 +106,17 @@ def test_own_engine_class_runs_under_its_name(session):
 @pytest.mark.parametrize("name", ["hf", "torch"])
 def test_backend_is_chosen_by_name(session, model, name):
     engine = rl.InferenceEngine(model, executor=name).build(data_parallel_size=1)
-    assert len(greedy(engine)) <= 12
+    assert len(engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids) <= 12
 
 
 @pytest.mark.feature(14, 34)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda model: rl.InferenceEngine(model, executor="torhc"),
-            "no engine is called 'torhc'; did you mean 'torch'",
-        ),
+        (lambda model: rl.InferenceEngine(model, executor="torhc"), "is called 'torhc'; did you mean 'torch'"),
         (lambda model: rl.InferenceEngine(model).build(prefil_tokens=3), "did you mean 'prefill_tokens'"),
         (lambda model: rl.InferenceEngine(model).build(max_bach=3), r"build\(\) has no .*did you mean 'max_batch'"),
-        (
-            lambda model: rl.InferenceEngine(model).build(colocate=3),
-            "no argument 'colocate'; did you .* 'colocate_with'",
-        ),
+        (lambda model: rl.InferenceEngine(model).build(colocate=3), "'colocate'; did you mean 'colocate_with'"),
         (lambda model: rl.TrainEngine(empty(TwoLayers), executor="deepspeed"), "'deepspeed' does not run modules"),
         (lambda model: rl.TrainEngine(TwoLayers()), "TwoLayers has weights already"),
         (lambda model: rl.TrainEngine(torch.nn.Linear(1, 1)), "Linear is not a TrainModule"),
@@ -145,11 +132,12 @@ def test_impossible_engine_is_refused(session, model, make, message):
 
 
 class Saves(TwoLayers):
-    def save(self):
-        """Hidden by the engine's method."""
+    """Its methods would be hidden by those with the same names of the engine and of the process."""
 
-    def close(self):
-        """Hidden by the process's method."""
+    def save(self):
+        pass
+
+    close = save
 
 
 @pytest.mark.feature(15)
@@ -205,13 +193,10 @@ def test_script_chooses_the_slots_of_an_engine(session):
     assert second.slots == (2, 3)
     third = echo(colocate_with=[first, second])
     assert third.slots == (0, 1, 2, 3)
-    for wrong, reason in (
-        ({"not_colocate_with": [first, second]}, "only those on the requested nodes and apart from not_colocate_with"),
-        ({"colocate_with": third, "not_colocate_with": first}, "cannot be shared and not be shared"),
-        ({"nodes": ["10.0.0.9"]}, "no node '10.0.0.9'"),
-    ):
-        with pytest.raises(SessionError, match=reason):
-            echo(**wrong)
+    with pytest.raises(SessionError, match="cannot be shared and not be shared"):
+        echo(colocate_with=third, not_colocate_with=first)
+    with pytest.raises(SessionError, match="no node '10.0.0.9'"):
+        echo(nodes=["10.0.0.9"])
     assert repr(session) == "Session(4 slots, 0 free; engines: INFERENCE_1, INFERENCE_2, INFERENCE_3)"
 
 
@@ -223,9 +208,6 @@ def test_engine_names_are_unique(session):
     with pytest.raises(SessionError, match="'2fast' is no engine's name"):
         echo("2fast", data_parallel_size=1)
     assert session.free_slots == 3
-
-
-# -- generating -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(81, 99)
@@ -240,19 +222,13 @@ def test_answers_are_in_the_order_of_the_prompts(session):
     engine.release()
     engine = echo(tensor_parallel_size=2)
     assert engine.groups == ((0, 1), (2, 3))
-    outputs = engine.generate(["a", "b", "c"])
-    assert [len(output.outputs) for output in outputs] == [1, 1, 1]
-    assert " 2 " in outputs[0].outputs[0].text
+    assert [" 2 " in output.outputs[0].text for output in engine.generate(["a", "b", "c"])] == [True] * 3
 
 
 def test_calls_draw_differently_without_a_seed(session):
     engine = echo(data_parallel_size=2)
-    texts = [engine.generate(["a", "b"], seed=seed)[1].outputs[0].text for seed in (None, None, 4, 4)]
-    assert texts[0] != texts[1]
-    assert texts[2] == texts[3]
-
-
-# -- places -----------------------------------------------------------------------------------------------------------
+    first, second, *same = (engine.generate(["a", "b"], seed=seed)[1].outputs[0].text for seed in (None, None, 4, 4))
+    assert first != second and same[0] == same[1]
 
 
 @pytest.mark.feature(17)
@@ -274,25 +250,16 @@ def test_cpu_frees_the_device_and_changes_no_step(session, layers):
         assert_equal(layers.state_dict(), engine.state_dict())
 
 
-@pytest.mark.feature(18, 19, 20)
+@pytest.mark.feature(18, 19)
 def test_parts_of_an_inference_engine_come_back_singly(session, model):
     engine = inference(model)
-    expected = greedy(engine)
-    assert engine.footprint()[0]["weights"] > 30_000 * 4
-    with building(policy(model, Reference)) as train:
-        engine.meta()
-        assert engine.footprint() == [{}]
-        engine.cuda("weights")
-        train.p2p_weight_sync(engine)
-        with pytest.raises(InvocationError, match="kv_cache"):
-            engine.generate(["12+13="], GREEDY)
-        engine.cuda("kv_cache")
-        assert greedy(engine) == expected
-        engine.cpu()
-        engine.cuda("weights", "kv_cache")
-        assert greedy(engine) == expected
-        with pytest.raises(InvocationError, match="it has no key-value cache"):
-            train.cuda("kv_cache")
+    (before,) = engine.generate(["12+13="], GREEDY)
+    engine.cpu()
+    engine.cuda("weights")
+    with pytest.raises(InvocationError, match="kv_cache"):
+        engine.generate(["12+13="], GREEDY)
+    engine.cuda("kv_cache")
+    assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == before.outputs[0].token_ids
 
 
 def tensors_of(session, engine):
@@ -335,9 +302,6 @@ def test_engine_gives_its_place_and_releases_caches(session, model):
                 assert engine.device() == place
 
 
-# -- a module's methods -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(24)
 def test_methods_are_called_through_the_engine(session, model):
     engine = policy(model)
@@ -359,12 +323,6 @@ def test_error_of_a_method_names_engine_rank_and_cause(layers):
     assert caught.value.node
 
 
-@pytest.mark.feature(25)
-def test_arguments_arrive_unchanged(layers):
-    (facts,) = layers.facts(0.5, [1, 2])
-    assert facts["seen"] == [0.5, [1, 2]]
-
-
 @pytest.mark.feature(24)
 def test_module_method_wins_over_internal_names(session):
     names = ("send", "take", "open", "offer", "receive", "publish", "place", "call", "users_method", "in_training")
@@ -372,9 +330,6 @@ def test_module_method_wins_over_internal_names(session):
         for name in names:
             assert getattr(engine, name)(name, 1) == [["send", name, 1]]
         assert engine.device() == "cuda"
-
-
-# -- modules without weights ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(33)
@@ -500,9 +455,6 @@ def test_module_of_no_library_learns(layers):
     assert losses[-1] < 0.2 * losses[0]
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(100)
 def test_synced_engine_generates_as_the_saved_weights(session, model, tmp_path):
     engine = inference(model)
@@ -540,19 +492,3 @@ def test_other_weights_than_were_sent_are_an_error(layers, reference, monkeypatc
     monkeypatch.setattr(ModuleEngine, "receive", lambda *arguments: replace(receive(*arguments), version=7))
     with pytest.raises(WeightSyncError, match=r"has other weights than TRAIN_1 sent, version 0 .*version 7"):
         layers.p2p_weight_sync(reference, way=way, folder=tmp_path if way == "disk" else None)
-
-
-@pytest.mark.feature(103)
-def test_renamed_parameter_is_refused_by_name(session, model):
-    class Renaming(Reference):
-        def export_weight(self, name, tensor, whole):
-            return name.replace("q_proj", "query"), tensor
-
-    engine = inference(model)
-    before = greedy(engine)
-    with building(policy(model, Renaming)) as train:
-        with pytest.raises(InvocationError, match=r"layers\.0\.self_attn\.query\.weight") as caught:
-            train.p2p_weight_sync(engine)
-        assert isinstance(caught.value.__cause__, WeightSyncError)
-        assert "q_proj.weight' is missing" in str(caught.value)
-    assert greedy(engine) == before

@@ -69,15 +69,9 @@ with rl.init(local=True):
 @pytest.mark.slow
 @pytest.mark.feature(2)
 def test_package_works_without_extras(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT + IMPORTS + WORKS],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT + IMPORTS + WORKS]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     failed, version = map(json.loads, done.stdout.splitlines()[-2:])
     homes = ("runtime.ray", "master", "cli", "service.ray_runner", "engine.vllm", "engine.deepspeed", "engine.megatron")

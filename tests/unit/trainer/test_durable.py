@@ -8,19 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CallSkipped,
-    CheckpointCorrupt,
-    InvocationError,
-    InvocationTimeout,
-    JobFailed,
-    ResultLost,
-    StepAbandoned,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import CheckpointCorrupt, ResultLost, StepAbandoned, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.trainer.call_log import CallLog, CallState, LoggedCall
 from dlrover.python.rl.trainer.durable import DurablePort
 from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, Renewed, RestartInfo, RoleTraits, gather
 from dlrover.python.rl.trainer.shard import Rows
@@ -42,7 +32,7 @@ class Played:
     def submit(self, role, rank, call):
         self.calls.append((role, rank, call))
         answer = self.answers.pop(0) if self.answers else "done"
-        outcome = Outcome(error=answer) if isinstance(answer, InvocationError) else Outcome(answer)
+        outcome = Outcome(error=answer) if isinstance(answer, errors.InvocationError) else Outcome(answer)
         return Ref(self, outcome, None, role, rank, call.method, 1)
 
     def wait(self, refs, timeout_s):
@@ -76,10 +66,10 @@ def died(rank=0, incarnation=1):
 
 
 def failure(message, rank=0, method="go"):
-    return InvocationError(message, role="A", rank=rank, method=method)
+    return errors.InvocationError(message, role="A", rank=rank, method=method)
 
 
-LATE = InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={})
+LATE = errors.InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={})
 
 
 def port_of(**traits):
@@ -177,16 +167,6 @@ def test_repeated_loss_abandons_the_step(port):
     assert isinstance(caught.value.cause, ResultLost)
 
 
-def test_refused_replacement_is_raised(port):
-    def refuse(*request):
-        raise JobFailed("the limit is reached")
-
-    port.recovery.renew = refuse
-    port.inner.answers = [died()]
-    with pytest.raises(JobFailed, match="the limit"):
-        submit(port, 0).result()
-
-
 def test_calls_before_the_first_step_are_kept_up_to_a_limit(port):
     port.log.open(port.log.setup)
     submit(port, 0)
@@ -204,15 +184,15 @@ def test_call_after_one_with_a_failed_argument_is_made_again(port):
     port.opened = False
     port.log.open(port.log.setup)
     broken = failure("no answer today", 1, "fetch")
-    skipped = [CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
+    skipped = [errors.CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
     port.inner.answers = ["rows", broken, broken, *skipped, "pong", "ping"]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
     submit(port, 1, fetched)  # the worker never hears of it
     after = [submit(port, number) for number in (2, 3)]
     assert [ref.result() for ref in reversed(after)] == ["ping", "pong"]
     assert [call.after for _, _, call in port.inner.calls] == [None, None, (1, 0), (1, 1), (1, 2), (1, 0), (1, 2)]
-    port.inner.answers = [CallSkipped("call (0, 3) has not run", **AT)] * 50
-    with pytest.raises(CallSkipped):
+    port.inner.answers = [errors.CallSkipped("call (0, 3) has not run", **AT)] * 50
+    with pytest.raises(errors.CallSkipped):
         submit(port, 4).result()  # nothing before it has failed
 
 
@@ -223,12 +203,12 @@ def test_failure_received_through_another_call_is_settled(port, waited):
     port.inner.answers = [other, broken, broken, broken]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
     taken = [submit(port, 1, fetched, method="score", rank=rank) for rank in range(2)]
-    with pytest.raises(InvocationError):
+    with pytest.raises(errors.InvocationError):
         gather(fetched if waited == "source" else taken, None)
     if waited == "taker":
         port.settle()
         return
-    with pytest.raises(InvocationError, match="no answer today"):
+    with pytest.raises(errors.InvocationError, match="no answer today"):
         port.settle()  # the calls that took the results were not waited for
 
 
@@ -237,9 +217,9 @@ def test_failure_of_a_taker_does_not_settle_its_sources(port):
     unheard = failure("its state is broken", 1, "fetch")
     port.inner.answers = ["rows", unheard, own]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
-    with pytest.raises(InvocationError, match="its own bug"):
+    with pytest.raises(errors.InvocationError, match="its own bug"):
         gather([submit(port, 1, fetched, method="score")], None)
-    with pytest.raises(InvocationError, match="its state is broken"):
+    with pytest.raises(errors.InvocationError, match="its state is broken"):
         port.settle()
 
 
@@ -253,7 +233,7 @@ def test_failure_of_one_rank_settles_later_ones(port):
 
     slow = Slow([failure(f"from rank {rank}", rank) for rank in range(2)])
     slow.late, port.inner, port._sender.inner = True, slow, slow
-    with pytest.raises(InvocationError, match="from rank 0"):
+    with pytest.raises(errors.InvocationError, match="from rank 0"):
         gather([submit(port, 0, rank=rank) for rank in range(2)], None)
     port.settle()
 
@@ -291,14 +271,6 @@ def test_error_of_a_rank_may_echo_the_death_of_another():
     refs = [submit(port, 0, rank=rank) for rank in (0, 1)]
     port.recovery.renew = lambda role, rank, incarnation, why: Renewed(role, {0: 2, 1: 2}, {})
     assert gather(refs, None) == ["done", "done by the one that died since"]
-
-
-def test_error_without_a_death_is_raised_once():
-    port = port_of(together=True)
-    port.inner.answers = [failure("the user's own words")]
-    with pytest.raises(InvocationError, match="the user's own words"):
-        submit(port, 0).result()
-    port.settle()  # it has been seen: the commit does not raise it again
 
 
 def test_known_death_replaces_no_member_again(port):
@@ -339,7 +311,7 @@ def test_loss_or_late_member_before_steps_is_raised(port):
     port.inner.answers = [died()]
     with pytest.raises(WorkloadDied):
         submit(port, 0).result()
-    with pytest.raises(CallError, match="from steps"):
+    with pytest.raises(errors.CallError, match="from steps"):
         port.replace_late(LATE)
     assert port.recovery.requests == []
 
@@ -400,83 +372,5 @@ def test_state_of_a_trainer_is_values_and_loaded_objects():
     state = {"cursor": cursor, "mean": 0.0, "new": 1}
     load_state(state, saved)
     assert (cursor.at, state) == (5, {"cursor": cursor, "mean": 0.5, "new": 1})
-    with pytest.raises(CallError, match=r"self.state\['cursor'\] was saved from an object"):
+    with pytest.raises(errors.CallError, match=r"self.state\['cursor'\] was saved from an object"):
         load_state({}, saved)
-
-
-ERROR = failure("wrong")
-
-
-def run(name):
-    return Ref(None, name)
-
-
-@pytest.fixture
-def call():
-    logged = LoggedCall("A", 0, Call((1, 0), "go", (), {}))
-    logged.issue(run("first"))
-    return logged
-
-
-def test_logged_call_is_raised_once_the_trainer_has_its_error(call):
-    assert call.is_running
-    assert call.end(call.ref, ERROR)
-    assert (call.state, call.error, call.is_running) == (CallState.FAILED, ERROR, False)
-    call.mark_raised()
-    assert call.state is CallState.RAISED
-    call.retry(call.ref, run("second"))
-    assert (call.state, call.error, call.ref.token) == (CallState.ISSUED, None, "second")
-    call.end(call.ref, ERROR)
-    assert call.state is CallState.RAISED, "the trainer has it already"
-    call.retry(call.ref, run("third"))
-    call.end(call.ref, None)
-    assert (call.state, call.error) == (CallState.ANSWERED, None)
-
-
-@pytest.mark.parametrize(
-    ("error", "replay_error", "agrees"), [(None, None, True), (None, ERROR, False), (ERROR, ERROR, True)]
-)
-def test_replay_leaves_the_answer_and_must_agree_with_it(call, error, replay_error, agrees):
-    answer = call.ref
-    call.end(answer, error)
-    call.mark_raised() if error else None
-    call.repeat(replay := run("replay"))
-    assert call.is_running
-    assert call.ref is answer
-    assert call.latest_run is replay
-    assert call.end(replay, replay_error) is agrees
-    assert not call.is_running
-
-
-@pytest.mark.parametrize("error", [ERROR, None])
-def test_call_without_an_answer_is_issued_to_a_new_member(call, error):
-    if error:
-        call.end(call.ref, error)
-    first = call.ref
-    call.repeat(run("again"))
-    assert (call.state, call.ref.token, call.replay) == (CallState.ISSUED, "again", None)
-    assert not call.is_current(first)
-
-
-def test_retries_are_limited_and_start_again_with_a_new_member(call):
-    for _ in range(20):
-        assert call.can_retry
-        call.retry(call.ref, run("again"))
-    assert not call.can_retry
-    call.repeat(run("new worker"))
-    assert call.can_retry
-    call.forget()
-    assert not call.can_retry
-
-
-def test_call_follows_the_last_unfailed_one_to_its_member():
-    log, calls = CallLog(), []
-    log.open(log.step)
-    for number, rank in enumerate([0, 0, 1, 0]):
-        logged = log.link("A", rank, Call((1, number), "go", (), {}))
-        logged.issue(run(number))
-        log.add(logged)
-        calls.append(logged)
-    calls[1].end(calls[1].ref, ERROR)
-    assert [logged.predecessor_id() for logged in calls] == [None, (1, 0), None, (1, 0)]
-    assert log.sort([calls[3], calls[0]]) == [calls[0], calls[3]]

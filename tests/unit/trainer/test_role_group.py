@@ -10,16 +10,15 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout, ShardError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref, gather
 from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.trainer import TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext, trainer_invocation
 from tests.support.manual_clock import ManualClock
-from tests.support.role_group_toys import Toy
+from tests.support.role_group_toys import StageTrainer, Toy
 
 
 class Worker(Toy):
@@ -44,14 +43,6 @@ class Paired(Worker):
     @classmethod
     def data_parallel_size(cls, config, world_size):
         return config.get("size", world_size // 2)
-
-
-class Loop(BaseTrainer):
-    def init(self):
-        pass
-
-    def fit(self):
-        pass
 
 
 HOSTS = []
@@ -96,65 +87,38 @@ def trainer_of(workload=Worker, config=None, **sizes):
             members[role.upper()].append(LocalMember(host, context.to_env()))
     port = Recorder(members, clock=CLOCK)
     handles = {role: [LocalHandle(port, role, rank) for rank in range(len(group))] for role, group in members.items()}
-    trainer = Loop(handles, dict.fromkeys(handles, workload), config or {})
+    trainer = StageTrainer(handles, dict.fromkeys(handles, workload), config or {})
     trainer.bind(TrainerLink(port, lambda report: None, "job", Path("runs")))
     trainer.port = port
     return trainer
 
 
-# -- what each worker gets --------------------------------------------------------------------------------------------
-
-
-def test_each_argument_is_arranged_by_itself():
-    group = trainer_of(actor=2).RG_ACTOR
-    (args, kwargs), (args_1, kwargs_1) = group.echo([1, 2, 3], "text", lr=0.1, rows=(1, 2, 3, 4), all=Replicate([1, 2]))
-    assert (args, kwargs) == (([1, 2], "text"), {"lr": 0.1, "rows": (1, 2), "all": [1, 2]})
-    assert (args_1, kwargs_1) == (([3], "text"), {"lr": 0.1, "rows": (3, 4), "all": [1, 2]})
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        (([1, 2],), {}, "ACTOR.same: argument 0 has 2 rows"),
-        ((), {"value": Shard(3)}, "ACTOR.same: argument 'value' is int"),
-        (([1, 2, threading.Lock()],), {}, "ACTOR.same: argument 0 cannot be sent: TypeError"),
-    ],
-)
-def test_refused_argument_sends_nothing_and_takes_no_number(args, kwargs, message):
+def test_refused_argument_sends_nothing_and_takes_no_number():
     trainer = trainer_of(actor=3)
-    with pytest.raises((ShardError, CallError), match=message):
-        trainer.RG_ACTOR.same(*args, **kwargs)
+    with pytest.raises(ShardError, match="ACTOR.same: argument 'value' is int"):
+        trainer.RG_ACTOR.same(value=Shard(3))
+    with pytest.raises(CallError, match="ACTOR.same: argument 0 cannot be sent: TypeError"):
+        trainer.RG_ACTOR.same([1, 2, threading.Lock()])
     assert trainer.port.calls == []
     trainer.RG_ACTOR.same(1)
     assert trainer.port.calls[0][2].call_id == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "stored"),
-    [
-        *[
-            (value, 1)
-            for value in ({"a": 1}, "x" * 2000, b"x" * 2000, np.arange(3), Batch({"x": np.arange(3)}), 10**6000)
-        ],
-        *[(value, 0) for value in (None, True, 3, 0.5, "text", b"text")],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_value_for_everyone_is_stored_once_unless_it_is_small(value, stored):
-    trainer = trainer_of(actor=5)
-    trainer.RG_ACTOR.echo(Replicate(value))
-    assert len(trainer.port.stored) == stored
-    assert len({id(call.args[0]) for _, _, call in trainer.port.calls}) == 1
+def test_value_for_everyone_is_stored_once_unless_it_is_small():
+    large = ({"a": 1}, "x" * 2000, b"x" * 2000, np.arange(3), 10**6000)
+    for value in (*large, None, True, 3, 0.5, "text", b"text"):
+        trainer = trainer_of(actor=5)
+        trainer.RG_ACTOR.echo(Replicate(value))
+        assert len(trainer.port.stored) == any(value is each for each in large), type(value)
+        assert len({id(call.args[0]) for _, _, call in trainer.port.calls}) == 1
 
 
 def test_members_of_a_replica_share_a_shard_and_a_result():
     trainer = trainer_of(Paired, actor=6)
-    assert trainer.RG_ACTOR.data_parallel_size == 3
     assert trainer.RG_ACTOR.same(list(range(7))) == [[0, 1, 2], [3, 4], [5, 6]]
     assert trainer.RG_ACTOR.same(["a", "b", "c"]) == ["a", "b", "c"]
     # Each shard is stored once for the two workers that take it; the short texts travel along.
-    assert len(trainer.port.stored) == 3
-    assert len(trainer.port.calls) == 12
+    assert (len(trainer.port.stored), len(trainer.port.calls)) == (3, 12)
     assert len(trainer.RG_ACTOR.later([1, 2, 3])) == 3
     with pytest.raises(CallError, match="Paired.data_parallel_size gave 2, which does not divide its 3 workers"):
         trainer_of(Paired, {"size": 2}, actor=3)
@@ -166,10 +130,9 @@ def test_call_ids_count_the_calls_of_a_step():
     for _ in trainer.steps(2):
         trainer.RG_ACTOR.same(1)
         trainer.RG_ROLLOUT.same(1)
-    ids = [(role, rank, call.call_id) for role, rank, call in trainer.port.calls]
-    assert ids[:2] == [("ACTOR", 0, (0, 0)), ("ACTOR", 1, (0, 0))]
-    assert ids[2:5] == [("ACTOR", 0, (1, 0)), ("ACTOR", 1, (1, 0)), ("ROLLOUT", 0, (1, 1))]
-    assert ids[5:] == [("ACTOR", 0, (2, 0)), ("ACTOR", 1, (2, 0)), ("ROLLOUT", 0, (2, 1))]
+    ids = [(role, call.call_id) for role, rank, call in trainer.port.calls if rank == 0]
+    steps = [[("ACTOR", (step, 0)), ("ROLLOUT", (step, 1))] for step in (1, 2)]
+    assert ids == [("ACTOR", (0, 0)), *steps[0], *steps[1]]
 
 
 def test_calls_of_two_threads_are_sent_in_order_of_numbers():
@@ -193,18 +156,13 @@ def test_calls_of_two_threads_are_sent_in_order_of_numbers():
     assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-# -- policies ---------------------------------------------------------------------------------------------------------
-
-
-def test_rank0_alone_has_the_argument_whole():
-    group = trainer_of(actor=3).RG_ACTOR
-    for argument in ([1, 2, 3, 4], [1]):
-        assert group.first(argument) == [(0, argument)]
+def test_rank0_alone_has_a_list_of_one_whole():
+    assert trainer_of(actor=3).RG_ACTOR.first([1]) == [(0, [1])]
 
 
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
-    assert group.prepared(4) == group.prepared(x=4) == 150
+    assert group.prepared(x=4) == 150
     assert group.swapped("a", "b") == [("b", "a")] * 3
     assert group.at_least_10(4) == [10] * 3
     assert group.counted_later([1, 2, 3]).result() == 3
@@ -213,12 +171,9 @@ def test_functions_run_before_and_after():
 
 def test_options_change_one_call():
     group = trainer_of(actor=2).RG_ACTOR
-    assert group.same.options(blocking=False)(1).result() == [1, 1]
     assert group.same.options(target="RANK0")(1) == [1]
     assert group.same(1) == [1, 1]
     assert group.later.options(auto_shard=False)([1, 2]).result() == [[1, 2]] * 2, "its other options stay"
-    with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
-        group.same.options(pre_function=len)
 
 
 def test_deadline_names_the_late_ranks_and_keeps_results():
@@ -232,34 +187,23 @@ def test_deadline_names_the_late_ranks_and_keeps_results():
     assert group.timed.options(is_async=False)([1, 6, 2]) == [1, 6, 2]
 
 
-# -- pending results --------------------------------------------------------------------------------------------------
+POST_FUNC = r"ROLLOUT.same: argument 0 is pending with a post_func.*\.result\(\)"
 
 
-def test_pending_results_with_a_post_func_are_not_passed_on():
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (lambda group: group.counted_later([1, 2]), POST_FUNC),
+        (lambda group: Shard(group.counted_later([1, 2])), POST_FUNC),
+        (lambda group: Replicate(group.counted_later([1, 2])), POST_FUNC),
+        (lambda group: Shard(group.later([[1], [2]]), by="tokens"), "only a whole Batch can be split by 'tokens'"),
+        (lambda group: {"deep": group.later([1, 2])[0]}, "pass it as a separate argument or in a list"),
+    ],
+)
+def test_unfit_pending_argument_is_refused(argument, message):
     trainer = trainer_of(actor=2, rollout=2)
-    for argument in (pending := trainer.RG_ACTOR.counted_later([1, 2]), Shard(pending), Replicate(pending)):
-        with pytest.raises(CallError, match=r"ROLLOUT.same: argument 0 is pending with a post_func.*\.result\(\)"):
-            trainer.RG_ROLLOUT.same(argument)
-
-
-def test_fewer_pending_results_than_members_are_refused():
-    trainer = trainer_of(actor=2, rollout=3)
-    with pytest.raises(ShardError, match="2 rows, too few to split over 3"):
-        trainer.RG_ROLLOUT.same(trainer.RG_ACTOR.later(["a", "b"]))
-    assert trainer.RG_ROLLOUT.same(Replicate(trainer.RG_ACTOR.later(["a", "b"]))) == [["a", "b"]] * 3
-
-
-def test_rows_of_pending_results_are_not_divided_by_tokens():
-    trainer = trainer_of(actor=2, rollout=2)
-    with pytest.raises(ShardError, match="only a whole Batch can be split by 'tokens'"):
-        trainer.RG_ROLLOUT.same(Shard(trainer.RG_ACTOR.later([[1], [2]]), by="tokens"))
-
-
-def test_pending_result_nested_too_deep_is_refused():
-    trainer = trainer_of(actor=2)
-    (ref, _) = trainer.RG_ACTOR.later([1, 2])
-    with pytest.raises((CallError, InvocationError), match="pass it as a separate argument or in a list"):
-        trainer.RG_ACTOR.same({"deep": ref})
+    with pytest.raises((CallError, InvocationError, ShardError), match=message):
+        trainer.RG_ROLLOUT.same(argument(trainer.RG_ACTOR))
 
 
 class Answering:
@@ -295,25 +239,12 @@ def test_pending_result_of_replicas_needs_every_rank():
         pending.wait()
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("echoo", UnknownMethod, "'echoo' is no method of Worker, the workload of ACTOR; did you mean 'echo'"),
-        *[
-            (name, UnknownMethod, f"'{name}' is a property, not a method")
-            for name in ("rank", "torch_master_port", "constant")
-        ],
-        ("_member", AttributeError, "RG_ACTOR has no attribute '_member'"),
-    ],
-)
-def test_name_without_a_method_is_refused(name, error, message):
+def test_value_or_private_name_is_no_method():
     group = trainer_of(actor=2).RG_ACTOR
-    with pytest.raises(error, match=message):
-        getattr(group, name)()
-    assert not hasattr(group, name)
+    with pytest.raises(UnknownMethod, match="'constant' is a property, not a method"):
+        group.constant()
+    with pytest.raises(AttributeError, match="RG_ACTOR has no attribute '_member'"):
+        group._member()
 
 
 def test_group_has_a_length_and_is_not_iterated():

@@ -12,44 +12,25 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
-from dlrover.python.rl.trainer.port import (
-    FORGET,
-    RESTORE,
-    WHERE,
-    Outcome,
-    Ref,
-    Renewed,
-    RestartInfo,
-    RoleTraits,
-    Standing,
-)
+from dlrover.python.rl.trainer import port as ports
+from dlrover.python.rl.trainer.port import FORGET, RESTORE, WHERE, Outcome, Ref, Renewed, RoleTraits, Standing
 from dlrover.python.rl.trainer.steps import Attempt, Steps, dump_state
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
+from tests.support.role_group_toys import StageTrainer
 
 
-class Work(BaseWorkload):
-    def go(self):
-        return 1
-
-
-class Loop(BaseTrainer):
+class Loop(StageTrainer):
     @property
     def total_steps(self):
         return self.missing_config.steps
-
-    def init(self):
-        pass
-
-    def fit(self):
-        pass
 
 
 HANDLES = {"actor": ["a0", "a1"], "ROLLOUT": ["r0"], "judge": ["j0"]}
 
 
 def new_trainer(**link):
-    trainer = Loop(HANDLES, dict.fromkeys(HANDLES, Work), {"lr": 1})
+    trainer = Loop(HANDLES, dict.fromkeys(HANDLES, BaseWorkload), {"lr": 1})
     if link:
         trainer.bind(TrainerLink(port=None, job="job", **{"report": print, "job_dir": "runs/job", **link}))
     return trainer
@@ -72,15 +53,7 @@ def test_trainer_has_the_properties_of_the_guide():
         BaseTrainer({}, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("RG_CRITIC", "known"),
-        ("RG_JUDGES", "did you mean"),
-        ("RG_actor", ""),
-        ("RG_ROLOUT", "did you mean 'RG_ROLLOUT'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), [("RG_CRITIC", "known"), ("RG_ROLOUT", "did you mean 'RG_ROLLOUT'")])
 def test_missing_role_group_is_refused(name, hint):
     with pytest.raises(UnknownMethod, match=f"the job has no role group '{name}'; (did you mean|known)") as caught:
         getattr(new_trainer(resources={}), name)
@@ -90,15 +63,9 @@ def test_missing_role_group_is_refused(name, hint):
 
 def test_trainer_before_it_is_bound_says_so():
     trainer = new_trainer()
-    with pytest.raises(
-        UnknownMethod, match=r"RG_ACTOR is bound after the trainer is constructed: use it from init\(\)"
-    ):
+    with pytest.raises(UnknownMethod, match=r"RG_ACTOR is bound after .* is constructed: use it from init\(\)"):
         _ = trainer.RG_ACTOR
-    for use in (
-        lambda: trainer.job_dir,
-        lambda: trainer.log(1, {"x": 1.0}),
-        lambda: trainer.get_workload_resource("ACTOR"),
-    ):
+    for use in (lambda: trainer.job_dir, lambda: trainer.log(1, x=1.0), lambda: trainer.get_workload_resource("ACTOR")):
         with pytest.raises(CallError, match=r"not bound yet: use role groups, log and job_dir from init\(\) on"):
             use()
 
@@ -160,9 +127,9 @@ def test_run_trainer_reports_the_end_and_raises_its_error(error):
 
 def test_undecorated_takes_the_decoration_of_ray_off():
     # ``@ray.remote`` leaves a wrapper around a class derived from the user's.
-    derived = type("Derived", (Work,), {"__ray_actor_class__": Work})
+    derived = type("Derived", (BaseWorkload,), {"__ray_actor_class__": BaseWorkload})
     decorated = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=derived))
-    assert undecorated(decorated) is undecorated(Work) is Work
+    assert undecorated(decorated) is undecorated(BaseWorkload) is BaseWorkload
 
 
 @dataclass
@@ -198,11 +165,10 @@ class Commits:
     def load(self, step):
         return dump_state({"mean": 0.5}, "run1", self.left)
 
-    def transfers_to(self, step, members, nodes):
+    def trainers_copy(self, *_):
         return []
 
-    def trainers_copy(self, nodes):
-        return []
+    transfers_to = trainers_copy
 
     def restore_request(self, step):
         return step
@@ -213,16 +179,15 @@ class Restarted:
 
     epoch = 2
     fresh = False
-    restart_info = RestartInfo()
+    restart_info = ports.RestartInfo()
 
     def incarnations(self):
         return {ProcessId("A", 0): 1, ProcessId("A", 1): 1}
 
-    def opened(self):
+    def began(self, *_):
         pass
 
-    def began(self, step):
-        pass
+    opened = began
 
 
 def goes_back(standings, together):
@@ -240,7 +205,8 @@ def test_ranks_with_collectives_are_restored_together():
 
 
 def test_members_forget_answers_together_if_one_is_ahead():
-    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0), (FORGET, 1)]
+    standings = {0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}
+    assert goes_back(standings, together=False) == [(FORGET, 0), (FORGET, 1)]
 
 
 @pytest.mark.parametrize("fresh", [False, True])

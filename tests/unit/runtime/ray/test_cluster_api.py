@@ -5,7 +5,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from dlrover.python.rl.runtime.ray.cluster import api
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, RayClusterApi, forget_on_nodes, kill_and_wait
+from tests.support.commands import wait_for
 
 SLEEP = ["-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 ALIVE, DEAD = ActorTableData.ActorState.ALIVE, ActorTableData.ActorState.DEAD
@@ -29,9 +29,7 @@ EVERYWHERE = {"a": (), "b": (), "c": ()}
 def start(name):
     """A process of this name, which the kernel shows a moment after it has begun."""
     process = subprocess.Popen([name, *SLEEP], executable=sys.executable)
-    deadline_s = time.monotonic() + 10
-    while not Path(f"/proc/{process.pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
-        time.sleep(0.001)
+    wait_for(Path(f"/proc/{process.pid}/cmdline").read_bytes)
     return process
 
 

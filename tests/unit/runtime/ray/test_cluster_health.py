@@ -43,7 +43,7 @@ class Nodes:
 
 @pytest.mark.parametrize(
     ("third", "is_ok", "result"),
-    [("shared", True, ""), ("own", False, "127.0.0.3"), ("nowhere", False, "127.0.0.3"), (None, False, "")],
+    [("shared", True, ""), ("own", False, "127.0.0.3"), (None, False, "")],
 )
 async def test_check_shared_finds_a_node_without_the_folder(tmp_path, third, is_ok, result):
     for name in ("shared", "own"):

@@ -2,8 +2,6 @@
 """The watch over the nodes, against a table and connections of the test; no Ray is started."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from contextlib import asynccontextmanager, suppress
 
@@ -188,12 +186,6 @@ async def test_connection_is_held_until_the_other_side_closes_it():
         await closed("127.0.0.1", port)
 
 
-async def test_in_daemon_thread_gives_results_and_errors_to_the_loop():
-    assert await in_daemon_thread(divmod, 7, 3) == (2, 1)
-    with pytest.raises(ZeroDivisionError):
-        await in_daemon_thread(divmod, 7, 0)
-
-
 async def test_in_daemon_thread_cancelled_ends_in_silence():
     ended, errors = threading.Event(), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
@@ -201,14 +193,3 @@ async def test_in_daemon_thread_cancelled_ends_in_silence():
     ended.set()
     await asyncio.sleep(0.05)
     assert errors == []
-
-
-def test_in_daemon_thread_lets_the_process_end():
-    code = (
-        "import asyncio, time\n"
-        "from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread\n"
-        "async def main():\n"
-        "    in_daemon_thread(time.sleep, 600)\n"
-        "asyncio.run(main())\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -13,15 +13,9 @@ import pytest
 
 from dlrover.python.rl.runtime.ray.cluster import cluster as head
 from dlrover.python.rl.runtime.ray.cluster.cluster import GcsKeeper, children_end
+from tests.support.commands import wait_for
 
 GCS = "gcs_server"
-
-
-def wait_for(holds):
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 class Node:

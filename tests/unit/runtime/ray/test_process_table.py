@@ -17,26 +17,14 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
 from dlrover.python.rl.runtime.ray.processes import actors
-from dlrover.python.rl.runtime.ray.processes.actors import (
-    Detached,
-    MasterCalls,
-    MemberGone,
-    Threads,
-    classify,
-    member_env,
-)
 from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
 from tests.support.memory_cluster import MemoryActor, MemoryCluster, Method
 
-JOB = load_job_text(
-    """
-trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 2, env: {MEMBER_TOKEN: canary-1, LEVEL: "3"}}
-  rollout: {module: toys, class: Policy, num: 2}
-""",
-    "job",
-)
+ROLES = """
+actor: {module: toys, class: Policy, num: 2, env: {MEMBER_TOKEN: canary-1, LEVEL: "3"}},
+rollout: {module: toys, class: Policy, num: 2}"""
+TRAINER = "{module: toys, class: Loop, device_per_node: 4, device_type: CPU}"
+JOB = load_job_text(f"{{trainer: {TRAINER}, workload: {{{ROLES}}}}}", "job")
 FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
 
 
@@ -109,20 +97,15 @@ def test_end_all_ends_the_trainer_before_members_close(pool):
 
 
 def test_member_env_has_no_secrets_of_its_role():
-    env = member_env(JOB, "ACTOR")
+    env = actors.member_env(JOB, "ACTOR")
     assert env["LEVEL"] == "3" and not {"MEMBER_TOKEN", "canary-1"} & {*env, *env.values()}
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (OutOfMemoryError("Task was killed"), CauseKind.OUT_OF_MEMORY),
-        (RayActorError(error_msg="killed by the node as it was running low on memory"), CauseKind.OUT_OF_MEMORY),
-        (ActorDiedError(), CauseKind.PROCESS_DIED),
-    ],
-)
-def test_classify_tells_the_memory_monitor_from_other_deaths(error, kind):
-    assert classify(MemberGone("ACTOR[0]", error)).kind is kind
+def test_classify_tells_the_memory_monitor_from_other_deaths():
+    low = RayActorError(error_msg="killed by the node as it was running low on memory")
+    deaths = (OutOfMemoryError("Task was killed"), low, ActorDiedError())
+    kinds = [actors.classify(actors.MemberGone("ACTOR[0]", error)).kind for error in deaths]
+    assert kinds == [CauseKind.OUT_OF_MEMORY, CauseKind.OUT_OF_MEMORY, CauseKind.PROCESS_DIED]
 
 
 def test_retry_repeats_a_failed_end(monkeypatch):
@@ -135,7 +118,7 @@ def test_retry_repeats_a_failed_end(monkeypatch):
         ended.append(True)
 
     ended = []
-    asyncio.run(Detached("job").retry(end))
+    asyncio.run(actors.Detached("job").retry(end))
     assert ended == [True]
 
 
@@ -146,7 +129,7 @@ async def test_settle_waits_for_a_cancelled_call():
         entered.set()
         ended.append(release.wait(30))
 
-    threads = Threads()
+    threads = actors.Threads()
     call = asyncio.create_task(threads.run(start))
     await asyncio.to_thread(entered.wait, 30)
     call.cancel()
@@ -157,7 +140,7 @@ async def test_settle_waits_for_a_cancelled_call():
 
 
 def calls_that_answer(answer):
-    return MasterCalls(SimpleNamespace(follow=SimpleNamespace(remote=lambda: answer)))
+    return actors.MasterCalls(SimpleNamespace(follow=SimpleNamespace(remote=lambda: answer)))
 
 
 async def test_master_call_cancelled_as_its_answer_comes_is_cancelled():

@@ -19,14 +19,11 @@ from tests.support.memory_cluster import MemoryCluster
 
 JOB = """
 trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 1}
+workload: {actor: {module: toys, class: Policy, num: 1}}
 """
 ELASTIC = """
 trainer: {module: toys, class: Loop, node_number: 2, device_per_node: 2, device_type: CPU}
-workload:
-  actor: {module: toys, class: Policy, num: 1}
-  rollout: {module: toys, class: Policy, num: 2, min: 1, per_node: 1}
+workload: {actor: {module: toys, class: Policy}, rollout: {module: toys, class: Policy, num: 2, min: 1, per_node: 1}}
 """
 
 
@@ -88,15 +85,6 @@ async def test_excluded_node_without_another_is_used_again(caplog):
     assert cluster.reserved() == {"group-0": "a"}
     assert await placed_on(cluster, again, ("a",)) == "a"
     assert "PENDING" not in states_of(cluster).values()
-
-
-async def test_whole_job_on_excluded_nodes_outlives_the_master():
-    cluster, _ = await reserved_on("a", incarnation=2, excluded=("a",))
-    before = cluster.reserved()
-    assert list(before.values()) == ["a"]
-    again = await after_a_restart_of_the_master(cluster, 2, ("a",))
-    assert cluster.reserved() == before
-    assert await placed_on(cluster, again, ("a",)) == "a"
 
 
 @pytest.mark.parametrize("was_waiting", [True, False])
@@ -238,16 +226,10 @@ async def test_replaced_group_moved_by_ray_is_removed():
     assert cluster.reserved() == {"group-1": "b"}
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("start_actor", [None]),
-        ("kill_actor", [None]),
-        ("create_group", [[{}], "name"]),
-        ("remove_group", ["group"]),
-        ("run_on", ["a", print]),
-    ],
-)
+CALLS = {"start_actor": [None], "kill_actor": [None], "create_group": [[{}], "name"], "remove_group": ["group"]}
+
+
+@pytest.mark.parametrize(("method", "arguments"), [*CALLS.items(), ("run_on", ["a", print])])
 def test_replaced_master_changes_nothing_on_the_cluster(method, arguments):
     def refuse():
         raise SystemExit(75)

@@ -3,7 +3,6 @@
 
 import socket
 import threading
-import time
 from contextlib import closing, nullcontext
 
 import pytest
@@ -11,9 +10,10 @@ import pytest
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.recipe.launch import describe_job, run_together
 from dlrover.python.rl.runtime.torchrun import links
-from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link, accept_all, join
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all, join
 from dlrover.python.rl.trainer.trainer import BaseTrainer, report_nothing
 from dlrover.python.rl.trainer.workload import BaseWorkload
+from tests.support.commands import wait_for
 
 
 class Store(dict):
@@ -21,36 +21,12 @@ class Store(dict):
         self[key] = value
 
 
-class PlainLink(Link):
-    """Over a socket without TCP's options."""
-
-    def __init__(self, connection):
-        self._connection = links.Connection(connection.detach())
-
-
-@pytest.mark.parametrize("part", [b"", b"\0\0", b"\0\0\0\x30", b"\0\0\0\x30" + b"x" * 20, b"x" * 47])
-def test_incomplete_hello_is_not_waited_for(part):
-    connection, stray = socket.socketpair(socket.AF_UNIX)
-    link = PlainLink(connection)
-    stray.sendall(part)
-    begin = time.monotonic()
-    assert link.receive_hello(0.05) == b""
-    assert time.monotonic() - begin < 5.0
-    stray.close()
-    assert link.receive_hello(5.0) == b""
-    link.close()
-
-
 def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     monkeypatch.setattr(links, "_HELLO_S", 0.05)
     store, meetings = Store(), []
     meeting = threading.Thread(target=lambda: meetings.append(accept_all(LaunchEnv(0, 2), store)), daemon=True)
     meeting.start()
-    deadline = time.monotonic() + 30
-    while LaunchEnv().store_key not in store:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    port = int(store[LaunchEnv().store_key][32:])
+    port = int(wait_for(lambda: store.get(LaunchEnv().store_key))[32:])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as stray:
         stray.sendall(b"\0\0\0\x30half")
         link = join(LaunchEnv(1, 2), store)
@@ -60,11 +36,7 @@ def test_ranks_meet_despite_a_stray_connection(monkeypatch):
     meetings[0][1].close()
 
 
-JOB = """
-trainer: {module: test_links, class: Caller}
-workload: {actor: {module: test_links, class: Raiser}}
-config: {error: none}
-"""
+ROLES = "{trainer: {module: test_links, class: Caller}, workload: {actor: {module: test_links, class: Raiser}}"
 ERRORS = {"none": None, "interrupt": KeyboardInterrupt(), "value": ValueError("told to fail")}
 OUTCOMES = []
 
@@ -88,7 +60,7 @@ class Caller(BaseTrainer):
 
 
 def launched(folder, error):
-    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    (folder / "job.yaml").write_text(f"{ROLES}, config: {{error: none}}}}", encoding="utf-8")
     launch = LaunchEnv()
     return run_together(lambda: describe_job("", "job.yaml", [f"error={error}"], launch), launch, report_nothing)
 
@@ -132,14 +104,6 @@ def test_held_port_is_only_for_servers_with_reused_addresses(port):
         server.listen()
         with socket.create_connection((HERE, number), timeout=5):
             pass
-
-
-def test_torch_meets_at_a_held_port(port):
-    number = port.take(address=HERE)
-    distributed = pytest.importorskip("torch.distributed")
-    store = distributed.TCPStore(HERE, number, 1, is_master=True)
-    store.set("met", "yes")
-    assert store.get("met") == b"yes"
 
 
 def test_held_port_is_free_once_it_is_given_back(port):
