@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializeOptions, materialize
@@ -28,7 +27,6 @@ from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.loading import TensorSource, write_atomically
 from dlrover.python.rl.engine.model.spec import empty_weights
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
-from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.training.adapters import BLOCK, QuantizedLinear
 from tests.support.fsdp2_toys import bits, logprobs, make_batch, step, weights
 from tests.support.session_toys import TwoLayers, start
@@ -151,20 +149,6 @@ def test_models_of_other_kinds_have_the_librarys_logprobs(family, tmp_path):
     engine = Fsdp2TrainEngine(write_atomically(tmp_path / family, model, make_byte_tokenizer()), CONFIG)
     assert_evaluates_as(engine, model)
     assert step(engine).grad_norm > 0
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_capped_scores_have_the_same_sampled_logprobs(family, tmp_path):
-    """Scores that are capped or have a sink are no SDPA's."""
-    path = write_atomically(tmp_path / family, family_model(family), make_byte_tokenizer())
-    trained, engine = Fsdp2TrainEngine(path, CONFIG), TorchRolloutEngine(path)
-    step(trained)
-    engine.receive(trained.publish())
-    prompts = Batch({"prompt_id": np.arange(2), "tokens": Ragged.from_rows([np.arange(12) + 60, np.arange(5) + 90])})
-    samples = engine.generate(prompts, SamplingParams(max_new_tokens=8, samples_per_prompt=2), (0,))
-    computed = trained.evaluate(samples.select("tokens", "action_mask")).ragged("logprobs").values
-    actions = samples.ragged("action_mask").values
-    assert np.allclose(computed[actions], samples.ragged("logprobs").values[actions], atol=1e-5)
 
 
 @pytest.mark.feature(35)
@@ -299,21 +283,6 @@ def test_steps_equal_steps_over_the_rounded_model(biased_path, tmp_path, setting
     assert np.allclose(logprobs(engine), logprobs(plain), atol=1e-4)
     for (name, one), (_, other) in zip(engine.named_weights(), plain.named_weights(), strict=True):
         assert torch.allclose(one, other, atol=1e-5), name
-
-
-@pytest.mark.usefixtures("in_4_bits")
-def test_published_weights_give_the_same_logprobs(biased_path):
-    engine, plain = make(biased_path), make(biased_path, None, None)
-    for seed in range(3):
-        step(engine, seed)
-    with engine.without_adapters():
-        base = logprobs(engine)
-    plain.receive(engine.publish())
-    assert np.allclose(logprobs(plain), logprobs(engine), atol=1e-5)
-    assert not np.allclose(base, logprobs(engine), atol=1e-2)
-    assert np.array_equal(base, logprobs(make(biased_path)))
-    served = weights(engine, torch.bfloat16)
-    assert all(torch.equal(served[name], tensor.bfloat16()) for name, tensor in weights(engine).items())
 
 
 @pytest.mark.usefixtures("in_4_bits")

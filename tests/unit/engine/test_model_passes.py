@@ -16,7 +16,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.cpu_kernels import RmsNorm, Rotation, install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -137,21 +136,6 @@ def test_groups_are_as_even_as_greedy_ones():
     assert len(loads) <= len(greedy)
     assert max(loads) - min(loads) <= max(greedy) - min(greedy)
     assert max(loads) - min(loads) < 20
-
-
-@pytest.mark.feature(57)
-def test_replicas_have_equally_many_groups_of_all_rows():
-    generator = np.random.default_rng(1)
-    masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
-    whole = numbered(masks, "causal")
-    parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4)]
-    most = max(len(pack(part, 400)) for part in parts)
-    groups = [pack(part, 400, at_least=most) for part in parts]
-    assert [len(group) for group in groups] == [most] * 4
-    micros = [micro for group in groups for micro in group]
-    assert all(len(micro.inputs) <= 400 for micro in micros)
-    targets = np.concatenate([micro.targets for micro in micros])
-    assert sorted(targets) == sorted(whole.ragged("tokens").values[whole.ragged("action_mask").values])
 
 
 def test_columns_are_picked_or_spread_over_the_actions():
@@ -434,25 +418,6 @@ def test_ranks_train_the_same_weights_by_chunks(model_path, precision, tolerance
         assert messages == []
         for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
-
-
-def test_a_measured_entropy_has_no_gradient(model_path, monkeypatch):
-    monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
-    needed, backward = [], chunked_head.ChunkedLogprobs.backward
-
-    def noting(ctx, by_logprob, by_entropy):
-        needed.append((by_logprob is not None, by_entropy is not None))
-        return backward(ctx, by_logprob, by_entropy)
-
-    class Measuring(EntropyLoss):
-        def __call__(self, logprobs, columns):
-            return -(columns["weight"] * logprobs).sum(), {"entropy": columns["entropy"].sum()}
-
-    monkeypatch.setattr(chunked_head.ChunkedLogprobs, "backward", staticmethod(noting))
-    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-3))
-    assert engine.step(make_batch(), Measuring()).metrics["entropy"] > 0
-    engine.step(make_batch(), EntropyLoss())
-    assert needed == [(True, False), (True, True)]
 
 
 class Largest(TorchDispatchMode):

@@ -30,15 +30,6 @@ def full_scheduler(rows, requests):
     return scheduler
 
 
-def test_free_row_is_taken_in_order():
-    scheduler = full_scheduler(3, 5)
-    assert scheduler.admit() == []
-    assert scheduler.remove({1}) == scheduler.active == [0, 2]
-    assert scheduler.waiting[0] == 3
-    assert scheduler.admit() == [3]
-    assert scheduler.active == [0, 2, 3]
-
-
 def test_many_free_rows_are_taken_together():
     scheduler = full_scheduler(4 * ADMIT_SHARE, 4 * ADMIT_SHARE + 5)
     scheduler.remove({0, 1, 2})
@@ -69,16 +60,6 @@ def test_groups_stay_in_the_order_of_age():
         scheduler.remove(generator.sample(scheduler.active, min(2, len(scheduler.active))))
         groups = [scheduler.active[start : start + ROW_GROUP] for start in range(0, len(scheduler.active), ROW_GROUP)]
         assert all(min(newer) >= max(older) - 2 * ROW_GROUP for older, newer in pairwise(groups))
-
-
-def test_requeued_requests_come_before_waiting_ones():
-    scheduler = full_scheduler(2, 4)
-    scheduler.remove({0})
-    scheduler.admit()
-    scheduler.requeue()
-    assert (scheduler.active, list(scheduler.waiting)) == ([], [1, 2, 3])
-    scheduler.rows = 1
-    assert scheduler.admit() == [1]
 
 
 class Cache:

@@ -250,13 +250,6 @@ def test_prompts_are_read_within_the_token_budget(model_path, budget):
     assert completions(out) == completions(make(model_path).generate(prompts(), sampling(temperature=0.0), (0,)))
 
 
-def test_waiting_requests_have_no_random_numbers(model_path):
-    engine = make(model_path, max_batch=2)
-    engine.add([Request.fresh(number, 0, [5, 6, 7]) for number in range(9)], sampling(ignore_eos=True), (1,))
-    engine.advance()
-    assert [number for number, running in engine._requests.by_number.items() if "uniform" in vars(running)] == [0, 1]
-
-
 @each_backend
 def test_longer_request_may_come_while_others_run(model_path, backend):
     engine = make(model_path, backend=backend)

@@ -4,11 +4,8 @@
 import gc
 import importlib
 import os
-import pickle
 import random
 import signal
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from contextlib import closing
@@ -20,24 +17,17 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.engine.api.base import (
-    LoraSettings,
-    OptimizerConfig,
     RolloutSettings,
     SamplingParams,
-    TrainSettings,
 )
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
-from dlrover.python.rl.engine.api.weights import take_snapshot, verify_snapshot
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support import rollout_cases
 from tests.support.rollout_cases import drain, snapshot
-from tests.support.sync_sides import step
 
 TEXTS = ("a", "what is it?", "37+45=")
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM calls what it deprecates
@@ -164,13 +154,6 @@ def test_each_tensor_is_read_back_in_one_of_eight_loads(runner, worker, model_pa
     assert faults == Counter(weights.buffers.keys())
     runner.load(weights)
     assert runner._loads == 1
-
-
-def test_nan_weights_are_an_error(engine, model_path):
-    engine.receive(snapshot(model_path, 0, scale=torch.nan), rewind=True)
-    with pytest.raises(EngineError, match="NaN or infinite"):
-        engine.generate(prompts(), SamplingParams(), (0,))
-    assert engine.running == 0
 
 
 @pytest.mark.feature(20)
@@ -364,60 +347,6 @@ def test_start_of_vllm_leaves_the_process_unchanged(engine, model_path):
     assert not torch.distributed.is_initialized()
 
 
-def test_two_engines_of_a_process_are_independent(engine, model_path):
-    sampling = SamplingParams(max_new_tokens=8)
-    expected = tokens_of(engine, sampling)
-    with closing(make(model_path, max_batch=2)) as other:
-        other.receive(snapshot(model_path, 0))
-        assert tokens_of(other, sampling) == expected
-    assert tokens_of(engine, sampling) == expected
-
-
-@pytest.mark.feature(100, 105)
-@pytest.mark.parametrize(("bucket_bytes", "lora"), [(1 << 10, None), (1 << 20, None), (1 << 20, LoraSettings(rank=2))])
-def test_synced_engine_is_one_on_the_saved_weights(bucket_bytes, lora, engine, model_path, tmp_path):
-    if lora is not None:
-        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    trainer = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(lora=lora))
-    step(trainer)
-    wire = make_transport("pull", {"bucket_bytes": bucket_bytes}, SyncSettings())
-    ticket = wire.offer(trainer)
-    stamp, received = wire.send(ticket, trainer), wire.receive(ticket)
-    engine.receive(received, rewind=True)
-    trainer.save(tmp_path / "saved")
-    fresh = TorchRolloutEngine(tmp_path / "saved", RolloutSettings(max_batch=8))
-    fresh.receive(trainer.publish())
-    params = SamplingParams(max_new_tokens=20, temperature=0.0)
-    output = engine.generate(prompts(), params, (0,))
-    assert (received.stamp, engine.version) == (stamp, 1)
-    assert output.ragged("tokens").values.tolist() == tokens_of(fresh, params)
-    logprobs = trainer.evaluate(output.select("tokens", "action_mask")).ragged("logprobs").values
-    assert np.abs(logprobs - output.ragged("logprobs").values).max() < 1e-4
-    del received
-    wire.close()
-    trainer.close()
-
-
-def test_shared_weights_reach_other_processes(model_path):
-    sent = snapshot(model_path, 7)
-    with importlib.import_module("dlrover.python.rl.engine.vllm.child").share_weights(sent) as shared:
-        shared = pickle.loads(pickle.dumps(shared))
-        script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open().tensor(sys.argv[1]).sum().item())"
-        name = "model.layers.1.mlp.up_proj.weight"
-        done = subprocess.run(
-            [sys.executable, "-c", script, name],
-            input=pickle.dumps(shared),
-            capture_output=True,
-            cwd=Path(__file__).parents[3],
-            timeout=120,
-        )
-        assert float(done.stdout) == sent.tensor(name).sum().item(), done.stderr
-        verify_snapshot(shared.open(), sent.shapes, -1)
-        assert shared.open().stamp == sent.stamp
-    with pytest.raises(FileNotFoundError):
-        shared.open()
-
-
 @pytest.mark.feature(99)
 @pytest.mark.slow
 def test_two_ranks_draw_the_same_as_one(engine, model_path):
@@ -475,18 +404,6 @@ def test_vllm_in_another_process_generates_the_same(engine, apart, model_path):
         rows.append(each.generate(prompts(), sampling, (3, 1)))
     assert rows[0].objects("completion") == rows[1].objects("completion")
     assert np.array_equal(rows[0].ragged("logprobs").values, rows[1].ragged("logprobs").values)
-
-
-def test_vllm_in_another_process_sleeps_and_wakes(apart, model_path):
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
-    apart.cuda()
-    apart.receive(snapshot(model_path, 0), rewind=True)
-    before = tokens_of(apart, sampling)
-    apart.meta()
-    apart.receive(snapshot(model_path, 1))
-    apart.cuda()
-    assert apart.version == 1
-    assert tokens_of(apart, sampling) == before
 
 
 def test_killed_process_of_vllm_is_an_error(model_path):
@@ -581,14 +498,6 @@ def test_plain_exception_at_the_start_is_an_engine_error(model_path, monkeypatch
     assert isinstance(caught.value, OutOfDeviceMemory) is ("memory" in text)
     assert isinstance(caught.value, OutOfDeviceMemory) or str(caught.value) == f"vLLM does not start: Exception: {text}"
     assert memory.total() == 0
-
-
-@pytest.mark.slow
-def test_failed_start_of_a_worker_is_an_engine_error(model_path):
-    """The model is not saved in the form that its workers are to load."""
-    backend = {"engine_args": {"load_format": "sharded_state"}}
-    with pytest.raises(EngineError, match="vLLM does not start: Exception: WorkerProc initialization failed"):
-        make(model_path, max_batch=2, tensor_parallel_size=2, backend=backend)
 
 
 @pytest.mark.parametrize("error", [Exception("plain"), KeyError("x"), KeyboardInterrupt()])
