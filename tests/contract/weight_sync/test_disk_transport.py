@@ -48,8 +48,6 @@ def ticket(wire, source):
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
-
-
 def test_replacement_of_killed_sender_sends_same_ticket(tmp_path):
     sink = transport("disk", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
     with process(send_side, "disk", tmp_path, 4, 6) as (child, pipe):
@@ -92,8 +90,6 @@ def test_second_sender_of_a_name_is_refused(tmp_path, source):
 
 
 # -- changed files ----------------------------------------------------------------------------------------------------
-
-
 def test_flipped_bit_names_the_tensor(wire, ticket, tmp_path):
     (path,) = tmp_path.glob("*.weights")
     content = bytearray(path.read_bytes())
@@ -117,8 +113,6 @@ def test_read_past_the_end_of_a_file_is_refused():
 
 
 # -- errors of the operating system -----------------------------------------------------------------------------------
-
-
 def test_missing_space_is_an_error_with_the_figures(wire, source, tmp_path):
     ticket = wire.source.offer(source)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -187,8 +181,6 @@ def test_write_error_names_the_folder_but_a_full_disk(wire, source, tmp_path, mo
 
 
 # -- the life of a file -----------------------------------------------------------------------------------------------
-
-
 def test_version_is_synced_before_it_has_its_name(wire, source, tmp_path, monkeypatch):
     synced, sync = [], os.fsync
 

@@ -82,16 +82,6 @@ def test_bf16_rollouts_get_two_bytes_a_parameter(kind, connect, tmp_path, model_
     assert stamps[0] == stamps[1]
 
 
-@pytest.mark.feature(107)
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_updated_from_its_actor_equals_it(kind, wire, model_path, actor):
-    reference = Fsdp2TrainEngine(model_path, None)
-    for seed in (1, 2):
-        reference.receive(wire.sync(actor)[1][0])
-        assert reference.publish().stamp == actor.publish().stamp
-        step(actor, seed)
-
-
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_can_leave_its_device_after_a_sync(kind, wire, actor):
@@ -160,23 +150,17 @@ def two_places():
 def two_ranks():
     """Train engines and how two ranks of each divide a model."""
     tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
-    shim, stages_of_zero = {"cpu_shim": True}, [{"zero_stage": stage} for stage in (1, 3)]
+    zero = {stage: {"zero_stage": stage} for stage in (1, 3)}
     ways = {
         "fsdp2": [("shards", TrainSettings()), ("tensors", TrainSettings(parallel=tensors))],
         "deepspeed": [
-            ("shards", TrainSettings(backend={"zero_stage": 3})),
-            *(
-                (f"masters{zero['zero_stage']}", TrainSettings(precision="bf16", backend=zero))
-                for zero in stages_of_zero
-            ),
-            *(
-                (f"adapters{zero['zero_stage']}", TrainSettings(lora=LoraSettings(), backend=zero))
-                for zero in stages_of_zero
-            ),
+            ("shards", TrainSettings(backend=zero[3])),
+            *((f"masters{stage}", TrainSettings(precision="bf16", backend=zero[stage])) for stage in zero),
+            *((f"adapters{stage}", TrainSettings(lora=LoraSettings(), backend=zero[stage])) for stage in zero),
         ],
         "megatron": [
-            ("tensors", TrainSettings(parallel=tensors, backend=shim)),
-            ("stages", TrainSettings(parallel=stages, backend=shim)),
+            (name, TrainSettings(parallel=sizes, backend={"cpu_shim": True}))
+            for name, sizes in (("tensors", tensors), ("stages", stages))
         ],
     }
     for engine, layouts in ways.items():
@@ -499,8 +483,6 @@ def test_misfitting_adapters_are_named():
 
 
 # -- from an engine to an engine --------------------------------------------------------------------------------------
-
-
 def actor_on(model_path, base=None, **changes):
     settings = TrainSettings(lora=LoraSettings(rank=2, alpha=8.0, quantize_base=base), **changes)
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)

@@ -184,8 +184,6 @@ def test_dropped_sender_ends_its_thread_and_frees_its_memory():
 
 
 # -- receivers of another host: one of them fetches the weights, the others take them from it -------------------------
-
-
 @pytest.fixture
 def streams(monkeypatch):
     """Lists the bytes of each version that has left the sender's host."""
@@ -344,21 +342,6 @@ def test_follower_holds_no_memory_for_others(streams, sender, sink):
         assert equal(sink.receive(ticket), toy_weights(2))
     assert sink._stop_relay is None
     assert len(streams) == 2
-
-
-def test_old_version_is_lost_for_all_receivers(sender, open_transport):
-    receivers = [open_transport(rank=rank) for rank in range(3)]
-    old = send_afar(sender, 1)
-    for version in (2, 3):
-        send_afar(sender, version)
-    with ThreadPoolExecutor(3) as pool:
-        for receiving in [pool.submit(sink.receive, old) for sink in receivers]:
-            with pytest.raises(WeightsLost, match="has a later version"):
-                receiving.result(LATEST_S)
-    assert all(equal(sink.receive(send_afar(sender, 4)), toy_weights(4)) for sink in receivers)
-    sender.close()
-    with pytest.raises(WeightsLost, match="cannot be fetched"):
-        receivers[0].receive(replace(old, id="0" * 32))
 
 
 @pytest.mark.parametrize("kind", ["pull_copied"], indirect=True)

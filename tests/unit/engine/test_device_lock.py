@@ -245,7 +245,6 @@ def test_ledger_has_the_last_published_memory(tmp_path):
 
 
 # -- host memory that a device reads by itself -------------------------------------------------------------------------
-
 NBYTES = 3 * mmap.PAGESIZE
 CUDA = torch.device("cuda", 0)
 

@@ -144,8 +144,6 @@ def test_a_function_without_an_engine_is_named():
 
 
 # -- extras -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(14)
 @pytest.mark.parametrize(("name", "package"), [("deepspeed", "deepspeed"), ("megatron", "megatron-core")])
 def test_a_missing_backend_is_named_with_its_extra(name, package):

@@ -47,8 +47,6 @@ def assert_close(first, second, tolerance=1e-6):
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("budget", [1, 16384])
 def test_the_likeliest_ids_and_logprobs_are_the_dense_models(model_path, budget):
     engine = trainer(model_path, None, max_tokens_per_microbatch=budget)
@@ -88,8 +86,6 @@ def test_outputs_of_a_batch_without_actions_are_zeros(model_path):
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(41, 122)
 @pytest.mark.parametrize("budget", [16384, 128, 64, 1])
 def test_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
@@ -101,8 +97,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_column_with_nan_is_named(model_path):
     batch = make_batch()
     batch.ragged("old").values[batch.ragged("action_mask").values.argmax() + 1] = math.nan
@@ -136,8 +130,7 @@ def save_without_norms(path, folder):
     AutoTokenizer.from_pretrained(path).save_pretrained(folder)
 
 
-def save_unknown(path, folder):
-    (folder / "config.json").write_text('{"model_type": "not_yet_known"}')
+UNKNOWN = '{"model_type": "not_yet_known"}'
 
 
 @pytest.mark.parametrize(
@@ -145,7 +138,7 @@ def save_unknown(path, folder):
     [
         (lambda path, folder: folder.rmdir(), "no model at '.*model': it is not a folder"),
         (lambda path, folder: None, "the folder does not contain a causal language model"),
-        (save_unknown, "no model can be loaded from .*: .*not_yet_known"),
+        (lambda _, folder: (folder / "config.json").write_text(UNKNOWN), "no model can be loaded .*not_yet_known"),
         (save_without_norms, r"lacks .*model\.norm\.weight"),
     ],
     ids=["no folder", "empty", "unknown architecture", "cut"],
@@ -159,8 +152,6 @@ def test_folders_without_a_whole_model_are_refused(model_path, tmp_path, fill, m
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def bf16_path(model_path, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
@@ -214,7 +205,6 @@ def test_weights_of_another_shape_and_for_an_actor_are_refused(model_path):
 
 
 # -- compiled layers --------------------------------------------------------------------------------------------------
-
 DECAYING = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 LAYERS = 3
 GRAPHS = 4  # a norm, an MLP, and attention before its core and after it

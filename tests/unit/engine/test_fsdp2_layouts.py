@@ -95,8 +95,6 @@ def assert_like_one_process(path, settings, ranks, tolerance=1e-5):
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=[pytest.param(2, id="", marks=pytest.mark.slow)])
 def two(request, model_path):
     """The results of both ranks, in a list by name."""
@@ -193,8 +191,6 @@ def test_gradients_of_copies_are_summed_during_the_last_pass(precision, two, mod
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------
-
-
 def uneven(rank, world_size, port, path):
     """Rank 1 has no action token, then a row that does not fit; then rank 0 has losses that are not finite."""
     skipping = dataclasses.replace(CONFIG, skip_nonfinite=1)
@@ -260,8 +256,6 @@ def test_a_rank_without_a_row_takes_part_in_vocabulary_updates(two, model_path):
 
 
 # -- three and four processes -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_shards_may_divide_unevenly(model_path):
     assert_like_one_process(model_path, TrainSettings(), run(3, five_steps, model_path, TrainSettings()))
@@ -274,8 +268,6 @@ def test_too_few_heads_for_the_ranks_are_refused():
 
 
 # -- the grid of ranks ------------------------------------------------------------------------------------------------
-
-
 def test_ranks_left_over_shard_the_parameters():
     layout = Layout.of(16, ParallelSizes(ddp_size=2, tensor_parallel_size=2))
     assert layout == Layout(ddp=2, shard=4, tensor=2)
@@ -300,8 +292,6 @@ def test_consecutive_ranks_form_a_replica_at_different_places():
 
 
 # -- meeting ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_rank_alone_at_the_meeting_place_is_an_error():
     port = free_port()

@@ -54,25 +54,12 @@ def assert_evaluates_as(engine, model):
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
-
-_SMALL = {
-    "vocab_size": 259,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 258,
-    "pad_token_id": 256,
-}
+_SMALL = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SMALL |= {"intermediate_size": 16, "max_position_embeddings": 64}
+_SMALL |= {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256}
 DROPOUTS = {
     "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.3, "layerdrop": 0.3},
-    "starcoder2": {
-        "intermediate_size": 16,
-        "num_key_value_heads": 1,
-        "residual_dropout": 0.3,
-        "attention_dropout": 0.3,
-    },
+    "starcoder2": {"num_key_value_heads": 1, "residual_dropout": 0.3, "attention_dropout": 0.3},
     "falcon": {"num_ln_in_parallel_attn": None, "hidden_dropout": 0.3, "attention_dropout": 0.3},
 }
 
@@ -100,8 +87,6 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_path):
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_critic_is_saved_with_its_head_and_has_no_entropy(model_path, tmp_path):
     settings = TrainSettings(head="token")
     critic, again = Fsdp2TrainEngine(model_path, CONFIG, settings), Fsdp2TrainEngine(model_path, None, settings)
@@ -120,8 +105,6 @@ def test_a_critic_is_saved_with_its_head_and_has_no_entropy(model_path, tmp_path
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
-
-
 def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))
@@ -136,8 +119,6 @@ def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
 def mamba():
     config = MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
     return MambaForCausalLM(config)
@@ -183,7 +164,6 @@ def test_checkpoints_in_parts_and_of_the_bare_model_are_read(model_path, tmp_pat
 
 
 # -- a base in 4 bits -------------------------------------------------------------------------------------------------
-
 LORA = LoraSettings(rank=4, alpha=8.0, quantize_base="nf4")
 FAST = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 
@@ -198,13 +178,13 @@ def biased_path(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def in_4_bits():
+def import_extras():
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
 
 
 def make(path, lora=LORA, config=FAST, **changes):
+    import_extras()
     # Several micro-batches, one of them of several documents.
     return Fsdp2TrainEngine(path, config, TrainSettings(lora=lora, **{"max_tokens_per_microbatch": 16, **changes}))
 
@@ -214,7 +194,6 @@ def packed(engine):
     return [layer.weight.view(torch.uint8).numpy().tobytes() for layer in layers]
 
 
-@pytest.mark.usefixtures("in_4_bits")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_matrices_of_layers_alone_are_rounded(biased_path, precision):
     plain, engine = weights(make(biased_path, None, None)), make(biased_path, precision=precision)
@@ -228,6 +207,7 @@ def test_matrices_of_layers_alone_are_rounded(biased_path, precision):
 
 def quantized(weight, parts=1):
     """A layer whose weight ranks divide, each of which has read its rows alone."""
+    import_extras()
     with torch.device("meta"):
         plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer = QuantizedLinear(plain, weight.dtype, parts).to_empty(device="cpu")
@@ -236,7 +216,6 @@ def quantized(weight, parts=1):
     return layer
 
 
-@pytest.mark.usefixtures("in_4_bits")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (5, 80), (3, 5), (130, 72), (1, 16)])
 @pytest.mark.parametrize("parts", [2, 3, 8])
@@ -249,13 +228,11 @@ def test_equal_parts_of_a_matrix_are_restored_to_the_whole(shape, precision, par
     assert divided.weight.nbytes == parts * -(-blocks // parts) * (BLOCK // 2 + 4)
 
 
-@pytest.mark.usefixtures("in_4_bits")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (5, 80), (64, 32), (3, 5), (4, 64), (1, 16)])
 def test_rows_of_any_length_are_restored_to_the_nearest_values(shape, precision):
-    from bitsandbytes.functional import get_4bit_type
-
-    code, generator = get_4bit_type("nf4", device="cpu"), torch.Generator().manual_seed(0)
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the extra 'bitsandbytes' is not installed")
+    code, generator = functional.get_4bit_type("nf4", device="cpu"), torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(precision)
     layer = quantized(weight)
     flat = torch.nn.functional.pad(weight.flatten().float(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
@@ -271,7 +248,6 @@ def test_rows_of_any_length_are_restored_to_the_nearest_values(shape, precision)
     assert torch.equal(gradient, inputs.grad)
 
 
-@pytest.mark.usefixtures("in_4_bits")
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
 def test_steps_equal_steps_over_the_rounded_model(biased_path, tmp_path, settings):
     engine = make(biased_path, **settings)
@@ -285,7 +261,6 @@ def test_steps_equal_steps_over_the_rounded_model(biased_path, tmp_path, setting
         assert torch.allclose(one, other, atol=1e-5), name
 
 
-@pytest.mark.usefixtures("in_4_bits")
 def test_a_checkpoint_continues_and_fits_no_whole_model(biased_path, tmp_path):
     engine, other = make(biased_path), make(biased_path)
     step(engine, 0)
@@ -300,7 +275,6 @@ def test_a_checkpoint_continues_and_fits_no_whole_model(biased_path, tmp_path):
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-
 SPLIT = ParallelSizes(tensor_parallel_size=2)
 
 
@@ -336,8 +310,6 @@ def test_an_absent_or_old_library_is_named_with_its_extra(model_path, monkeypatc
 
 
 # -- any module -------------------------------------------------------------------------------------------------------
-
-
 def fill(module, **changes):
     return materialize(module, TensorSource({**start(), **changes}), ALONE, MaterializeOptions())
 

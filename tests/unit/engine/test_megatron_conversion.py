@@ -13,15 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.megatron.conversion import TransformerShape, join, list_parameters, pad_vocab, split
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),

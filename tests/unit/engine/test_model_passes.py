@@ -32,7 +32,6 @@ from tests.support.torch_models import family_model
 from tests.support.train_exercise import weights_of
 
 # -- packing ----------------------------------------------------------------------------------------------------------
-
 ROW_MASKS = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)
 
 
@@ -167,8 +166,6 @@ def test_a_first_token_can_have_a_score_but_no_logprob():
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
-
-
 def plain_attention(query, key, value, window):
     """Attention of one document, position by position."""
     groups = query.shape[1] // key.shape[1]
@@ -269,8 +266,6 @@ def test_half_precision_on_a_host_uses_pytorchs_attention(monkeypatch):
 
 
 # -- kernels of a CPU -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(1, 7, 12), (2, 3, 5, 12), (12,)])
 def test_a_norm_has_the_librarys_values_and_gradients(shape):
     generator = torch.Generator().manual_seed(0)
@@ -339,7 +334,6 @@ def test_layers_of_another_kind_keep_the_librarys_kernels():
 
 
 # -- log-probs by chunks ----------------------------------------------------------------------------------------------
-
 TOKENS, WIDTH, VOCAB = 13, 5, 11
 HIDDEN = 32
 

@@ -195,8 +195,6 @@ def test_a_gradient_is_weighted_by_its_rows(share, sizes, mean, total):
 
 
 # -- sequences --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def unsplit(model):
     """Loss and gradient in one process."""
@@ -227,8 +225,6 @@ def test_divided_sequences_have_the_loss_and_gradient_of_whole(ranks, unsplit, l
 
 
 # -- a language model -------------------------------------------------------------------------------------------------
-
-
 def language_modules(model):
     """One with a vocabulary that two cannot share, so that each has all of it; and one with a vocabulary they can."""
     return {"odd": OneByOne.from_pretrained(model), "even": Drawn.from_pretrained(model, vocab_size=260)}

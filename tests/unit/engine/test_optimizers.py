@@ -5,7 +5,6 @@ import importlib
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.data import device_bytes
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, EngineInfo, engine_info, find_optimizer_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -21,12 +20,10 @@ from dlrover.python.rl.engine.training import eight_bit
 from dlrover.python.rl.engine.training.eight_bit import BLOCK, AdamW8bit, make_state
 from dlrover.python.rl.engine.training.stepping import compute_learning_rate
 from tests.support.fsdp2_toys import bits, make_batch, step
-from tests.support.processes import run
 from tests.support.train_exercise import digest, saved
 
+
 # -- rates and settings -----------------------------------------------------------------------------------------------
-
-
 def rates(steps=10, **config):
     config = OptimizerConfig(lr=1.0, **config).over(steps)
     return [compute_learning_rate(config, step) for step in range(steps + 2)]
@@ -62,15 +59,10 @@ def test_contradicting_settings_are_refused(settings, where, message):
 
 
 def test_an_optimizer_of_another_engine_is_refused():
-    errors = {
-        name: find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), OptimizerConfig(name="sgd"))
-        for name in ("fsdp2", "deepspeed", "megatron")
-    }
-    assert errors == {
-        "fsdp2": [],
-        "deepspeed": ["deepspeed does not support sgd: use adamw, or fsdp2"],
-        "megatron": ["megatron does not support sgd: use adamw, or fsdp2"],
-    }
+    errors = {"fsdp2": []}
+    errors |= {name: [f"{name} does not support sgd: use adamw, or fsdp2"] for name in ("deepspeed", "megatron")}
+    for name, expected in errors.items():
+        assert find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), OptimizerConfig(name="sgd")) == expected
     assert find_optimizer_errors("mine", EngineInfo(), OptimizerConfig(name="sgd")) == []
 
 
@@ -83,8 +75,6 @@ def test_a_falling_rate_needs_its_number_of_steps(model_path):
 
 
 # -- gradient descent -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(142)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_equals_torchs_own(model_path, momentum):
@@ -121,7 +111,6 @@ def test_sgd_continues_from_a_state_and_a_checkpoint(model_path, tmp_path):
 
 
 # -- on the host ------------------------------------------------------------------------------------------------------
-
 CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
 STEPS = range(3)
 
@@ -243,7 +232,6 @@ def test_adapters_alone_are_on_the_host(model_path, base):
 
 
 # -- moments in 8 bits ------------------------------------------------------------------------------------------------
-
 ROUNDED = OptimizerConfig(lr=1e-3, name="adamw_8bit", warmup_steps=3, weight_decay=0.1, betas=(0.9, 0.95))
 
 
@@ -383,43 +371,6 @@ def test_adamw_8bit_on_the_host_gives_the_same_state(model_path):
     assert digest(on_host) == digest(plain)
     assert plain.footprint()["optimizer"] < 0.4 * 8 * plain.parameter_count
     assert "optimizer" not in on_host.footprint()
-
-
-def moments_of(engine):
-    return [tensor for kinds in engine.state_dict()["optimizer"].values() for tensor in kinds.values()]
-
-
-def shards(rank, world_size, port, path, folder):
-    """Two ranks: a state and a checkpoint of two steps, and then the moments that they take from one process."""
-    rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240)
-    engine = make_low(path, rendezvous)
-    for seed in range(2):
-        step(engine, seed, rank)
-    torch.save(engine.state_dict(), folder / f"{rank}.pt")
-    engine.save_checkpoint(folder / "checkpoint")
-    engine.load_states(torch.load(file, weights_only=True) for file in sorted(folder.parent.glob("one/*.pt")))
-    moments = [tensor.clone().numpy() for tensor in moments_of(engine)]
-    engine.close()
-    return moments
-
-
-@pytest.mark.slow
-def test_one_process_and_two_shards_exchange_the_same_moments(model_path, tmp_path):
-    alone = trained_low(model_path)
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    torch.save(alone.state_dict(), tmp_path / "one" / "0.pt")
-    ranks = run(2, shards, model_path, tmp_path / "two")
-    states = [torch.load(tmp_path / "two" / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    loaded, merged = make_low(model_path), make_low(model_path)
-    loaded.load_checkpoint(tmp_path / "two" / "checkpoint")
-    merged.load_states(states)
-    assert digest(loaded) == digest(merged)
-    for name, kinds in merged.state_dict()["optimizer"].items():
-        for kind, tensor in kinds.items():
-            parts = [state["optimizer"][name][kind] for state in states]
-            assert torch.equal(tensor, torch.cat(parts) if tensor.ndim else parts[0]), (name, kind)
-    for tensor, *parts in zip(moments_of(alone), *ranks, strict=True):
-        assert np.array_equal(tensor.numpy(), np.concatenate(parts) if tensor.ndim else parts[0])
 
 
 def test_adamw_8bit_with_tensor_parallel_ranks_is_refused(model_path):

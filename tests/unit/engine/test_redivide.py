@@ -121,8 +121,6 @@ def test_four_continue_from_two_and_two_from_four(model_path, of_two, undisturbe
 
 
 # -- parts, without an engine -----------------------------------------------------------------------------------------
-
-
 WHOLE = torch.arange(1.0, 11.0).reshape(5, 2)
 ALL_ROWS = slice(0, 5)
 

@@ -333,15 +333,8 @@ def test_started_server_sees_the_devices_of_its_engine(model_path, monkeypatch):
 
 
 # -- weights that are read back after a sync --------------------------------------------------------------------------
-
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def llama(tokenizer, **changes):

@@ -97,7 +97,6 @@ def test_cache_holds_the_active_requests_and_loses_none(rows, steps):
 
 
 # -- the key-value cache of slots, against lists of the stored entries ------------------------------------------------
-
 LAYERS, ROWS, HEADS, LENGTH, DIM = 2, 4, 3, 9, 2
 
 
@@ -182,7 +181,6 @@ def test_cache_is_accounted_for_and_read_without_copies():
 
 
 # -- steps as CUDA graphs: they are recorded, here run as they are, and on a GPU replayed -----------------------------
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]
 
 
@@ -252,8 +250,6 @@ def model_path(tmp_path_factory):
 
 
 # -- an engine that begins the next step before it has the tokens of one -----------------------------------------------
-
-
 class Counted:
     """An engine whose decoder counts its steps and the sequences of each."""
 

@@ -49,8 +49,6 @@ def assert_logprobs(model, out, tolerance, temperature=1.0):
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
 QUICK = ("llama, llama3 rope", "mistral, wide heads", "qwen2", "qwen3, tied", "qwen2, sliding", "gemma2", "gpt2")
 
 
@@ -184,8 +182,6 @@ def test_rows_of_any_length_attend_to_their_own_past(model_path, apart):
 
 
 # -- continuous batching ----------------------------------------------------------------------------------------------
-
-
 class Watched:
     """A decoder that records its calls."""
 
@@ -265,8 +261,6 @@ def test_longer_request_may_come_while_others_run(model_path, backend):
 
 
 # -- errors in the middle ---------------------------------------------------------------------------------------------
-
-
 @each_backend
 def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
     engine = make(model_path, backend=backend)
@@ -315,8 +309,6 @@ def test_weights_written_in_part_are_not_served(model_path):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(20)
 @each_backend
 def test_meta_leaves_no_weight_tensor(model_path, backend):
@@ -425,19 +417,3 @@ def test_missing_memory_names_its_holders(model_path):
     with pytest.raises(OutOfDeviceMemory, match=f"bytes of kv_cache .*rollout engine: {weights:,} of weights"):
         engine.generate(prompts(), sampling(), (0,))
     assert engine.running == 0
-
-
-def test_missing_memory_of_a_step_names_its_holders(model_path):
-    engine = make(model_path)
-    weights, step = engine.footprint()["weights"], engine._decoder.step
-    expected = completions(engine.generate(prompts(), sampling(), (0,)))
-
-    def full(tokens):
-        raise torch.OutOfMemoryError("no room for the scores")
-
-    engine._decoder.step = full
-    message = f"ran out of memory while computing on cpu.*rollout engine: {weights:,} of weights \\+ .* of kv_cache"
-    with pytest.raises(OutOfDeviceMemory, match=message):
-        engine.generate(prompts(), sampling(), (0,))
-    engine._decoder.step = step
-    assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
