@@ -34,7 +34,6 @@ KINDS = {
 
 
 def plain(value):
-    """A comparable form of a value."""
     if isinstance(value, Batch):
         return {"x": value["x"].tolist(), "r": [row.tolist() for row in value.ragged("r")]}
     if isinstance(value, dict):
@@ -43,7 +42,6 @@ def plain(value):
 
 
 def cut(value, start, stop):
-    """The part of a value that a shard should get."""
     if isinstance(value, Batch):
         return value.rows(start, stop)
     if isinstance(value, dict):
@@ -125,8 +123,6 @@ def test_shard_of_too_few_rows_is_refused_before_sending(stage, kind):
 
 
 class Counted:
-    """Counts how often it is serialised, in the process that sends it."""
-
     serialised = 0
 
     def __init__(self, text):

@@ -234,7 +234,6 @@ def sides(kind, padded_path):
 
 
 def ratios(rollouts, train, temperature):
-    """The probability of each sampled token by the train engine, over the rollout's."""
     trained = train.evaluate(rollouts.select("tokens", "action_mask"), temperature).ragged("logprobs").values
     actions = rollouts.ragged("action_mask").values
     return np.exp((trained - rollouts.ragged("logprobs").values)[actions])
@@ -267,7 +266,6 @@ PARAMS = sampling(max_new_tokens=30, samples_per_prompt=3)
 
 
 def whole(engine, params=PARAMS, seed=(6,)):
-    """Return the completions of ``generate`` by key."""
     out = engine.generate(prompts(), params, seed)
     return dict(zip(zip(out["prompt_id"], out["sample_index"], strict=True), completions(out), strict=True))
 
@@ -332,7 +330,6 @@ def test_aborted_request_continues_with_the_same_tokens(engine, steps):
 @pytest.mark.feature(96)
 @pytest.mark.parametrize("kind", [as_parameter(kind) for kind in KINDS if kind.name == "torch"], indirect=True)
 def test_aborted_request_continues_in_another_engine(kind, engine, model_path, reference):
-    """The kinds whose engines start quickly."""
     expected = whole(engine)
     engine.add(requests(samples=3), PARAMS, (6,))
     for _ in range(5):

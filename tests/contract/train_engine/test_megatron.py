@@ -36,7 +36,6 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def family(request, tmp_path_factory):
-    """A model of the family."""
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
     return write_random(tmp_path_factory.mktemp("models") / request.param, model)
 

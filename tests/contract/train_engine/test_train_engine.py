@@ -131,7 +131,6 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(case, ranks_of, model_path, f
 
 # -- scores in place of log-probs, and bf16 ---------------------------------------------------------------------------
 def has_several_ranks(case):
-    """Several ranks are slow; one process is not."""
     return case.world_size > 1
 
 
@@ -143,7 +142,6 @@ def critic_path(tmp_path_factory):
 
 
 def score_and_round(rank, world_size, port, case, path, folder, critic_path):
-    """Five steps of a critic; and five of the policy in bf16, its activations recomputed."""
     critic = make_engine(case, rank, port, critic_path, head="token")
     scores = critic.evaluate(share(critic, rank, 0)).ragged("scores")
     reports = [critic.step(share(critic, rank, seed), plain_engine.score_loss) for seed in range(STEPS)]
@@ -248,7 +246,6 @@ def cases(names=tuple(ENGINES)):
 
 
 def refusal(act):
-    """Return the kind and the message of an engine's error."""
     try:
         act()
     except DLRoverRLError as error:
@@ -257,7 +254,6 @@ def refusal(act):
 
 
 def live_bytes():
-    """Count the bytes of all tensors of this process."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
@@ -269,7 +265,6 @@ def whole_storage(tensor):
 
 
 def memory_of(engine, rank, before):
-    """Count the bytes that it reports after a step, that it holds, and that are left when it is released."""
     train(engine, rank, [0])
     reported, measured = sum(engine.footprint().values()), live_bytes() - before
     engine.meta()
@@ -281,8 +276,6 @@ def broken(outputs, columns):
 
 
 def alone(rank, world_size, port, case, path, folder):
-    """Everything that the tests compare."""
-
     def make(**changes):
         return make_engine(case, rank, port, path, **changes)
 
@@ -387,7 +380,6 @@ def checkpoints(engine, case, make, folder):
 
 
 def elsewhere(engine, other, rank, folder):
-    """Both engines continue from the checkpoint."""
     other.load_checkpoint(folder / "checkpoint")
     for each in (engine, other):
         train(each, rank, [3])

@@ -38,7 +38,7 @@ def apart(model_path, wire):
 
 
 def together(model_path, wire, locks, memory):
-    """What is generated after each of three steps of engines that have the device in turn."""
+    """Return what is generated after each of three steps, of engines that have the device in turn."""
     (actor_lock, rollout_lock), generated = locks, []
     with actor_lock.acquired():
         trained = trainer(model_path, memory)

@@ -50,8 +50,6 @@ class Pages:
 
 
 class Piece:
-    """Bytes of a device."""
-
     device = CUDA
 
     def __init__(self, value, size=1000):

@@ -41,7 +41,6 @@ def source():
 
 @pytest.fixture
 def ticket(wire, source):
-    """The ticket of a version that is on disk."""
     ticket = wire.source.offer(source)
     wire.source.send(ticket, source)
     return ticket

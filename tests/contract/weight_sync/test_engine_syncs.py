@@ -44,7 +44,6 @@ from tests.support.sync_sides import (
 
 @pytest.fixture
 def actor(model_path):
-    """An actor that has taken a step."""
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
     step(engine)
     return engine
@@ -142,13 +141,11 @@ def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path)
 
 
 def two_places():
-    """Return the address where two ranks meet."""
     first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
     return first, dataclasses.replace(first, rank=1)
 
 
 def two_ranks():
-    """Train engines and how two ranks of each divide a model."""
     tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
     zero = {stage: {"zero_stage": stage} for stage in (1, 3)}
     ways = {

@@ -36,7 +36,6 @@ AT_ONCE_S = 2.0
 
 
 def sent(sender, version):
-    """Return the ticket of a version that was sent."""
     source = ToySource(toy_weights(version), version)
     ticket = sender.offer(source)
     assert sender.send(ticket, source) == source.stamp()
@@ -52,7 +51,6 @@ def wait_for(condition, seconds=LATEST_S):
 
 @pytest.fixture
 def open_transport():
-    """Makes transports that are closed at the end: a sender, or the receiver of a rank."""
     with ExitStack() as stack:
 
         def make(kind="pull", rank=None, **settings):
@@ -78,7 +76,6 @@ def sink(open_transport, kind):
 
 
 def lost(sink, ticket):
-    """Return a sink's error for a ticket whose weights are gone."""
     began_s = time.monotonic()
     with pytest.raises(WeightsLost, match=rf"version {ticket.version} from ACTOR\[0\]") as caught:
         sink.receive(ticket)

@@ -350,7 +350,6 @@ def test_broadcast_admits_a_replaced_receiver(connect, tmp_path):
 
 
 def test_sink_follows_the_sender_bucket_by_bucket(tmp_path):
-    """The sink has fetched what is there while the sender stands still in the middle."""
     sink = transport("pull", tmp_path, replace(PATIENT, name="ROLLOUT[0]", timeout_s=0.5))
     with process(send_side, "pull", tmp_path, 4, 6) as (_, pipe):
         ticket = hear(pipe)

@@ -27,7 +27,6 @@ LATEST_S = 240.0
 
 
 def holder(folder, pipe, owner, nbytes):
-    """Take the device in a process, report it, and give it back when asked."""
     memory = DeviceMemory()
     lock = DeviceLock(folder, owner, memory)
     pipe.send("asking")
@@ -43,7 +42,6 @@ def holder(folder, pipe, owner, nbytes):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts holders, and kills them at the end."""
     context, children = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload([DeviceLock.__module__])
 

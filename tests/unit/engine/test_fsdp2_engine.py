@@ -233,7 +233,6 @@ def compiling(path, compiled, rendezvous=None, **settings):
 
 
 def batch_of(seed):
-    """Rows of other lengths each time."""
     return toys.make_batch(seed, np.random.default_rng(seed).integers(4, 30, 6 + seed))
 
 
@@ -257,7 +256,6 @@ def assert_results_are_equal(path, **settings):
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_one_compilation_is_for_all_layers_and_lengths(deeper_path, recomputes):
-    """Check that passes without gradients have one more."""
     assert_results_are_equal(deeper_path, gradient_checkpointing=recomputes)
     assert GRAPHS <= counters["stats"]["unique_graphs"] < LAYERS * GRAPHS
 

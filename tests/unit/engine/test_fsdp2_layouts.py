@@ -67,7 +67,6 @@ def alone(path, settings, config=CONFIG):
 
 
 def five_steps(rank, world_size, port, path, settings):
-    """Norms and losses, the weights after them, and the rank's part of the model."""
     engine = make_engine(rank, world_size, port, path, settings)
     reports = [step(engine, seed, rank) for seed in range(5)]
     result = {
@@ -97,7 +96,6 @@ def assert_like_one_process(path, settings, ranks, tolerance=1e-5):
 # -- two processes ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module", params=[pytest.param(2, id="", marks=pytest.mark.slow)])
 def two(request, model_path):
-    """The results of both ranks, in a list by name."""
     ranks = run(request.param, on_two, model_path)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -327,7 +325,6 @@ needs_address = pytest.mark.skipif(not machine_addresses(), reason="this machine
 
 @pytest.fixture
 def interfaces(monkeypatch):
-    """A function that returns the interfaces of gloo and nccl."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -37,7 +37,6 @@ ALONE = Grid(Layout(), Layout(1, 0, 0, 0, 0))
 
 
 def logprobs_of(model, batch):
-    """Log-probs by the library's forward pass, row by row."""
     rows = []
     for tokens, mask in zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
         ids = torch.tensor(tokens)
@@ -150,7 +149,6 @@ def save_in_parts(model_path, folder):
 
 
 def save_bare(model_path, folder):
-    """Save the model without its head, whose names have no prefix."""
     write_tiny_model(folder, hidden=32, layers=2, max_positions=64)
     file = folder / "model.safetensors"
     save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)

@@ -390,7 +390,6 @@ def test_an_engine_trains_the_same_weights_by_chunks(tmp_path, monkeypatch, sett
 
 
 def two_steps(rank, world_size, port, model, precision, chunk):
-    """Take two steps on this rank's rows; return the weights and the warnings."""
     chunked_head.CHUNK_ELEMENTS = chunk
     settings = TrainSettings(precision=precision)
     rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=120)

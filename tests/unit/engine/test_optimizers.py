@@ -128,7 +128,6 @@ def buffers(engine):
 
 @pytest.fixture(scope="module")
 def trained(model_path):
-    """One of each kind after some steps, and the reports of the steps."""
     engines = {}
     for precision in ("fp32", "bf16"):
         for on_host in (False, True):
@@ -170,7 +169,6 @@ def test_a_step_holds_six_bytes_a_parameter_on_the_device(model_path):
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("way", ["state", "checkpoint"])
 def test_a_state_continues_in_either_place(tmp_path, model_path, trained, way, on_host):
-    """Take ``on_host``'s state to the other place, and to the same one."""
     source, _ = trained["bf16", on_host]
     engine, twin = make(model_path, not on_host), make(model_path, on_host)
     source.save_checkpoint(tmp_path / "checkpoint")

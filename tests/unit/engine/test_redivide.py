@@ -30,8 +30,6 @@ ON_FOUR = {
 
 
 class Rank:
-    """One rank of an engine in a layout."""
-
     def __init__(self, rank, world_size, port, path, sizes):
         settings = TrainSettings(parallel=sizes, max_tokens_per_microbatch=20)
         self.rank, rendezvous = rank, Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240)
@@ -53,7 +51,6 @@ class Rank:
 
 
 def write(rank, world_size, port, path, ways, folder):
-    """Two steps in each layout, and then the rank's state."""
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     for name, sizes in ways.items():
         one = Rank(rank, world_size, port, path, sizes)
@@ -65,7 +62,6 @@ def write(rank, world_size, port, path, ways, folder):
 
 
 def read(rank, world_size, port, path, ways, folders):
-    """Resume each folder in each layout."""
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     results = [
         Rank(rank, world_size, port, path, sizes).resume(folder) for sizes in ways.values() for folder in folders
@@ -126,7 +122,6 @@ ALL_ROWS = slice(0, 5)
 
 
 def state_of(whole, rows, moments=True):
-    """The state of a rank that has these rows."""
     part = whole[rows].clone()
     kinds = {"step": torch.tensor(3.0), "exp_avg": part + 100, "exp_avg_scale": part[:, :1] / 10}
     return {

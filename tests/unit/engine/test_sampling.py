@@ -121,7 +121,6 @@ RULES = FinishRules(make_byte_tokenizer(), (EOS,))
 
 
 def run(tokens, **changes):
-    """Record tokens until the request ends; returns their number, the reason of the end, and the completion."""
     running = RunningRequest(Request.fresh(0, 0, [1]), SamplingParams(**{"max_new_tokens": 50, **changes}), (0,))
     for count, token in enumerate(tokens, 1):
         running.tokens.append(token)

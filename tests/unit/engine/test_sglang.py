@@ -49,7 +49,6 @@ def served(model_path):
 
 @pytest.fixture
 def connect(served, model_path):
-    """Makes engines over the server, which are closed at the end."""
     with ExitStack() as stack:
 
         def make(memory=None, backend=None, **settings):
@@ -188,7 +187,6 @@ threading.Event().wait()
 
 @pytest.fixture
 def launchable(tmp_path, monkeypatch):
-    """A package ``sglang`` whose ``launch_server`` is the stand-in, in an empty folder."""
     (tmp_path / "packages/sglang").mkdir(parents=True)
     (tmp_path / "packages/sglang/__init__.py").touch()
     (tmp_path / "packages/sglang/launch_server.py").write_text(LAUNCH)
@@ -351,7 +349,6 @@ MODELS = {
 
 @pytest.fixture
 def served_model(request, tmp_path):
-    """A model in a folder, the server that stands in, and an engine over it."""
     torch.manual_seed(0)
     tokenizer = make_byte_tokenizer()
     path = write_atomically(tmp_path / "T", MODELS[request.param](tokenizer), tokenizer)

@@ -63,8 +63,6 @@ def test_groups_stay_in_the_order_of_age():
 
 
 class Cache:
-    """Rows that have the number of their request."""
-
     def __init__(self):
         self.rows = []
 
@@ -251,8 +249,6 @@ def model_path(tmp_path_factory):
 
 # -- an engine that begins the next step before it has the tokens of one -----------------------------------------------
 class Counted:
-    """An engine whose decoder counts its steps and the sequences of each."""
-
     def __init__(self, model_path, ahead, rows=4, forward="fused", device="cpu"):
         settings = RolloutSettings(device, max_batch=rows, backend={"forward": forward})
         self.engine = TorchRolloutEngine(model_path, settings)

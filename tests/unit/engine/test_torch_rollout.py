@@ -42,7 +42,6 @@ def make(model, memory=None, **settings):
 
 
 def assert_logprobs(model, out, tolerance, temperature=1.0):
-    """Compare the log-probs of sampled tokens with the model's own."""
     columns = (out.ragged(name) for name in ("tokens", "logprobs", "action_mask"))
     for tokens, values, mask in zip(*columns, strict=True):
         assert np.abs(logprobs(model, tokens, temperature) - values[1:])[mask[1:]].max() < tolerance
@@ -143,7 +142,6 @@ def test_bfloat16_is_near_float32(model_path, backend, device):
 
 
 def attention(queries, keys, values):
-    """Return the attention of one row by the formula, in float64."""
     return torch.softmax(queries.double() @ keys.double().mT / keys.shape[-1] ** 0.5, dim=-1) @ values.double()
 
 
@@ -183,8 +181,6 @@ def test_rows_of_any_length_attend_to_their_own_past(model_path, apart):
 
 # -- continuous batching ----------------------------------------------------------------------------------------------
 class Watched:
-    """A decoder that records its calls."""
-
     def __init__(self, engine):
         self._decoder, self.read, self.rows = engine._decoder, [], []
         engine._batch._decoder = self
@@ -287,8 +283,6 @@ def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
 
 
 class Interrupted(WeightSnapshot):
-    """Fails when the third tensor is read."""
-
     def tensor(self, name, device="cpu"):
         if name == list(self.buffers)[2]:
             raise MemoryError("no more room")

@@ -360,7 +360,6 @@ def test_sleeping_buffers_are_read_from_their_copies():
 
 @pytest.fixture(scope="module")
 def apart(model_path):
-    """An engine whose vLLM runs in another process, as on CUDA."""
     engine = make(model_path, max_batch=8, backend={"own_process": True})
     yield engine
     engine.close()
@@ -388,7 +387,6 @@ def test_killed_process_of_vllm_is_an_error(model_path):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """A node with GPUs, on which vLLM does not start."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
     for name in ("memory_reserved", "memory_allocated"):

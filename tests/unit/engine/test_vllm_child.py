@@ -67,8 +67,6 @@ def runner(tmp_path, monkeypatch):
 
 
 def interrupt(runner):
-    """Press Ctrl-C while a call waits for its answer."""
-
     def raise_interrupt(*_):
         raise KeyboardInterrupt
 
@@ -162,7 +160,6 @@ class Source:
 
 @pytest.fixture
 def received():
-    """Receives the next version, each time it is called."""
     source, (sender, receiver) = Source(), (PullTransport(), PullTransport())
 
     def receive():
@@ -177,7 +174,6 @@ def received():
 
 
 def share(weights):
-    """Return the weights as another process opens them."""
     with share_weights(weights) as shared:
         return pickle.loads(pickle.dumps(shared)).open()
 
