@@ -16,19 +16,7 @@ from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout.sampling import cut
-from tests.support.rollout_cases import (
-    EOS,
-    KINDS,
-    TEXTS,
-    Reference,
-    as_parameter,
-    completions,
-    drain,
-    drawn,
-    prompts,
-    requests,
-    sampling,
-)
+from tests.support.rollout_cases import EOS, TEXTS, Reference, completions, drain, drawn, prompts, requests, sampling
 
 
 # -- what comes back --------------------------------------------------------------------------------------------------
@@ -207,8 +195,6 @@ def test_bad_prompt_or_sampling_is_refused(engine, texts, changes, message):
 TOKENS, ROWS = 259, 320
 
 SAMPLING = {"temperature 1": {}, "cooled": {"temperature": 0.7}, "top_k": {"top_k": 200}, "top_p": {"top_p": 0.9}}
-LEAST_UNKNOWN = 0.15
-"""The share of unknown ids that is sampled without a mask, at least."""
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +234,7 @@ def test_ratio_is_1_before_the_first_update(sides, name):
     assert abs(ratios(rollouts[True], sides[False][1], options.temperature) - 1).mean() > 0.02, "one side alone"
     shares = {masked: np.mean(np.concatenate(completions(out)) >= TOKENS) for masked, out in rollouts.items()}
     assert shares[True] == 0
-    assert shares[False] > LEAST_UNKNOWN
+    assert shares[False] > 0.15
 
 
 def test_greedy_takes_no_unknown_id(kind, padded_path):
@@ -325,21 +311,6 @@ def test_aborted_request_continues_with_the_same_tokens(engine, steps):
         assert item.request.done.tolist() == expected[item.request.key][: len(item.request.done)]
     engine.add([item.request for item in aborted], PARAMS, (6,))
     assert drawn({**done, **drain(engine)}) == expected
-
-
-@pytest.mark.feature(96)
-@pytest.mark.parametrize("kind", [as_parameter(kind) for kind in KINDS if kind.name == "torch"], indirect=True)
-def test_aborted_request_continues_in_another_engine(kind, engine, model_path, reference):
-    expected = whole(engine)
-    engine.add(requests(samples=3), PARAMS, (6,))
-    for _ in range(5):
-        engine.advance()
-    aborted = engine.abort()
-    other = kind.make(model_path, max_batch=3)
-    other.receive(reference.snapshot(0))
-    other.add([item.request for item in aborted], PARAMS, (6,))
-    for key, tokens in drawn(drain(other)).items():
-        assert tokens == expected[key]
 
 
 def test_abort_of_some_requests_leaves_the_others(engine):

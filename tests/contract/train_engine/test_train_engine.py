@@ -15,32 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from tests.support import plain_engine
-from tests.support.plain_engine import (
-    CONFIG,
-    EntropyLoss,
-    apart,
-    assert_close,
-    make_batch,
-    plain_model,
-    reported,
-    start_weights,
-)
+from tests.support import plain_engine, train_exercise
+from tests.support.plain_engine import CONFIG, EntropyLoss, apart, assert_close, make_batch, plain_model, reported
 from tests.support.processes import run
 from tests.support.train_cases import ENGINES, Case, is_on_host, is_slow, parameters
-from tests.support.train_exercise import (
-    SAVED_AFTER,
-    STEPS,
-    digest,
-    five_steps,
-    go_on,
-    make_engine,
-    replica_of,
-    saved,
-    share,
-    train,
-    weights_of,
-)
+from tests.support.train_exercise import SAVED_AFTER, digest, five_steps, make_engine, saved, share, train, weights_of
 
 
 # -- five steps -------------------------------------------------------------------------------------------------------
@@ -122,7 +101,7 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(case, ranks_of, model_path, f
     (alone,) = [other for other in ENGINES[case.engine].cases if other.name == f"{case.engine}-1"] or [case]
     ranks_of(five_steps, alone)
     saved = folder / five_steps.__name__
-    results = run(case.world_size, go_on, case, model_path, saved / case.name, saved / alone.name)
+    results = run(case.world_size, train_exercise.go_on, case, model_path, saved / case.name, saved / alone.name)
     for rank, (same, resharded) in zip(undisturbed, results, strict=True):
         assert same["digest"] == rank["digest"]
         assert same["steps"] == rank["steps"][SAVED_AFTER:]
@@ -144,13 +123,13 @@ def critic_path(tmp_path_factory):
 def score_and_round(rank, world_size, port, case, path, folder, critic_path):
     critic = make_engine(case, rank, port, critic_path, head="token")
     scores = critic.evaluate(share(critic, rank, 0)).ragged("scores")
-    reports = [critic.step(share(critic, rank, seed), plain_engine.score_loss) for seed in range(STEPS)]
+    reports = [critic.step(share(critic, rank, seed), plain_engine.score_loss) for seed in range(train_exercise.STEPS)]
     rough = make_engine(case, rank, port, path, precision="bf16", gradient_checkpointing=True)
     result = {
-        "replica": replica_of(critic, rank),
+        "replica": train_exercise.replica_of(critic, rank),
         "scores": [row.copy() for row in scores],
         "critic": (reports, weights_of(critic)),
-        "rough": (train(rough, rank, range(STEPS)), weights_of(rough)),
+        "rough": (train(rough, rank, range(train_exercise.STEPS)), weights_of(rough)),
     }
     rough.close()
     critic.close()
@@ -196,7 +175,7 @@ def test_bf16_is_near_and_weights_are_float32(case, ranks_of, expected, model_pa
             assert step.grad_norm == pytest.approx(plain["grad_norm"], rel=0.05)
         assert {tensor.dtype for tensor in rough.values()} == {np.dtype(np.float32)}
         # One step less, or two in another order, are 0.2 apart.
-        assert 1e-3 < apart(rough, weights, start_weights(model_path)) < 0.05
+        assert 1e-3 < apart(rough, weights, plain_engine.start_weights(model_path)) < 0.05
 
 
 # -- a rank that stalls -----------------------------------------------------------------------------------------------

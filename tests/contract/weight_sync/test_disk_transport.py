@@ -13,18 +13,8 @@ import pytest
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport, _read_exactly
-from tests.support.sync_sides import (
-    PATIENT,
-    ToySource,
-    Wire,
-    equal,
-    hear,
-    kill,
-    process,
-    send_side,
-    toy_weights,
-    transport,
-)
+from tests.support import sync_sides
+from tests.support.sync_sides import PATIENT, ToySource, Wire, equal, hear, kill, process, toy_weights, transport
 
 
 @pytest.fixture
@@ -49,12 +39,12 @@ def ticket(wire, source):
 # -- crashes ----------------------------------------------------------------------------------------------------------
 def test_replacement_of_killed_sender_sends_same_ticket(tmp_path):
     sink = transport("disk", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
-    with process(send_side, "disk", tmp_path, 4, 6) as (child, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 4, 6) as (child, pipe):
         ticket = hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == "midway"
         kill(child)
-    with process(send_side, "disk", tmp_path, 4, None) as (_, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 4, None) as (_, pipe):
         hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == ToySource(toy_weights(4), 4).stamp()
@@ -66,7 +56,7 @@ def test_files_of_a_crash_are_removed_and_other_files_stay(tmp_path):
     other_file = tmp_path / "REFERENCE.0123.weights"
     other_file.write_bytes(b"another role's")
     for _ in range(3):
-        with process(send_side, "disk", tmp_path, 1, 6) as (child, pipe):
+        with process(sync_sides.send_side, "disk", tmp_path, 1, 6) as (child, pipe):
             pipe.send(hear(pipe))
             assert hear(pipe) == "midway"
             kill(child)
@@ -80,7 +70,7 @@ def test_files_of_a_crash_are_removed_and_other_files_stay(tmp_path):
 
 @pytest.mark.slow
 def test_second_sender_of_a_name_is_refused(tmp_path, source):
-    with process(send_side, "disk", tmp_path, 1, 6) as (child, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 1, 6) as (child, pipe):
         pipe.send(hear(pipe))
         assert hear(pipe) == "midway"
         second = transport("disk", tmp_path, replace(PATIENT, name="ACTOR[1]"))

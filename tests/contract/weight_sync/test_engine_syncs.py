@@ -25,21 +25,9 @@ from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support import sync_sides
 from tests.support.processes import free_port
-from tests.support.sync_sides import (
-    KINDS,
-    LATEST_S,
-    PATIENT,
-    ToySource,
-    completions,
-    hear,
-    process,
-    rank_side,
-    stamp_by,
-    step,
-    taking_rank_side,
-    transport,
-)
+from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, completions, hear, process, stamp_by, step, transport
 
 
 @pytest.fixture
@@ -129,8 +117,8 @@ def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path)
         senders, takers = (
             [stack.enter_context(process(side, kind, tmp_path, model, place, *more)) for place in two_places()]
             for side, more in (
-                (rank_side, ("fsdp2", TrainSettings(), 2)),
-                (taking_rank_side, (TrainSettings(parallel=splits),)),
+                (sync_sides.rank_side, ("fsdp2", TrainSettings(), 2)),
+                (sync_sides.taking_rank_side, (TrainSettings(parallel=splits),)),
             )
         )
         ticket = [hear(pipe) for _, pipe in senders][0]
@@ -175,7 +163,7 @@ def test_divided_weights_arrive_whole(kind, engine, settings, tmp_path, model_pa
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                process(rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
+                process(sync_sides.rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
             )
             for place in two_places()
         ]
@@ -331,7 +319,7 @@ def test_changed_model_is_sent_again(sender, receiver):
     ticket, stamp = publish(sender, source)
     equal(receiver.receive(ticket), source)
     assert stamp != before
-    plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
+    plain = sync_sides.ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
     assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
     equal(receiver.receive(publish(sender, source)[0]), source)
 
@@ -532,7 +520,7 @@ def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
         for rank in (0, 1):
             place = Rendezvous(rank, 2, "127.0.0.1", port)
             arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
-            ranks.append(stack.enter_context(process(rank_side, "adapters", tmp_path, *arguments))[1])
+            ranks.append(stack.enter_context(process(sync_sides.rank_side, "adapters", tmp_path, *arguments))[1])
         tickets = [hear(rank) for rank in ranks]
         for rank, ticket in zip(ranks, tickets, strict=True):
             rank.send(ticket)

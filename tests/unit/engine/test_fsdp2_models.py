@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
@@ -119,8 +113,8 @@ def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path
 
 # -- models -----------------------------------------------------------------------------------------------------------
 def mamba():
-    config = MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
-    return MambaForCausalLM(config)
+    sizes = {"vocab_size": 259, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes, use_mambapy=True))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mamba", "gemma2", "gpt_oss"])

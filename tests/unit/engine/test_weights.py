@@ -198,8 +198,6 @@ OPTIONS = f"{TRANSPORT}_options"
     [
         ("auto", {}, "cpu", []),
         ("pull", {"timeout_s": 3.0}, "cuda", []),
-        ("disk", {"folder": "weights/new"}, "cpu", []),
-        ("broadcast", {}, "cpu", []),
         ("cuda_ipc", {}, "cuda", []),
         ("broadcast", {"receivers": 2}, "cpu", [f"{OPTIONS}.receivers: unknown key 'receivers'; known: "]),
         (OWN, {"folder": f"{__file__}/any"}, "cpu", []),
@@ -277,7 +275,6 @@ def test_transport_misfitting_the_roles_is_refused(name, device, roles, message)
         ("broadcast", "cuda:0", APART),
         ("broadcast", "cpu", COLLOCATED),
         ("cuda_ipc", "cuda:0", COLLOCATED),
-        ("auto", "cuda:0", COLLOCATED),
         ("broadcast", "cpu", {**LOCAL, "receivers": 1}),
         ("broadcast", "cpu", {**APART, "receivers": 2}),
         ("pull", "cpu", LOCAL),
