@@ -331,9 +331,12 @@ def interfaces(monkeypatch):
     return lambda: (os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))
 
 
-def test_ranks_meeting_on_loopback_listen_there_only(interfaces):
+@pytest.mark.parametrize(("chosen", "used"), [((), ("lo", "lo")), (("eth7", "eth8"), ("eth7", "eth8"))])
+def test_loopback_is_listened_at_unless_another_is_chosen(interfaces, monkeypatch, chosen, used):
+    for name, interface in zip(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), chosen, strict=False):
+        monkeypatch.setenv(name, interface)
     use_interface_towards("127.0.0.1")
-    assert interfaces() == ("lo", "lo")
+    assert interfaces() == used
 
 
 @needs_address
@@ -341,13 +344,6 @@ def test_ranks_meeting_elsewhere_use_its_interface(interfaces):
     address = machine_addresses()[0]
     use_interface_towards(address)
     assert interfaces() == (interface_towards(address), None) and interfaces()[0] != "lo"
-
-
-def test_a_chosen_interface_stays(interfaces, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth8")
-    use_interface_towards("127.0.0.1")
-    assert interfaces() == ("eth7", "eth8")
 
 
 @needs_address

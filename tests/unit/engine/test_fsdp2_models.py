@@ -97,20 +97,6 @@ def test_a_critic_is_saved_with_its_head_and_has_no_entropy(model_path, tmp_path
             critic.evaluate(batch, **refused)
 
 
-# -- adapters ---------------------------------------------------------------------------------------------------------
-def test_adapters_of_a_bf16_model_are_sent_in_one_precision(model_path, tmp_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))
-    start = {name: tensor.bfloat16().float() for name, tensor in weights(Fsdp2TrainEngine(model_path, None)).items()}
-    assert all(torch.equal(tensor, start[name]) for name, tensor in weights(engine).items())
-    step(engine)
-    moved = {name for name, tensor in weights(engine).items() if not torch.equal(tensor, start[name])}
-    assert moved and all(name.removesuffix(".weight").endswith("proj") for name in moved)
-    engine.save(tmp_path / "merged")
-    saved = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
 def mamba():
     sizes = {"vocab_size": 259, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}

@@ -57,13 +57,7 @@ def test_tensors_split_over_ranks_join_to_the_same_bits(name, ranks):
             assert torch.equal(back, tensor), item.name
 
 
-@given(
-    kv_heads=st.integers(1, 4),
-    per_group=st.integers(1, 3),
-    width=st.integers(1, 4),
-    hidden=st.integers(1, 5),
-    biases=st.booleans(),
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_queries_stand_above_their_own_key_and_value(kv_heads, per_group, width, hidden, biases):
     """The rows of each head carry its number, so a row at a wrong place has a wrong number."""

@@ -79,16 +79,12 @@ def versions_of(engine):
     return engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist()
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(max_new_tokens=40, samples_per_prompt=6),
-        SamplingParams(max_new_tokens=20, samples_per_prompt=6, temperature=0.7, top_k=9, top_p=0.8),
-        SamplingParams(max_new_tokens=20, samples_per_prompt=6, top_p=0.5, logprobs="sampled"),
-    ],
-    ids=["whole", "cut", "sampled"],
-)
-def test_vllm_draws_as_the_torch_engine(engine, model_path, sampling):
+CUT, SAMPLED = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {"top_p": 0.5, "logprobs": "sampled"}
+
+
+@pytest.mark.parametrize("changes", [{}, CUT, SAMPLED], ids=["whole", "cut", "sampled"])
+def test_vllm_draws_as_the_torch_engine(engine, model_path, changes):
+    sampling = SamplingParams(max_new_tokens=20, samples_per_prompt=6, **changes)
     other = TorchRolloutEngine(model_path, RolloutSettings(max_batch=8))
     other.receive(snapshot(model_path, 0))
     output, expected = (each.generate(prompts(), sampling, (3, 1)) for each in (engine, other))
