@@ -65,7 +65,7 @@ def hear(pipe):
     return pipe.recv()
 
 
-def queued(folder):
+def in_queue(folder):
     return len(list(folder.glob("*.wait")))
 
 
@@ -83,19 +83,19 @@ def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
     for number in range(6):
         threads.append(threading.Thread(target=role, args=(f"role {number}",)))
         threads[-1].start()
-        until(lambda: queued(tmp_path) == number + 2)  # noqa: B023 - at once
+        until(lambda: in_queue(tmp_path) == number + 2)  # noqa: B023 - at once
     assert order == []
     first.release()
     for thread in threads:
         thread.join(LATEST_S)
     assert order == [f"role {number}" for number in range(6) for _ in range(2)]
-    assert queued(tmp_path) == 0
+    assert in_queue(tmp_path) == 0
 
 
 def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=123_456)
     _, queued = start("REWARD[0]", waits=True)
-    until(lambda: queued(tmp_path) == 2)
+    until(lambda: in_queue(tmp_path) == 2)
     lock = DeviceLock(tmp_path, "ROLLOUT[0]")
     with pytest.raises(EngineError) as caught:
         lock.acquire(0.2)
@@ -103,7 +103,7 @@ def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
     assert str(caught.value).startswith(beginning)
     end = "with 123,456 bytes: ACTOR[0]: 123,456 of weights; waiting before it: REWARD[0]"
     assert str(caught.value).endswith(end) and not lock.is_held
-    until(lambda: queued(tmp_path) == 2)
+    until(lambda: in_queue(tmp_path) == 2)
     pipe.send("give")
     assert hear(queued) == "has it"
 
@@ -112,7 +112,7 @@ def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
 def test_dead_process_holds_no_device(tmp_path, start, victim):
     first, pipe = start("ACTOR[0]")
     second, _ = start("REWARD[0]", waits=True)
-    until(lambda: queued(tmp_path) == 2)
+    until(lambda: in_queue(tmp_path) == 2)
     mine = DeviceLock(tmp_path, "ROLLOUT[0]")
     got = threading.Event()
 
@@ -122,14 +122,14 @@ def test_dead_process_holds_no_device(tmp_path, start, victim):
 
     thread = threading.Thread(target=take)
     thread.start()
-    until(lambda: queued(tmp_path) == 3)
+    until(lambda: in_queue(tmp_path) == 3)
     for child in (second, first) if victim == "waiting" else (first, second):
         assert not got.wait(0.05)
         os.kill(child.pid, signal.SIGKILL)
     assert got.wait(LATEST_S)
     thread.join(LATEST_S)
     mine.close()
-    assert queued(tmp_path) == 0
+    assert in_queue(tmp_path) == 0
 
 
 def test_full_disk_keeps_no_role_from_the_device(tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_interrupted_acquire_holds_no_device(tmp_path, monkeypatch, interrupted)
     assert not first.is_held
     second.acquire(1.0)
     second.release()
-    assert queued(tmp_path) == 0
+    assert in_queue(tmp_path) == 0
 
 
 def test_second_acquire_and_needless_release_are_refused(tmp_path):
