@@ -16,23 +16,10 @@ from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout.sampling import cut
-from tests.support.rollout_cases import (
-    EOS,
-    KINDS,
-    TEXTS,
-    Reference,
-    as_parameter,
-    completions,
-    drain,
-    drawn,
-    prompts,
-    requests,
-    sampling,
-)
+from tests.support.rollout_cases import EOS, TEXTS, Reference, completions, drain, drawn, prompts, requests, sampling
+
 
 # -- what comes back --------------------------------------------------------------------------------------------------
-
-
 def test_output_has_its_columns(engine):
     """Progress is noted at least as often as the engine gives tokens out: else a long call would be treated as hung."""
     before = noted_progress()
@@ -67,8 +54,6 @@ def test_greedy_completion_is_the_librarys(engine, reference):
 
 
 # -- what a sample depends on -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(82)
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20}])
 def test_prompt_draws_the_same_alone_and_in_a_batch(engine, changes):
@@ -107,8 +92,6 @@ def test_random_state_of_the_process_is_unused(engine):
 
 
 # -- log-probs --------------------------------------------------------------------------------------------------------
-
-
 def expected_logprobs(reference, out, temperature, change=lambda logprobs: logprobs):
     values = []
     for tokens, actions in zip(out.ragged("tokens"), out.ragged("action_mask"), strict=True):
@@ -145,8 +128,6 @@ def test_cut_logprobs_are_of_the_requested_distribution(kind, engine, reference,
 
 
 # -- where a completion ends ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(85)
 def test_end_of_sequence_is_trained_and_ends_a_sample(engine):
     out = engine.generate(prompts(), sampling(max_new_tokens=60, samples_per_prompt=16), (0,))
@@ -186,8 +167,6 @@ def test_stop_string_ends_a_completion(engine):
 
 
 # -- refusals: nothing starts -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("texts", "changes", "message"),
     [
@@ -213,12 +192,9 @@ def test_bad_prompt_or_sampling_is_refused(engine, texts, changes, message):
 
 
 # -- ids that the tokenizer does not have: a model whose embedding has more rows, as every Qwen's has ----------------
-
 TOKENS, ROWS = 259, 320
 
 SAMPLING = {"temperature 1": {}, "cooled": {"temperature": 0.7}, "top_k": {"top_k": 200}, "top_p": {"top_p": 0.9}}
-LEAST_UNKNOWN = 0.15
-"""The share of unknown ids that is sampled without a mask, at least."""
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +220,6 @@ def sides(kind, padded_path):
 
 
 def ratios(rollouts, train, temperature):
-    """The probability of each sampled token by the train engine, over the rollout's."""
     trained = train.evaluate(rollouts.select("tokens", "action_mask"), temperature).ragged("logprobs").values
     actions = rollouts.ragged("action_mask").values
     return np.exp((trained - rollouts.ragged("logprobs").values)[actions])
@@ -259,7 +234,7 @@ def test_ratio_is_1_before_the_first_update(sides, name):
     assert abs(ratios(rollouts[True], sides[False][1], options.temperature) - 1).mean() > 0.02, "one side alone"
     shares = {masked: np.mean(np.concatenate(completions(out)) >= TOKENS) for masked, out in rollouts.items()}
     assert shares[True] == 0
-    assert shares[False] > LEAST_UNKNOWN
+    assert shares[False] > 0.15
 
 
 def test_greedy_takes_no_unknown_id(kind, padded_path):
@@ -277,19 +252,8 @@ PARAMS = sampling(max_new_tokens=30, samples_per_prompt=3)
 
 
 def whole(engine, params=PARAMS, seed=(6,)):
-    """Return the completions of ``generate`` by key."""
     out = engine.generate(prompts(), params, seed)
     return dict(zip(zip(out["prompt_id"], out["sample_index"], strict=True), completions(out), strict=True))
-
-
-def test_single_requests_draw_as_generate_does(engine):
-    expected = whole(engine)
-    engine.add(requests(samples=3), PARAMS, (6,))
-    assert engine.running == 15
-    done = drain(engine)
-    assert drawn(done) == expected
-    assert engine.running == 0
-    assert engine.advance() == []
 
 
 def test_completion_has_its_request_with_all_columns(engine):
@@ -349,22 +313,6 @@ def test_aborted_request_continues_with_the_same_tokens(engine, steps):
     assert drawn({**done, **drain(engine)}) == expected
 
 
-@pytest.mark.feature(96)
-@pytest.mark.parametrize("kind", [as_parameter(kind) for kind in KINDS if kind.name == "torch"], indirect=True)
-def test_aborted_request_continues_in_another_engine(kind, engine, model_path, reference):
-    """The kinds whose engines start quickly."""
-    expected = whole(engine)
-    engine.add(requests(samples=3), PARAMS, (6,))
-    for _ in range(5):
-        engine.advance()
-    aborted = engine.abort()
-    other = kind.make(model_path, max_batch=3)
-    other.receive(reference.snapshot(0))
-    other.add([item.request for item in aborted], PARAMS, (6,))
-    for key, tokens in drawn(drain(other)).items():
-        assert tokens == expected[key]
-
-
 def test_abort_of_some_requests_leaves_the_others(engine):
     expected = whole(engine)
     engine.add(requests(samples=3), PARAMS, (6,))
@@ -399,8 +347,6 @@ def test_tokens_have_the_version_of_their_weights(engine, reference):
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_sequence_ends_at_the_longest_length(engine, kind):
     full, short = "x" * (kind.longest - 1), "x" * 20
     engine.add(requests([full, short]), sampling(max_new_tokens=12, ignore_eos=True), (1,))
@@ -442,7 +388,6 @@ def test_bad_request_is_refused_and_changes_nothing(engine):
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
-
 GREEDY = sampling(temperature=0.0)
 
 
@@ -524,8 +469,6 @@ def test_running_requests_outlive_an_offload(engine):
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(103)
 def test_renamed_tensor_is_refused_and_old_weights_serve(engine, reference):
     before, sent = texts(engine), reference.snapshot(1, scale=1.02)
@@ -533,15 +476,6 @@ def test_renamed_tensor_is_refused_and_old_weights_serve(engine, reference):
     message = r"'model\.embed_tokens\.weight' is missing.*embedding\.weight' is unknow"
     with pytest.raises(WeightSyncError, match=message):
         engine.receive(wrong)
-    assert (engine.version, texts(engine)) == (0, before)
-
-
-@pytest.mark.feature(104)
-def test_torn_weights_are_refused_and_old_ones_serve(engine, reference):
-    before, torn = texts(engine), reference.snapshot(1, scale=1.02)
-    torn.buffers["model.norm.weight"][3] ^= 255
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' does not match"):
-        engine.receive(torn)
     assert (engine.version, texts(engine)) == (0, before)
 
 

@@ -21,7 +21,6 @@ PLACES = (False, True)
 
 
 def refused(engine, rank):
-    """Try updates that fail, one of them in its second micro-batch, and take the step after them."""
     passes = []
 
     def infinite(logprobs, columns):

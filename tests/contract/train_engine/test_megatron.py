@@ -23,15 +23,8 @@ def megatron(world_size, tensor=1, pipeline=1):
 ALONE = megatron(1)
 
 # -- architectures ----------------------------------------------------------------------------------------------------
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 CONFIGS = {
     "llama": lambda: model_config(LlamaConfig, tie_word_embeddings=False),
     "llama3": lambda: model_config(LlamaConfig, tie_word_embeddings=True, rope_parameters=LLAMA3),
@@ -43,7 +36,6 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def family(request, tmp_path_factory):
-    """A model of the family."""
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
     return write_random(tmp_path_factory.mktemp("models") / request.param, model)
 
@@ -93,7 +85,6 @@ def test_tensor_parallel_ranks_share_tokens_outside_matrices(family):
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------
-
 LAYOUTS = [
     pytest.param(megatron(2), id="2 ranks"),
     pytest.param(megatron(4, pipeline=2), id="2 stages of 2 ranks", marks=pytest.mark.slow),

@@ -59,7 +59,6 @@ def test_a_loaded_checkpoint_continues_near_the_same_steps(name, ranks_of, model
 
 
 def in_few_bits(path, device, optimizer, lora):
-    """Return the reports of five steps, and the weights."""
     config = dataclasses.replace(CONFIG, name=optimizer)
     engine = make_engine(Case("fsdp2", settings={"device": device, "lora": lora}), 0, 0, path, optimizer=config)
     start, reports = weights_of(engine), [reported(step) for step in train(engine, 0, range(STEPS - 1))]

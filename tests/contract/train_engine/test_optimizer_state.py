@@ -30,7 +30,6 @@ def planned_bytes(case, path, precision="auto", **use):
 
 
 def held(rank, world_size, port, case, path, precision):
-    """Count the bytes after a step, and the bytes of its gradients."""
     engine = make_engine(case, rank, port, path, precision=precision)
     backend, reduced = engine._model, []
     reduce = backend.reduce_gradients
@@ -55,7 +54,6 @@ def test_a_device_holds_the_planned_bytes(case, precision, model_path):
 
 
 def steps_of(rank, world_size, port, case, path, folder):
-    """Return losses and weights with and without rounding, bytes, and the next step from the state and a checkpoint."""
     exact = make_engine(case, rank, port, path)
     wanted = train(exact, rank, range(4)), weights_of(exact)
     exact.meta()

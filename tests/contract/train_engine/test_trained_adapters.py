@@ -45,14 +45,12 @@ def logprobs(engine, rank):
 
 
 def added_by_a_receiver(engine):
-    """Add up the model and the adapters, which are sent apart."""
     base, factors = (take_snapshot(named, 0) for named in (engine.named_base_weights(), engine.named_adapters()))
     both = replace(base, adapters=Adapters(factors, engine.adapter_scale))
     return {name: both.tensor(name).numpy() for name in both.buffers}
 
 
 def adapted(rank, world_size, port, case, path, folder):
-    """Take some steps, send the weights, and continue from a saved state and from a checkpoint."""
     engine = make_engine(case, rank, port, path, lora=LORA)
     result = {"replica": replica_of(engine, rank), "start": weights_of(engine), "before": logprobs(engine, rank)}
     result["steps"] = train(engine, rank, range(STEPS))
@@ -85,7 +83,6 @@ def adapted(rank, world_size, port, case, path, folder):
 
 
 def beside_4_bits(case, rank, port, path):
-    """Take the steps with the model under the adapters in 4 bits."""
     engine = make_engine(case, rank, port, path, lora=replace(LORA, quantize_base="nf4"))
     result = {"bytes": engine.footprint()["weights"], "start": weights_of(engine)}
     result["steps"] = train(engine, rank, range(STEPS))
@@ -264,7 +261,6 @@ one_and_all = pytest.mark.parametrize("of_all_ranks", [False, True], ids=["one r
 @one_and_all
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_state_of_other_adapters_is_refused(other, of_all_ranks, model_path):
-    """Refuse adapters with another ``alpha``, say, which would mean other weights."""
     changes, refusal = OTHERS[other]
     state, engine = trainer(model_path, LORA).state_dict(), trainer(model_path, replace(LORA, **changes))
     before = {name: tensor.clone() for name, tensor in engine.named_adapters()}

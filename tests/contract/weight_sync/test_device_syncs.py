@@ -24,19 +24,8 @@ from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES, WeightFile, stream_to_host
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
-from tests.support.sync_sides import (
-    PATIENT,
-    ToySource,
-    equal,
-    hear,
-    kill,
-    process,
-    receive_side,
-    send_side,
-    step,
-    toy_weights,
-    transport,
-)
+from tests.support import sync_sides
+from tests.support.sync_sides import PATIENT, ToySource, equal, hear, kill, process, step, toy_weights, transport
 
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000
@@ -50,8 +39,6 @@ class Pages:
 
 
 class Piece:
-    """Bytes of a device."""
-
     device = CUDA
 
     def __init__(self, value, size=1000):
@@ -224,7 +211,7 @@ def test_memory_of_another_process_is_opened_once(tmp_path, monkeypatch):
     sink = transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
     monkeypatch.setattr(cuda_ipc, "map_tensor", lambda descriptor: opened.append(descriptor) or map_tensor(descriptor))
     for _ in range(2):
-        with process(send_side, "cuda_ipc", tmp_path, 4, None, 5) as (_, pipe):
+        with process(sync_sides.send_side, "cuda_ipc", tmp_path, 4, None, 5) as (_, pipe):
             ticket = hear(pipe)
             for version in range(5):
                 pipe.send(ticket)
@@ -264,7 +251,7 @@ def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
     source = ToySource(toy_weights(1), version=1)
     ticket = wire.source.offer(source)
     wire.source.send(ticket, source)
-    with process(receive_side, "cuda_ipc", tmp_path, "cpu", True) as (child, pipe):
+    with process(sync_sides.receive_side, "cuda_ipc", tmp_path, "cpu", True) as (child, pipe):
         assert hear(pipe) == "up"
         pipe.send(ticket)
         assert hear(pipe) == source.stamp("cuda_ipc")
@@ -281,7 +268,7 @@ def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
 def test_cuda_ipc_gives_the_same_weights(tmp_path):
     settings = SyncSettings(name="ACTOR[0]", device="cuda")
     sender, beside = CudaIpcTransport(settings), CudaIpcTransport(replace(settings, name="ROLLOUT[1]"))
-    with process(receive_side, "cuda_ipc", tmp_path, "cuda") as (_, pipe):
+    with process(sync_sides.receive_side, "cuda_ipc", tmp_path, "cuda") as (_, pipe):
         assert hear(pipe) == "up"
         for version in range(3):
             weights = {name: tensor.cuda() for name, tensor in toy_weights(version).items()}

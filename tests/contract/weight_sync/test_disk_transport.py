@@ -13,18 +13,8 @@ import pytest
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport, _read_exactly
-from tests.support.sync_sides import (
-    PATIENT,
-    ToySource,
-    Wire,
-    equal,
-    hear,
-    kill,
-    process,
-    send_side,
-    toy_weights,
-    transport,
-)
+from tests.support import sync_sides
+from tests.support.sync_sides import PATIENT, ToySource, Wire, equal, hear, kill, process, toy_weights, transport
 
 
 @pytest.fixture
@@ -41,23 +31,20 @@ def source():
 
 @pytest.fixture
 def ticket(wire, source):
-    """The ticket of a version that is on disk."""
     ticket = wire.source.offer(source)
     wire.source.send(ticket, source)
     return ticket
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
-
-
 def test_replacement_of_killed_sender_sends_same_ticket(tmp_path):
     sink = transport("disk", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
-    with process(send_side, "disk", tmp_path, 4, 6) as (child, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 4, 6) as (child, pipe):
         ticket = hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == "midway"
         kill(child)
-    with process(send_side, "disk", tmp_path, 4, None) as (_, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 4, None) as (_, pipe):
         hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == ToySource(toy_weights(4), 4).stamp()
@@ -69,7 +56,7 @@ def test_files_of_a_crash_are_removed_and_other_files_stay(tmp_path):
     other_file = tmp_path / "REFERENCE.0123.weights"
     other_file.write_bytes(b"another role's")
     for _ in range(3):
-        with process(send_side, "disk", tmp_path, 1, 6) as (child, pipe):
+        with process(sync_sides.send_side, "disk", tmp_path, 1, 6) as (child, pipe):
             pipe.send(hear(pipe))
             assert hear(pipe) == "midway"
             kill(child)
@@ -83,7 +70,7 @@ def test_files_of_a_crash_are_removed_and_other_files_stay(tmp_path):
 
 @pytest.mark.slow
 def test_second_sender_of_a_name_is_refused(tmp_path, source):
-    with process(send_side, "disk", tmp_path, 1, 6) as (child, pipe):
+    with process(sync_sides.send_side, "disk", tmp_path, 1, 6) as (child, pipe):
         pipe.send(hear(pipe))
         assert hear(pipe) == "midway"
         second = transport("disk", tmp_path, replace(PATIENT, name="ACTOR[1]"))
@@ -92,8 +79,6 @@ def test_second_sender_of_a_name_is_refused(tmp_path, source):
 
 
 # -- changed files ----------------------------------------------------------------------------------------------------
-
-
 def test_flipped_bit_names_the_tensor(wire, ticket, tmp_path):
     (path,) = tmp_path.glob("*.weights")
     content = bytearray(path.read_bytes())
@@ -117,8 +102,6 @@ def test_read_past_the_end_of_a_file_is_refused():
 
 
 # -- errors of the operating system -----------------------------------------------------------------------------------
-
-
 def test_missing_space_is_an_error_with_the_figures(wire, source, tmp_path):
     ticket = wire.source.offer(source)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -187,8 +170,6 @@ def test_write_error_names_the_folder_but_a_full_disk(wire, source, tmp_path, mo
 
 
 # -- the life of a file -----------------------------------------------------------------------------------------------
-
-
 def test_version_is_synced_before_it_has_its_name(wire, source, tmp_path, monkeypatch):
     synced, sync = [], os.fsync
 

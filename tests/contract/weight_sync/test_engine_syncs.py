@@ -25,26 +25,13 @@ from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support import sync_sides
 from tests.support.processes import free_port
-from tests.support.sync_sides import (
-    KINDS,
-    LATEST_S,
-    PATIENT,
-    ToySource,
-    completions,
-    hear,
-    process,
-    rank_side,
-    stamp_by,
-    step,
-    taking_rank_side,
-    transport,
-)
+from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, completions, hear, process, stamp_by, step, transport
 
 
 @pytest.fixture
 def actor(model_path):
-    """An actor that has taken a step."""
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
     step(engine)
     return engine
@@ -80,16 +67,6 @@ def test_bf16_rollouts_get_two_bytes_a_parameter(kind, connect, tmp_path, model_
         rollout.receive(received)
         stamps.append(completions(rollout))
     assert stamps[0] == stamps[1]
-
-
-@pytest.mark.feature(107)
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_updated_from_its_actor_equals_it(kind, wire, model_path, actor):
-    reference = Fsdp2TrainEngine(model_path, None)
-    for seed in (1, 2):
-        reference.receive(wire.sync(actor)[1][0])
-        assert reference.publish().stamp == actor.publish().stamp
-        step(actor, seed)
 
 
 @pytest.mark.feature(17)
@@ -140,8 +117,8 @@ def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path)
         senders, takers = (
             [stack.enter_context(process(side, kind, tmp_path, model, place, *more)) for place in two_places()]
             for side, more in (
-                (rank_side, ("fsdp2", TrainSettings(), 2)),
-                (taking_rank_side, (TrainSettings(parallel=splits),)),
+                (sync_sides.rank_side, ("fsdp2", TrainSettings(), 2)),
+                (sync_sides.taking_rank_side, (TrainSettings(parallel=splits),)),
             )
         )
         ticket = [hear(pipe) for _, pipe in senders][0]
@@ -152,31 +129,23 @@ def test_sharded_weights_reach_tensor_parallel_ranks(kind, tmp_path, model_path)
 
 
 def two_places():
-    """Return the address where two ranks meet."""
     first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
     return first, dataclasses.replace(first, rank=1)
 
 
 def two_ranks():
-    """Train engines and how two ranks of each divide a model."""
     tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
-    shim, stages_of_zero = {"cpu_shim": True}, [{"zero_stage": stage} for stage in (1, 3)]
+    zero = {stage: {"zero_stage": stage} for stage in (1, 3)}
     ways = {
         "fsdp2": [("shards", TrainSettings()), ("tensors", TrainSettings(parallel=tensors))],
         "deepspeed": [
-            ("shards", TrainSettings(backend={"zero_stage": 3})),
-            *(
-                (f"masters{zero['zero_stage']}", TrainSettings(precision="bf16", backend=zero))
-                for zero in stages_of_zero
-            ),
-            *(
-                (f"adapters{zero['zero_stage']}", TrainSettings(lora=LoraSettings(), backend=zero))
-                for zero in stages_of_zero
-            ),
+            ("shards", TrainSettings(backend=zero[3])),
+            *((f"masters{stage}", TrainSettings(precision="bf16", backend=zero[stage])) for stage in zero),
+            *((f"adapters{stage}", TrainSettings(lora=LoraSettings(), backend=zero[stage])) for stage in zero),
         ],
         "megatron": [
-            ("tensors", TrainSettings(parallel=tensors, backend=shim)),
-            ("stages", TrainSettings(parallel=stages, backend=shim)),
+            (name, TrainSettings(parallel=sizes, backend={"cpu_shim": True}))
+            for name, sizes in (("tensors", tensors), ("stages", stages))
         ],
     }
     for engine, layouts in ways.items():
@@ -194,7 +163,7 @@ def test_divided_weights_arrive_whole(kind, engine, settings, tmp_path, model_pa
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                process(rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
+                process(sync_sides.rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
             )
             for place in two_places()
         ]
@@ -350,7 +319,7 @@ def test_changed_model_is_sent_again(sender, receiver):
     ticket, stamp = publish(sender, source)
     equal(receiver.receive(ticket), source)
     assert stamp != before
-    plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
+    plain = sync_sides.ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
     assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
     equal(receiver.receive(publish(sender, source)[0]), source)
 
@@ -499,8 +468,6 @@ def test_misfitting_adapters_are_named():
 
 
 # -- from an engine to an engine --------------------------------------------------------------------------------------
-
-
 def actor_on(model_path, base=None, **changes):
     settings = TrainSettings(lora=LoraSettings(rank=2, alpha=8.0, quantize_base=base), **changes)
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)
@@ -553,7 +520,7 @@ def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
         for rank in (0, 1):
             place = Rendezvous(rank, 2, "127.0.0.1", port)
             arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
-            ranks.append(stack.enter_context(process(rank_side, "adapters", tmp_path, *arguments))[1])
+            ranks.append(stack.enter_context(process(sync_sides.rank_side, "adapters", tmp_path, *arguments))[1])
         tickets = [hear(rank) for rank in ranks]
         for rank, ticket in zip(ranks, tickets, strict=True):
             rank.send(ticket)

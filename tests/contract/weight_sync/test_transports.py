@@ -20,20 +20,8 @@ from dlrover.python.rl.engine.weight_sync import weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.weight_server import PublishedVersions
-from tests.support.sync_sides import (
-    KINDS,
-    LATEST_S,
-    PATIENT,
-    ToySource,
-    equal,
-    forged,
-    hear,
-    kill,
-    process,
-    send_side,
-    toy_weights,
-    transport,
-)
+from tests.support import sync_sides
+from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, ToySource, equal, hear, process, toy_weights, transport
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -126,16 +114,10 @@ def test_renamed_tensor_is_refused_on_both_sides_at_once(wire):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("norm"), "has nothing where it offered 'norm'"),
-        (lambda weights: weights.update(more=torch.zeros(2)), r"has 'more' float32\[2\] where it offered nothing"),
-        (
-            lambda weights: weights.update(norm=torch.zeros(4)),
-            r"'norm' float32\[4\] where it offered 'norm' float32\[3\]",
-        ),
-        (
-            lambda weights: weights.update(norm=weights["norm"].double()),
-            r"'norm' float64\[3\] where it offered 'norm' float32",
-        ),
+        (lambda named: named.pop("norm"), "has nothing where it offered 'norm'"),
+        (lambda named: named.update(more=torch.zeros(2)), r"has 'more' float32\[2\] where it offered nothing"),
+        (lambda named: named.update(norm=torch.zeros(4)), r"'norm' float32\[4\] where it offered 'norm' float32\[3\]"),
+        (lambda named: named.update(norm=named["norm"].double()), r"'norm' float64\[3\] where it offered 'norm'"),
     ],
 )
 def test_source_changed_after_its_offer_can_offer_again(connect, change, message):
@@ -156,7 +138,7 @@ def test_seal_of_another_version_than_the_ticket_is_refused(wire, kind, monkeypa
     source = ToySource(toy_weights(), version=3)
     fingerprint = source.stamp(kind).fingerprint
     ticket = wire.source.offer(source)
-    forged(monkeypatch, 4)
+    sync_sides.forged(monkeypatch, 4)
     sent, received = wire.attempt(ticket, source)
     assert sent.version == 4
     assert isinstance(received, WeightSyncError)
@@ -287,12 +269,12 @@ def test_nccl_gives_the_same_weights(connect):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sender_killed_midway_is_named(kind, tmp_path):
     sink = transport(kind, tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
-    with process(send_side, kind, tmp_path, 4, 6) as (child, pipe), ThreadPoolExecutor(1) as pool:
+    with process(sync_sides.send_side, kind, tmp_path, 4, 6) as (child, pipe), ThreadPoolExecutor(1) as pool:
         ticket = hear(pipe)
         pipe.send(ticket)
         receiving = pool.submit(sink.receive, ticket)
         assert hear(pipe) == "midway"
-        kill(child)
+        sync_sides.kill(child)
         error = receiving.exception(PATIENT.timeout_s / 2)
     assert isinstance(error, WeightSyncError)
     assert "ACTOR[0]" in str(error)
@@ -350,9 +332,8 @@ def test_broadcast_admits_a_replaced_receiver(connect, tmp_path):
 
 
 def test_sink_follows_the_sender_bucket_by_bucket(tmp_path):
-    """The sink has fetched what is there while the sender stands still in the middle."""
     sink = transport("pull", tmp_path, replace(PATIENT, name="ROLLOUT[0]", timeout_s=0.5))
-    with process(send_side, "pull", tmp_path, 4, 6) as (_, pipe):
+    with process(sync_sides.send_side, "pull", tmp_path, 4, 6) as (_, pipe):
         ticket = hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == "midway"

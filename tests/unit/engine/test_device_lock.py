@@ -21,12 +21,12 @@ from dlrover.python.rl.engine.memory import offload
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger
 from dlrover.python.rl.engine.memory.offload import HostBlock, HostPages
+from tests.support.served import until
 
 LATEST_S = 240.0
 
 
 def holder(folder, pipe, owner, nbytes):
-    """Take the device in a process, report it, and give it back when asked."""
     memory = DeviceMemory()
     lock = DeviceLock(folder, owner, memory)
     pipe.send("asking")
@@ -42,7 +42,6 @@ def holder(folder, pipe, owner, nbytes):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts holders, and kills them at the end."""
     context, children = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload([DeviceLock.__module__])
 
@@ -66,11 +65,8 @@ def hear(pipe):
     return pipe.recv()
 
 
-def wait_for_queue(folder, count):
-    deadline_s = time.monotonic() + LATEST_S
-    while len(list(folder.glob("*.wait"))) != count:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
+def in_queue(folder):
+    return len(list(folder.glob("*.wait")))
 
 
 def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
@@ -82,33 +78,32 @@ def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
             time.sleep(0.002)
             order.append(name)
 
-    first = DeviceLock(tmp_path, "first")
+    first, threads = DeviceLock(tmp_path, "first"), []
     first.acquire()
-    threads = []
     for number in range(6):
         threads.append(threading.Thread(target=role, args=(f"role {number}",)))
         threads[-1].start()
-        wait_for_queue(tmp_path, number + 2)
+        until(lambda: in_queue(tmp_path) == number + 2)  # noqa: B023 - at once
     assert order == []
     first.release()
     for thread in threads:
         thread.join(LATEST_S)
     assert order == [f"role {number}" for number in range(6) for _ in range(2)]
-    assert list(tmp_path.glob("*.wait")) == []
+    assert in_queue(tmp_path) == 0
 
 
 def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
     child, pipe = start("ACTOR[0]", nbytes=123_456)
     _, queued = start("REWARD[0]", waits=True)
-    wait_for_queue(tmp_path, 2)
+    until(lambda: in_queue(tmp_path) == 2)
     lock = DeviceLock(tmp_path, "ROLLOUT[0]")
     with pytest.raises(EngineError) as caught:
         lock.acquire(0.2)
-    message = str(caught.value)
-    assert f"ROLLOUT[0] did not get the device within 0.2 s: ACTOR[0] (process {child.pid}) has had it for " in message
-    assert message.endswith("with 123,456 bytes: ACTOR[0]: 123,456 of weights; waiting before it: REWARD[0]")
-    assert not lock.is_held
-    wait_for_queue(tmp_path, 2)
+    beginning = f"ROLLOUT[0] did not get the device within 0.2 s: ACTOR[0] (process {child.pid}) has had it for "
+    assert str(caught.value).startswith(beginning)
+    end = "with 123,456 bytes: ACTOR[0]: 123,456 of weights; waiting before it: REWARD[0]"
+    assert str(caught.value).endswith(end) and not lock.is_held
+    until(lambda: in_queue(tmp_path) == 2)
     pipe.send("give")
     assert hear(queued) == "has it"
 
@@ -117,7 +112,7 @@ def test_timeout_names_the_holder_and_its_memory(tmp_path, start):
 def test_dead_process_holds_no_device(tmp_path, start, victim):
     first, pipe = start("ACTOR[0]")
     second, _ = start("REWARD[0]", waits=True)
-    wait_for_queue(tmp_path, 2)
+    until(lambda: in_queue(tmp_path) == 2)
     mine = DeviceLock(tmp_path, "ROLLOUT[0]")
     got = threading.Event()
 
@@ -127,14 +122,14 @@ def test_dead_process_holds_no_device(tmp_path, start, victim):
 
     thread = threading.Thread(target=take)
     thread.start()
-    wait_for_queue(tmp_path, 3)
+    until(lambda: in_queue(tmp_path) == 3)
     for child in (second, first) if victim == "waiting" else (first, second):
         assert not got.wait(0.05)
         os.kill(child.pid, signal.SIGKILL)
     assert got.wait(LATEST_S)
     thread.join(LATEST_S)
     mine.close()
-    assert list(tmp_path.glob("*.wait")) == []
+    assert in_queue(tmp_path) == 0
 
 
 def test_full_disk_keeps_no_role_from_the_device(tmp_path, monkeypatch):
@@ -169,7 +164,7 @@ def test_interrupted_acquire_holds_no_device(tmp_path, monkeypatch, interrupted)
     assert not first.is_held
     second.acquire(1.0)
     second.release()
-    assert not list(tmp_path.glob("*.wait"))
+    assert in_queue(tmp_path) == 0
 
 
 def test_second_acquire_and_needless_release_are_refused(tmp_path):
@@ -203,27 +198,19 @@ def test_memory_of_a_dead_process_is_forgotten(tmp_path, start):
     assert list(tmp_path.glob("*.memory")) == []
 
 
-def test_closed_lock_publishes_no_memory(tmp_path):
-    memory, other = DeviceMemory(), MemoryLedger(tmp_path)
-    lock = DeviceLock(tmp_path, "ACTOR[0]", memory)
-    with lock.acquired():
-        weights = [memory.bring("actor", "weights", torch.zeros(10))]
-    assert [owners for _, owners in other.others().values()] == [{"actor": {"weights": 40}}]
-    lock.close()
-    weights.append(memory.bring("actor", "weights", torch.zeros(10)))
-    assert other.others() == {}
-    assert list(tmp_path.glob("*.memory")) == []
-
-
-def test_memory_is_published_for_each_device(tmp_path):
+def test_memory_is_published_for_each_device_until_closed(tmp_path):
     memory, ledgers = DeviceMemory(), [MemoryLedger(tmp_path / name) for name in ("cuda-0", "cuda-1")]
     locks = [DeviceLock(tmp_path / name, "ACTOR[0]", memory) for name in ("cuda-0", "cuda-1")]
     with locks[0].acquired(), locks[1].acquired():
         _kept = memory.bring("actor", "weights", torch.zeros(10))
-    published = [each for ledger in ledgers for each in ledger.others().values()]
-    assert published == [(os.getpid(), {"actor": {"weights": 40}})] * 2
+
+    def published():
+        return [each for ledger in ledgers for each in ledger.others().values()]
+
+    assert published() == [(os.getpid(), {"actor": {"weights": 40}})] * 2
     for lock in locks:
         lock.close()
+    assert published() == []
 
 
 def test_two_holders_of_one_process_are_both_published(tmp_path):
@@ -256,7 +243,6 @@ def test_ledger_has_the_last_published_memory(tmp_path):
 
 
 # -- host memory that a device reads by itself -------------------------------------------------------------------------
-
 NBYTES = 3 * mmap.PAGESIZE
 CUDA = torch.device("cuda", 0)
 
@@ -371,11 +357,3 @@ def test_refused_lock_on_cuda_changes_nothing(caplog):
     assert not pages.lock(CUDA)
     assert "cannot be locked" in caplog.text
     assert torch.ones(3, device=CUDA).sum().item() == 3
-
-
-@needs_cuda
-def test_block_on_cuda_is_page_locked():
-    block = HostBlock(NBYTES, CUDA)
-    assert block.bytes.is_pinned()
-    block.bytes.copy_(torch.full((NBYTES,), 5, dtype=torch.uint8, device=CUDA))
-    assert block.bytes.tolist() == [5] * NBYTES

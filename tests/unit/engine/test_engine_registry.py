@@ -99,13 +99,6 @@ def test_an_engine_without_info_may_do_everything(module):
     assert validate_engine(TRAIN_ENGINES, "my_engines:Silent", {"any": 1}, "config.engine.train") == []
 
 
-def test_an_unknown_name_gets_the_nearest(module):
-    with pytest.raises(EngineError, match="no engine is called 'vlm'; did you mean 'vllm'"):
-        engine_class(ROLLOUT_ENGINES, "vlm")
-    (error,) = validate_engine(TRAIN_ENGINES, "my_engines:MyEngin", {}, "config.engine.train")
-    assert "did you mean 'MyEngine'" in error.what
-
-
 @pytest.mark.parametrize("point", [TRAIN_ENGINES, ROLLOUT_ENGINES], ids=["train", "rollout"])
 def test_classes_of_this_package_have_the_info_of_their_folder(point):
     for name in ("fsdp2",) if point is TRAIN_ENGINES else ("torch", "sglang"):
@@ -151,8 +144,6 @@ def test_a_function_without_an_engine_is_named():
 
 
 # -- extras -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(14)
 @pytest.mark.parametrize(("name", "package"), [("deepspeed", "deepspeed"), ("megatron", "megatron-core")])
 def test_a_missing_backend_is_named_with_its_extra(name, package):

@@ -13,15 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.megatron.conversion import TransformerShape, join, list_parameters, pad_vocab, split
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
@@ -64,13 +57,7 @@ def test_tensors_split_over_ranks_join_to_the_same_bits(name, ranks):
             assert torch.equal(back, tensor), item.name
 
 
-@given(
-    kv_heads=st.integers(1, 4),
-    per_group=st.integers(1, 3),
-    width=st.integers(1, 4),
-    hidden=st.integers(1, 5),
-    biases=st.booleans(),
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_queries_stand_above_their_own_key_and_value(kv_heads, per_group, width, hidden, biases):
     """The rows of each head carry its number, so a row at a wrong place has a wrong number."""

@@ -16,7 +16,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.cpu_kernels import RmsNorm, Rotation, install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -33,7 +32,6 @@ from tests.support.torch_models import family_model
 from tests.support.train_exercise import weights_of
 
 # -- packing ----------------------------------------------------------------------------------------------------------
-
 ROW_MASKS = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)
 
 
@@ -139,21 +137,6 @@ def test_groups_are_as_even_as_greedy_ones():
     assert max(loads) - min(loads) < 20
 
 
-@pytest.mark.feature(57)
-def test_replicas_have_equally_many_groups_of_all_rows():
-    generator = np.random.default_rng(1)
-    masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
-    whole = numbered(masks, "causal")
-    parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4)]
-    most = max(len(pack(part, 400)) for part in parts)
-    groups = [pack(part, 400, at_least=most) for part in parts]
-    assert [len(group) for group in groups] == [most] * 4
-    micros = [micro for group in groups for micro in group]
-    assert all(len(micro.inputs) <= 400 for micro in micros)
-    targets = np.concatenate([micro.targets for micro in micros])
-    assert sorted(targets) == sorted(whole.ragged("tokens").values[whole.ragged("action_mask").values])
-
-
 def test_columns_are_picked_or_spread_over_the_actions():
     batch = numbered([[False, True, True], [False, True]], "causal")
     batch = batch.with_columns(
@@ -183,8 +166,6 @@ def test_a_first_token_can_have_a_score_but_no_logprob():
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
-
-
 def plain_attention(query, key, value, window):
     """Attention of one document, position by position."""
     groups = query.shape[1] // key.shape[1]
@@ -285,8 +266,6 @@ def test_half_precision_on_a_host_uses_pytorchs_attention(monkeypatch):
 
 
 # -- kernels of a CPU -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(1, 7, 12), (2, 3, 5, 12), (12,)])
 def test_a_norm_has_the_librarys_values_and_gradients(shape):
     generator = torch.Generator().manual_seed(0)
@@ -355,7 +334,6 @@ def test_layers_of_another_kind_keep_the_librarys_kernels():
 
 
 # -- log-probs by chunks ----------------------------------------------------------------------------------------------
-
 TOKENS, WIDTH, VOCAB = 13, 5, 11
 HIDDEN = 32
 
@@ -412,7 +390,6 @@ def test_an_engine_trains_the_same_weights_by_chunks(tmp_path, monkeypatch, sett
 
 
 def two_steps(rank, world_size, port, model, precision, chunk):
-    """Take two steps on this rank's rows; return the weights and the warnings."""
     chunked_head.CHUNK_ELEMENTS = chunk
     settings = TrainSettings(precision=precision)
     rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=120)
@@ -434,25 +411,6 @@ def test_ranks_train_the_same_weights_by_chunks(model_path, precision, tolerance
         assert messages == []
         for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
-
-
-def test_a_measured_entropy_has_no_gradient(model_path, monkeypatch):
-    monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
-    needed, backward = [], chunked_head.ChunkedLogprobs.backward
-
-    def noting(ctx, by_logprob, by_entropy):
-        needed.append((by_logprob is not None, by_entropy is not None))
-        return backward(ctx, by_logprob, by_entropy)
-
-    class Measuring(EntropyLoss):
-        def __call__(self, logprobs, columns):
-            return -(columns["weight"] * logprobs).sum(), {"entropy": columns["entropy"].sum()}
-
-    monkeypatch.setattr(chunked_head.ChunkedLogprobs, "backward", staticmethod(noting))
-    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-3))
-    assert engine.step(make_batch(), Measuring()).metrics["entropy"] > 0
-    engine.step(make_batch(), EntropyLoss())
-    assert needed == [(True, False), (True, True)]
 
 
 class Largest(TorchDispatchMode):

@@ -42,7 +42,6 @@ CALLS = [[(ROWS, 1)], [(ROWS[:7], 1)], [(ROWS[:3], 1)], [(ROWS[:1], 1)], [(ROWS[
 
 
 def drawn(name, shape):
-    """Draw a weight by its name, the same in every process."""
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.ones(shape) if "norm" in name else torch.randn(shape, generator=draw) * 0.06
 
@@ -76,7 +75,6 @@ def gradients(mine):
 
 
 def trained(mine, folder):
-    """Two steps; then the weights, the log-probs, what the rank holds, and its version."""
     for texts in (TEXTS, TEXTS[:3]):
         mine.call("train_step", NeedParallel(texts, pad=True))
         mine.call("optimizer_step")
@@ -98,7 +96,6 @@ def learned_from(mine, type):
 
 
 def sequences(rank, ports, long_models):
-    """Learn with ranks that share sequences."""
     results = {}
     for layout, sizes in SEQUENCE_LAYOUTS.items():
         for kind, module in long_models.items():
@@ -137,7 +134,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(model, saved):
-    """The results of each rank."""
     modules = {}
     for kind in KINDS:
         with empty_weights():
@@ -195,11 +191,8 @@ def test_a_gradient_is_weighted_by_its_rows(share, sizes, mean, total):
 
 
 # -- sequences --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def unsplit(model):
-    """Loss and gradient in one process."""
     plain = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = torch.tensor(LONG)
     logits = plain(input_ids=rows[:, :-1]).logits
@@ -227,8 +220,6 @@ def test_divided_sequences_have_the_loss_and_gradient_of_whole(ranks, unsplit, l
 
 
 # -- a language model -------------------------------------------------------------------------------------------------
-
-
 def language_modules(model):
     """One with a vocabulary that two cannot share, so that each has all of it; and one with a vocabulary they can."""
     return {"odd": OneByOne.from_pretrained(model), "even": Drawn.from_pretrained(model, vocab_size=260)}
@@ -288,8 +279,6 @@ def test_each_rank_holds_its_part_of_weights_and_optimizer(ranks, expected, layo
 
 
 class OneByOne(Policy):
-    """A policy whose loss is the mean over rows, not over their tokens."""
-
     def train_step(self, rows, grad_acc_steps=1):
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, padding_value=-100)
         logits = self(input_ids=padded.clamp(min=0)).logits
@@ -302,7 +291,5 @@ class OneByOne(Policy):
 
 
 class Drawn(OneByOne):
-    """A policy whose weights are drawn."""
-
     def materialization_source(self):
         return drawn

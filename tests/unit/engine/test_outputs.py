@@ -40,7 +40,6 @@ def test_measured_entropy_changes_no_gradient():
 
 
 def many():
-    """Return three ids for each token, one of them twice, and weights for their log-probs."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (TOKENS, 3), generator=generator)
     ids[:, 2] = ids[:, 0]
@@ -48,7 +47,6 @@ def many():
 
 
 def formulas(logits, ids, temperature, known_ids=None):
-    """Return log-probs and entropies by the plain formulas."""
     table = torch.log_softmax(logits[:, :known_ids] / temperature, dim=-1)
     logprobs = table.gather(1, ids.view(TOKENS, -1)).view(ids.shape)
     return logprobs, -(table.exp() * table).sum(dim=-1)
@@ -80,7 +78,6 @@ def test_values_and_gradients_match_the_formulas(temperature, chunk, several, mo
 
 
 def outcome(logits, temperature, trains):
-    """Return log-probs, entropies and a gradient, where one logit is minus infinity."""
     _, targets, weights = problem()
     with torch.no_grad():
         logits[2, (int(targets[2]) + 1) % VOCAB] = -torch.inf

@@ -10,7 +10,6 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, Train
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.ranks import Ranks
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.training.redivide import merge_states, place
 from tests.support.fsdp2_toys import step
 from tests.support.processes import run
@@ -30,15 +29,7 @@ ON_FOUR = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    """A model with a vocabulary of 259, which no two ranks can share equally."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=1, max_positions=64)
-
-
 class Rank:
-    """One rank of an engine in a layout."""
-
     def __init__(self, rank, world_size, port, path, sizes):
         settings = TrainSettings(parallel=sizes, max_tokens_per_microbatch=20)
         self.rank, rendezvous = rank, Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240)
@@ -60,7 +51,6 @@ class Rank:
 
 
 def write(rank, world_size, port, path, ways, folder):
-    """Two steps in each layout, and then the rank's state."""
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     for name, sizes in ways.items():
         one = Rank(rank, world_size, port, path, sizes)
@@ -72,7 +62,6 @@ def write(rank, world_size, port, path, ways, folder):
 
 
 def read(rank, world_size, port, path, ways, folders):
-    """Resume each folder in each layout."""
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     results = [
         Rank(rank, world_size, port, path, sizes).resume(folder) for sizes in ways.values() for folder in folders
@@ -128,20 +117,17 @@ def test_four_continue_from_two_and_two_from_four(model_path, of_two, undisturbe
 
 
 # -- parts, without an engine -----------------------------------------------------------------------------------------
-
-
 WHOLE = torch.arange(1.0, 11.0).reshape(5, 2)
 ALL_ROWS = slice(0, 5)
 
 
 def state_of(whole, rows, moments=True):
-    """The state of a rank that has these rows."""
     part = whole[rows].clone()
-    optimizer = {"w": {"step": torch.tensor(3.0), "exp_avg": part + 100}} if moments else None
+    kinds = {"step": torch.tensor(3.0), "exp_avg": part + 100, "exp_avg_scale": part[:, :1] / 10}
     return {
         "places": {"w": place(whole.shape, (rows, slice(0, whole.shape[1])))},
         "model": {"w": part, "buffer": torch.tensor([float(whole[0, 0])])},
-        "optimizer": optimizer,
+        "optimizer": {"w": kinds} if moments else None,
     }
 
 
@@ -160,6 +146,7 @@ def test_each_rank_gets_its_rows_and_their_moments(before, after):
         merge_states(own, iter([*states, *states]))  # the second ones are copies
         assert torch.equal(own["model"]["w"], WHOLE[rows])
         assert torch.equal(own["optimizer"]["w"]["exp_avg"], WHOLE[rows] + 100)
+        assert torch.equal(own["optimizer"]["w"]["exp_avg_scale"], WHOLE[rows, :1] / 10)
         assert own["optimizer"]["w"]["step"] == 3.0
         assert own["model"]["buffer"] == 1.0
 

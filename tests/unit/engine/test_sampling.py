@@ -61,18 +61,6 @@ def test_impossible_token_of_many_is_never_drawn():
         assert probabilities.gather(1, tokens[:, None]).min() > 0
 
 
-def test_cut_draws_keep_the_shares_of_the_others():
-    logits = torch.tensor([2.0, 0.0, 1.0, -3.0, 0.5]).expand(20000, 5)
-    draws = torch.from_numpy(uniforms((1,), 2, 3, 20000))
-    tokens, logprobs = choose(logits, SamplingParams(top_k=3, logprobs="sampled"), draws)
-    expected = torch.softmax(torch.tensor([2.0, -torch.inf, 1.0, -torch.inf, 0.5]), dim=-1)
-    assert torch.allclose(torch.bincount(tokens, minlength=5) / 20000, expected, atol=0.012)
-    assert torch.allclose(logprobs.exp().float(), expected[tokens])
-    same, policy = choose(logits, SamplingParams(top_k=3), draws)
-    assert torch.equal(same, tokens)
-    assert torch.allclose(policy.exp().float(), torch.softmax(logits[0], dim=-1)[tokens])
-
-
 LOGITS = st.lists(st.integers(-6, 6).map(float), min_size=1, max_size=9)
 
 
@@ -128,13 +116,11 @@ def test_uniforms_depend_on_seed_prompt_and_sample():
 
 
 # -- the end of a request, and its text: over the byte tokenizer, where a character can be several tokens --------------
-
 EOS = 258
 RULES = FinishRules(make_byte_tokenizer(), (EOS,))
 
 
 def run(tokens, **changes):
-    """Record tokens until the request ends; returns their number, the reason of the end, and the completion."""
     running = RunningRequest(Request.fresh(0, 0, [1]), SamplingParams(**{"max_new_tokens": 50, **changes}), (0,))
     for count, token in enumerate(tokens, 1):
         running.tokens.append(token)

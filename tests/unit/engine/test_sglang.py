@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.spec import load_causal_lm
@@ -30,9 +29,8 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_
 from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from tests.support import sglang_stand_in
+from tests.support.commands import is_alive
 from tests.support.rollout_cases import drain, snapshot
 from tests.support.served import until
 
@@ -51,7 +49,6 @@ def served(model_path):
 
 @pytest.fixture
 def connect(served, model_path):
-    """Makes engines over the server, which are closed at the end."""
     with ExitStack() as stack:
 
         def make(memory=None, backend=None, **settings):
@@ -143,33 +140,6 @@ def test_slow_generation_is_aborted(served, connect):
     assert "/abort_request" in served[0].said
 
 
-@pytest.mark.feature(104)
-def test_refused_weights_are_an_error_with_the_message(engine, served, model_path, monkeypatch):
-    engine.receive(snapshot(model_path, 0))
-    answer = {"success": False, "message": "no room for this model"}
-    monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
-    with pytest.raises(WeightSyncError, match="did not load the weights: .*no room for this model"):
-        engine.receive(snapshot(model_path, 1, scale=1.02))
-    assert engine.version == -1
-
-
-@pytest.mark.feature(105)
-@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
-def test_weights_received_in_buckets_are_served(bucket_bytes, engine, served, model_path):
-    wire = PullTransport(SyncSettings(bucket_bytes=bucket_bytes))
-    trainer = Fsdp2TrainEngine(model_path, None)
-    ticket = wire.offer(trainer)
-    stamp = wire.send(ticket, trainer)
-    received = wire.receive(ticket)
-    engine.receive(received)
-    assert (received.stamp, engine.version) == (stamp, 0)
-    parameters = dict(served[0].model.named_parameters())
-    assert all(torch.equal(parameters[name], tensor) for name, tensor in trainer.named_weights())
-    del received
-    wire.close()
-    trainer.close()
-
-
 def test_server_is_offloaded_with_the_engine(engine, served, model_path):
     engine.receive(snapshot(model_path, 0))
     engine.cpu()
@@ -204,14 +174,6 @@ def test_memory_is_accounted_for_and_excess_refused(connect, model_path, ranks, 
     assert memory.total() == 0
 
 
-def alive(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 LAUNCH = """
 import json, os, sys, threading
 from tests.support import sglang_stand_in
@@ -225,7 +187,6 @@ threading.Event().wait()
 
 @pytest.fixture
 def launchable(tmp_path, monkeypatch):
-    """A package ``sglang`` whose ``launch_server`` is the stand-in, in an empty folder."""
     (tmp_path / "packages/sglang").mkdir(parents=True)
     (tmp_path / "packages/sglang/__init__.py").touch()
     (tmp_path / "packages/sglang/launch_server.py").write_text(LAUNCH)
@@ -247,7 +208,7 @@ def test_server_is_started_and_ended_without_a_url(launchable, model_path):
     engine.receive(snapshot(model_path, 0))
     assert engine.generate(prompts(), SamplingParams(max_new_tokens=3), (0,))["version"].tolist() == [0, 0, 0]
     engine.close()
-    until(lambda: not alive(flags["pid"]))
+    until(lambda: not is_alive(flags["pid"]))
     assert not list(launchable.glob("weights-*"))
 
 
@@ -293,7 +254,7 @@ def test_server_process_ends_with_its_owner(end, tmp_path):
         cwd=Path(__file__).parents[3],
     )
     pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert all(alive(pid) for pid in pids)
+    assert all(is_alive(pid) for pid in pids)
     if end == "closed":
         owner.communicate(b"\n", timeout=60)
         assert owner.returncode == 0
@@ -301,7 +262,7 @@ def test_server_process_ends_with_its_owner(end, tmp_path):
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=60)
         until(lambda: not folder.exists())
-    until(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_refusal_of_the_server_is_in_the_error(served):
@@ -370,15 +331,8 @@ def test_started_server_sees_the_devices_of_its_engine(model_path, monkeypatch):
 
 
 # -- weights that are read back after a sync --------------------------------------------------------------------------
-
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def llama(tokenizer, **changes):
@@ -395,7 +349,6 @@ MODELS = {
 
 @pytest.fixture
 def served_model(request, tmp_path):
-    """A model in a folder, the server that stands in, and an engine over it."""
     torch.manual_seed(0)
     tokenizer = make_byte_tokenizer()
     path = write_atomically(tmp_path / "T", MODELS[request.param](tokenizer), tokenizer)

@@ -30,15 +30,6 @@ def full_scheduler(rows, requests):
     return scheduler
 
 
-def test_free_row_is_taken_in_order():
-    scheduler = full_scheduler(3, 5)
-    assert scheduler.admit() == []
-    assert scheduler.remove({1}) == scheduler.active == [0, 2]
-    assert scheduler.waiting[0] == 3
-    assert scheduler.admit() == [3]
-    assert scheduler.active == [0, 2, 3]
-
-
 def test_many_free_rows_are_taken_together():
     scheduler = full_scheduler(4 * ADMIT_SHARE, 4 * ADMIT_SHARE + 5)
     scheduler.remove({0, 1, 2})
@@ -71,19 +62,7 @@ def test_groups_stay_in_the_order_of_age():
         assert all(min(newer) >= max(older) - 2 * ROW_GROUP for older, newer in pairwise(groups))
 
 
-def test_requeued_requests_come_before_waiting_ones():
-    scheduler = full_scheduler(2, 4)
-    scheduler.remove({0})
-    scheduler.admit()
-    scheduler.requeue()
-    assert (scheduler.active, list(scheduler.waiting)) == ([], [1, 2, 3])
-    scheduler.rows = 1
-    assert scheduler.admit() == [1]
-
-
 class Cache:
-    """Rows that have the number of their request."""
-
     def __init__(self):
         self.rows = []
 
@@ -116,7 +95,6 @@ def test_cache_holds_the_active_requests_and_loses_none(rows, steps):
 
 
 # -- the key-value cache of slots, against lists of the stored entries ------------------------------------------------
-
 LAYERS, ROWS, HEADS, LENGTH, DIM = 2, 4, 3, 9, 2
 
 
@@ -201,7 +179,6 @@ def test_cache_is_accounted_for_and_read_without_copies():
 
 
 # -- steps as CUDA graphs: they are recorded, here run as they are, and on a GPU replayed -----------------------------
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]
 
 
@@ -271,11 +248,7 @@ def model_path(tmp_path_factory):
 
 
 # -- an engine that begins the next step before it has the tokens of one -----------------------------------------------
-
-
 class Counted:
-    """An engine whose decoder counts its steps and the sequences of each."""
-
     def __init__(self, model_path, ahead, rows=4, forward="fused", device="cpu"):
         settings = RolloutSettings(device, max_batch=rows, backend={"forward": forward})
         self.engine = TorchRolloutEngine(model_path, settings)

@@ -42,15 +42,12 @@ def make(model, memory=None, **settings):
 
 
 def assert_logprobs(model, out, tolerance, temperature=1.0):
-    """Compare the log-probs of sampled tokens with the model's own."""
     columns = (out.ragged(name) for name in ("tokens", "logprobs", "action_mask"))
     for tokens, values, mask in zip(*columns, strict=True):
         assert np.abs(logprobs(model, tokens, temperature) - values[1:])[mask[1:]].max() < tolerance
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
 QUICK = ("llama, llama3 rope", "mistral, wide heads", "qwen2", "qwen3, tied", "qwen2, sliding", "gemma2", "gpt2")
 
 
@@ -145,7 +142,6 @@ def test_bfloat16_is_near_float32(model_path, backend, device):
 
 
 def attention(queries, keys, values):
-    """Return the attention of one row by the formula, in float64."""
     return torch.softmax(queries.double() @ keys.double().mT / keys.shape[-1] ** 0.5, dim=-1) @ values.double()
 
 
@@ -184,11 +180,7 @@ def test_rows_of_any_length_attend_to_their_own_past(model_path, apart):
 
 
 # -- continuous batching ----------------------------------------------------------------------------------------------
-
-
 class Watched:
-    """A decoder that records its calls."""
-
     def __init__(self, engine):
         self._decoder, self.read, self.rows = engine._decoder, [], []
         engine._batch._decoder = self
@@ -250,13 +242,6 @@ def test_prompts_are_read_within_the_token_budget(model_path, budget):
     assert completions(out) == completions(make(model_path).generate(prompts(), sampling(temperature=0.0), (0,)))
 
 
-def test_waiting_requests_have_no_random_numbers(model_path):
-    engine = make(model_path, max_batch=2)
-    engine.add([Request.fresh(number, 0, [5, 6, 7]) for number in range(9)], sampling(ignore_eos=True), (1,))
-    engine.advance()
-    assert [number for number, running in engine._requests.by_number.items() if "uniform" in vars(running)] == [0, 1]
-
-
 @each_backend
 def test_longer_request_may_come_while_others_run(model_path, backend):
     engine = make(model_path, backend=backend)
@@ -272,8 +257,6 @@ def test_longer_request_may_come_while_others_run(model_path, backend):
 
 
 # -- errors in the middle ---------------------------------------------------------------------------------------------
-
-
 @each_backend
 def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
     engine = make(model_path, backend=backend)
@@ -300,8 +283,6 @@ def test_nan_weights_are_an_error_until_whole_ones_come(model_path, backend):
 
 
 class Interrupted(WeightSnapshot):
-    """Fails when the third tensor is read."""
-
     def tensor(self, name, device="cpu"):
         if name == list(self.buffers)[2]:
             raise MemoryError("no more room")
@@ -322,8 +303,6 @@ def test_weights_written_in_part_are_not_served(model_path):
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(20)
 @each_backend
 def test_meta_leaves_no_weight_tensor(model_path, backend):
@@ -432,19 +411,3 @@ def test_missing_memory_names_its_holders(model_path):
     with pytest.raises(OutOfDeviceMemory, match=f"bytes of kv_cache .*rollout engine: {weights:,} of weights"):
         engine.generate(prompts(), sampling(), (0,))
     assert engine.running == 0
-
-
-def test_missing_memory_of_a_step_names_its_holders(model_path):
-    engine = make(model_path)
-    weights, step = engine.footprint()["weights"], engine._decoder.step
-    expected = completions(engine.generate(prompts(), sampling(), (0,)))
-
-    def full(tokens):
-        raise torch.OutOfMemoryError("no room for the scores")
-
-    engine._decoder.step = full
-    message = f"ran out of memory while computing on cpu.*rollout engine: {weights:,} of weights \\+ .* of kv_cache"
-    with pytest.raises(OutOfDeviceMemory, match=message):
-        engine.generate(prompts(), sampling(), (0,))
-    engine._decoder.step = step
-    assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
