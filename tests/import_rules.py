@@ -47,9 +47,7 @@ HOMES = {
     "mlflow": "recipe",
 }
 
-GUESTS = {
-    ("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would",
-}
+GUESTS = {("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would"}
 """Files that import a dependency away from its home, and why."""
 
 DOORS = {("master/main.py", "cli"): "the command line under the name that guides use"}

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_rules import (
-    HOMES,
-    LAYER_OF,
-    ROOT,
-    faults,
-    faults_of_tree,
-    folder_cycle,
-    imports_of,
-)
+from tests.import_rules import HOMES, LAYER_OF, ROOT, faults, faults_of_tree, folder_cycle, imports_of
 from tests.wait_rules import wait_faults, wait_faults_of_tree
 
 REPOSITORY = Path(__file__).parent.parent

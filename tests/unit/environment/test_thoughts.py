@@ -4,7 +4,6 @@
 import asyncio
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -182,12 +181,13 @@ def test_user_functions_get_thoughts_unless_decorated(function, rewards):
 
 def test_game_gets_the_move_behind_thoughts():
     moves = []
-    world = SimpleNamespace(
-        reset=lambda seed: ("go", {}), step=lambda move: (moves.append(move) or "on", 0.0, False, False, {})
-    )
+
+    class World:
+        reset = staticmethod(lambda seed: ("go", {}))
+        step = staticmethod(lambda move: (moves.append(move) or "on", 0.0, False, False, {}))
 
     async def play():
-        pool, info = GymEnvironment(lambda: world, 1), {}
+        pool, info = GymEnvironment(World, 1), {}
         state = await pool.reset(info)
         await pool.step(state, "<think>left?</think>right", info)
         await pool.step(f"{state}<think>\n", "left?", info)
