@@ -2,12 +2,12 @@
 """Rows of data files: examples, prompts, pairs."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_conversation import HIDING
+from test_conversation import HIDING, decode, text
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import (
@@ -63,16 +63,12 @@ def test_sft_rows_may_be_trls(row, read):
     assert normalize_sft(row) == read
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ({"prompt": "A", "response": "B\ud83d"}, "'response' has a lone surrogate at character 2"),
-        ({"messages": USER, "answer": "\udc00"}, "messages[1]: 'content' has a lone surrogate at character 1"),
-    ],
-)
-def test_sft_row_with_half_a_character_is_named(row, fault, tmp_path):
-    path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B"}, row])
-    assert [str(error) for error in SFT_ROWS.scan(path)[1]] == [f"{path}:2: {fault}"]
+def test_sft_row_with_half_a_character_is_named(tmp_path):
+    rows = [{"prompt": "A", "response": "B\ud83d"}, {"messages": USER, "answer": "\udc00"}]
+    path = write(tmp_path / "sft.jsonl", rows)
+    faults = ("1: 'response' has a lone surrogate at character 2", "2: messages[1]: 'content' has a lone surrogate")
+    for error, fault in zip(SFT_ROWS.scan(path)[1], faults, strict=True):
+        assert str(error).startswith(f"{path}:{fault}")
 
 
 def test_sft_prompt_is_the_text_before_the_first_answer(tokenizer):
@@ -102,10 +98,7 @@ def test_sft_rows_too_long_can_be_refused(tokenizer, tmp_path):
     path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
     with pytest.raises(DataError) as caught:
         encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=5, over_long="refuse"))
-    assert [str(problem) for problem in caught.value.errors] == [
-        f"{path}:2: 11 tokens, 5 at most",
-        f"{path}:4: 12 tokens, 5 at most",
-    ]
+    assert [*map(str, caught.value.errors)] == [f"{path}:{row}: {n} tokens, 5 at most" for row, n in ((2, 11), (4, 12))]
 
 
 @pytest.mark.feature(77)
@@ -129,18 +122,7 @@ def test_sft_rows_may_have_any_layout(tokenizer, row):
 
 @pytest.mark.feature(77)
 def test_sft_samples_may_be_objects(tokenizer):
-    class Sample:
-        def __init__(self):
-            self.prompt, self.answer = USER, 4
-
-    class Samples:
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            return Sample()
-
-    rows = collect_sft(Samples())
+    rows = collect_sft([SimpleNamespace(prompt=USER, answer=4)] * 2)
     assert rows[0]["messages"] == ANSWERED
     assert len(encode_sft(rows, tokenizer)[0]) == 2
     with pytest.raises(DataError, match="samples:1: no assistant turn to train"):
@@ -150,6 +132,10 @@ def test_sft_samples_may_be_objects(tokenizer):
 CALL = {"function": {"name": "f", "arguments": {}}}
 
 
+def calling(call):
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
 def test_prompt_rows_of_texts_and_messages(tmp_path):
     path = write(
         tmp_path / "p.jsonl",
@@ -157,15 +143,10 @@ def test_prompt_rows_of_texts_and_messages(tmp_path):
             {"prompt": "1+1=", "answer": 2},
             {"messages": USER, "answer": "2", "extra_info": {"idx": 7}},
             {"prompt": "x", "extra_info": {"answer": 0.5}},
-            {"prompt": USER, "answer": None},
         ],
     )
-    assert load_prompts(path) == [
-        PromptRow("1+1=", "2", {}),
-        PromptRow(USER, "2", {"idx": 7}),
-        PromptRow("x", "0.5", {"answer": 0.5}),
-        PromptRow(USER, None, {}),
-    ]
+    rows = [("1+1=", "2", {}), (USER, "2", {"idx": 7}), ("x", "0.5", {"answer": 0.5})]
+    assert load_prompts(path) == [PromptRow(*row) for row in rows]
     assert PROMPT_ROWS.scan(path)[1] == []
 
 
@@ -178,21 +159,14 @@ def test_prompt_rows_of_texts_and_messages(tmp_path):
         ({"prompt": 3}, "'prompt' must be text and not empty, or a list of messages"),
         ({"prompt": "a", "answer": 1, "extra_info": {"answer": 2}}, "'answer' and 'extra_info.answer' differ"),
         ({"prompt": "a", "extra_info": []}, "'extra_info' must be an object"),
-        ({"messages": []}, "'messages' must be a list of messages with at least one"),
         ({"messages": ["hi"]}, "messages[0]: must be an object with 'role' and 'content', not str"),
         ({"messages": [{"role": "usr", "content": ""}]}, "messages[0]: unknown role 'usr'; did you mean 'user'?"),
         ({"messages": [{"role": 1, "content": ""}]}, "messages[0]: 'role' must be text"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]: 'content' must be text"),
         ({"messages": [*USER, {**USER[0], "contnt": 1}]}, "messages[1]: unknown key 'contnt'; did you mean 'content'?"),
         ({"prompt": "ab\ud83d"}, "'prompt' has a lone surrogate at character 3"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "\udc00"}]}]},
-            "messages[0]: a text in 'tool_calls' has a lone surrogate at character 1",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-            'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}',
-        ),
+        (calling({**CALL, "id": "\udc00"}), "messages[0]: a text in 'tool_calls' has a lone surrogate at character 1"),
+        (calling({}), 'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}'),
     ],
 )
 def test_prompt_row_with_a_fault_is_refused(tmp_path, row, fault):
@@ -248,7 +222,7 @@ def test_empty_prompts_have_seeds():
         empty_prompts(0)
 
 
-ASK = [{"role": "user", "content": "Q"}]
+ASK, OTHER = ([{"role": "user", "content": text}] for text in "QR")
 
 
 def answer(text):
@@ -265,13 +239,7 @@ def encode_rows(tokenizer, *rows, **options):
 def shown(tokenizer, batch):
     """The prompt and the trained text of each sequence."""
     pairs = zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True)
-    return [
-        tuple(
-            tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for part in (tokens[~mask], tokens[mask])
-        )
-        for tokens, mask in pairs
-    ]
+    return [(decode(tokenizer, tokens[~mask]), decode(tokenizer, tokens[mask])) for tokens, mask in pairs]
 
 
 @pytest.mark.feature(72)
@@ -319,7 +287,7 @@ def test_pairs_for_a_reward_model_train_the_last_token(tokenizer):
 def test_pair_prompt_is_the_shared_question():
     asks = {str(pair_prompt(normalize_pair(row))) for row in LAYOUTS}
     assert asks == {str(ASK)}
-    later = [*ASK, answer("so"), {"role": "user", "content": "R"}]
+    later = [*ASK, answer("so"), *OTHER]
     assert pair_prompt({"chosen": [*later, answer("yes")], "rejected": [*later, answer("no")]}) == ASK
     assert pair_prompt({"prompt": "Q", "chosen": "yes", "rejected": "no"}) == "Q"
     greeted = [answer("Hello"), *ASK]
@@ -331,10 +299,8 @@ def test_pairs_rewritten_by_a_template_are_refused(make_tokenizer):
     tokenizer = make_tokenizer(HIDING)
     thought = answer("<think>t</think>B")
     good, _ = encode_rows(tokenizer, {"chosen": [*ASK, thought], "rejected": [*ASK, answer("<think>u</think>C")]})
-    assert [trained for _, trained in shown(tokenizer, good)] == [
-        "<think>t</think>B<|im_end|>",
-        "<think>u</think>C<|im_end|>",
-    ]
+    texts = ("<think>t</think>B", "<think>u</think>C")
+    assert [trained for _, trained in shown(tokenizer, good)] == [f"{text}<|im_end|>" for text in texts]
     with pytest.raises(DataError, match="pairs:1: the chat template changes an answer"):
         encode_rows(tokenizer, {"messages": ASK, "chosen": [thought, *ASK, thought], "rejected": "C"})
 
@@ -380,20 +346,11 @@ def test_pairs_all_with_equal_answers_are_refused(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, "'rejected' must be text"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' is text, but there is neither 'prompt' nor 'messages'"),
         ({"messages": ASK, "chosen": ASK, "rejected": "b"}, "'chosen' must end with the assistant's answer"),
-        ({"messages": ASK, "chosen": [], "rejected": "b"}, "'chosen' must be a list of messages with at least one"),
-        ({"messages": [{"role": "usr", "content": ""}], "chosen": "a", "rejected": "b"}, "did you mean 'user'"),
         ({"chosen": [answer("a")], "rejected": [answer("b")]}, "do not begin with the same messages"),
-        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' must be text or a list of messages"),
         ({"messages": [*ASK, answer("a")], "chosen": "a", "rejected": "b"}, "and 'chosen' begins with another"),
-        (
-            {"messages": [{"role": "user", "content": "R"}], **WHOLE},
-            "'chosen' neither begins with 'messages' nor continues them with an answer",
-        ),
+        ({"messages": OTHER, **WHOLE}, "'chosen' neither begins with 'messages' nor continues them with an answer"),
         ({"prompt": "R", **WHOLE}, "'prompt' is not a user's text in the shared part"),
-        (
-            {"prompt": ASK, "messages": [{"role": "user", "content": "R"}], "chosen": "a", "rejected": "b"},
-            "'prompt' and 'messages' are different conversations: leave one of them out",
-        ),
+        ({"prompt": ASK, "messages": OTHER, "chosen": "a", "rejected": "b"}, "and 'messages' are different conversati"),
     ],
 )
 def test_pair_row_with_a_fault_is_refused(tmp_path, row, fault):
@@ -403,9 +360,6 @@ def test_pair_row_with_a_fault_is_refused(tmp_path, row, fault):
     assert fault in problem.what
     with pytest.raises(DataError):
         PAIR_ROWS.read(tmp_path / "p.jsonl")
-
-
-text = st.text(alphabet=st.sampled_from("aä漢🙂 \n<|assistant"), max_size=8)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
@@ -419,6 +373,5 @@ def test_pairs_begin_with_the_tokens_of_inference(make_tokenizer, question, chos
     prompt = encode_prompt(tokenizer, messages)
     for tokens, mask in zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
         assert tokens[: len(prompt)].tolist() == prompt
-        assert not mask[: len(prompt)].any()
-        assert mask[len(prompt) :].all()
+        assert mask.tolist() == [False] * len(prompt) + [True] * (len(mask) - len(prompt))
     assert [trained for _, trained in shown(tokenizer, batch)] == [f"{chosen}<|im_end|>", f"{rejected}<|im_end|>"]
