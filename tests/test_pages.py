@@ -103,16 +103,10 @@ def test_page_with_an_old_part_is_outdated(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "<!-- fields: a.B -->",
-        "<!-- own fields: a.B -->",
-        "<!-- keys: a.B -->",
-        "<!-- generated: keys a.B -->",
-        "<!-- /generated -->",
-        "```{literalinclude} a.py",
-        "````{include} a.md",
-        "(a-target)=",
+        "<!-- fields: a.B -->", "<!-- own fields: a.B -->", "<!-- keys: a.B -->", "<!-- generated: keys a.B -->",
+        "<!-- /generated -->", "```{literalinclude} a.py", "````{include} a.md", "(a-target)=",
     ],
-)
+)  # fmt: skip
 def test_line_for_sphinx_alone_is_seen(line):
     text = f"# Title\n{line}\nText.\n<!-- generated: code a.py -->\n```{{include}} b\n<!-- /generated -->\n"
     assert UNSHOWN.findall(remove_generated(text)) == [line]

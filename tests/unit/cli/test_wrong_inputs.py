@@ -188,10 +188,8 @@ def test_check_usable_input_passes_with_a_note(check, recipe, overrides, expecte
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ("config:\n", "config:\n\t", "tab"),
         ("train: good", "train: ${HOME}/good", "${oc.env:HOME}"),
         ("train: good", "train: $HOME/good", "${oc.env:HOME}"),
-        ("  rollout:", "  rolout:", "the job has 'rolout'; did you mean 'rollout'?"),
     ],
 )
 def test_check_wrong_file_is_named(check, before, after, expected):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of data files: examples, prompts, pairs."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,14 +23,10 @@ from dlrover.python.rl.data.conversation import (
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs, normalize_pair, pair_prompt
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.source import SourceRows
+from tests.support.run_files import write_rows
 
 USER = [{"role": "user", "content": "2+2?"}]
 ANSWERED = [*USER, {"role": "assistant", "content": "4"}]
-
-
-def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
 
 
 def masks(batch):
@@ -40,7 +35,7 @@ def masks(batch):
 
 def test_sft_file_becomes_one_batch(tokenizer, tmp_path):
     rows = [{"prompt": "A", "response": "BC"}, {"prompt": "long" * 5, "response": "x"}, {"prompt": "D", "response": ""}]
-    path = write(tmp_path / "sft.jsonl", rows)
+    path = write_rows(tmp_path / "sft.jsonl", rows)
     batch, counts = encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=8))
     assert (len(batch), counts) == (2, Counts(rows=3, cut=0, dropped=1))
     assert batch.ragged("tokens").values.dtype == np.int64
@@ -65,7 +60,7 @@ def test_sft_rows_may_be_trls(row, read):
 
 def test_sft_row_with_half_a_character_is_named(tmp_path):
     rows = [{"prompt": "A", "response": "B\ud83d"}, {"messages": USER, "answer": "\udc00"}]
-    path = write(tmp_path / "sft.jsonl", rows)
+    path = write_rows(tmp_path / "sft.jsonl", rows)
     faults = ("1: 'response' has a lone surrogate at character 2", "2: messages[1]: 'content' has a lone surrogate")
     for error, fault in zip(SFT_ROWS.scan(path)[1], faults, strict=True):
         assert str(error).startswith(f"{path}:{fault}")
@@ -86,7 +81,7 @@ def test_sft_prompt_is_the_text_before_the_first_answer(tokenizer):
 )
 def test_sft_rows_too_long_are_cut_or_dropped(tokenizer, tmp_path, over_long, sequences, counts):
     rows = [{"prompt": "A", "response": text} for text in ("", "BCDE", "BCDEF")] + [{"prompt": "A" * 5, "response": ""}]
-    path = write(tmp_path / "sft.jsonl", rows)
+    path = write_rows(tmp_path / "sft.jsonl", rows)
     batch, counted = encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=5, over_long=over_long))
     assert batch.ragged("tokens").lengths.tolist() == sequences
     assert counted == counts
@@ -95,7 +90,7 @@ def test_sft_rows_too_long_are_cut_or_dropped(tokenizer, tmp_path, over_long, se
 
 @pytest.mark.feature(64)
 def test_sft_rows_too_long_can_be_refused(tokenizer, tmp_path):
-    path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
+    path = write_rows(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
     with pytest.raises(DataError) as caught:
         encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=5, over_long="refuse"))
     assert [*map(str, caught.value.errors)] == [f"{path}:{row}: {n} tokens, 5 at most" for row, n in ((2, 11), (4, 12))]
@@ -137,14 +132,12 @@ def calling(call):
 
 
 def test_prompt_rows_of_texts_and_messages(tmp_path):
-    path = write(
-        tmp_path / "p.jsonl",
-        [
-            {"prompt": "1+1=", "answer": 2},
-            {"messages": USER, "answer": "2", "extra_info": {"idx": 7}},
-            {"prompt": "x", "extra_info": {"answer": 0.5}},
-        ],
-    )
+    given = [
+        {"prompt": "1+1=", "answer": 2},
+        {"messages": USER, "answer": "2", "extra_info": {"idx": 7}},
+        {"prompt": "x", "extra_info": {"answer": 0.5}},
+    ]
+    path = write_rows(tmp_path / "p.jsonl", given)
     rows = [("1+1=", "2", {}), (USER, "2", {"idx": 7}), ("x", "0.5", {"answer": 0.5})]
     assert load_prompts(path) == [PromptRow(*row) for row in rows]
     assert PROMPT_ROWS.scan(path)[1] == []
@@ -170,7 +163,7 @@ def test_prompt_rows_of_texts_and_messages(tmp_path):
     ],
 )
 def test_prompt_row_with_a_fault_is_refused(tmp_path, row, fault):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "fine"}, row])
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "fine"}, row])
     (problem,) = PROMPT_ROWS.scan(path)[1]
     assert (problem.where, problem.what) == (f"{path}:2", fault)
 
@@ -179,7 +172,7 @@ def test_prompt_messages_may_have_calls_of_tools(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     conversation = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answered = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
-    (row,) = load_prompts(write(tmp_path / "p.jsonl", [{"messages": [*conversation, answered]}]))
+    (row,) = load_prompts(write_rows(tmp_path / "p.jsonl", [{"messages": [*conversation, answered]}]))
     assert row.prompt == [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answered]
 
 
@@ -197,7 +190,7 @@ def test_prompt_messages_may_have_calls_of_tools(tmp_path):
     ],
 )
 def test_prompt_row_keeps_other_columns_unchanged(tmp_path, row, answer, extra_info):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "a", **row}])
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a", **row}])
     assert load_prompts(path) == [PromptRow("a", answer, extra_info)]
 
 
@@ -269,12 +262,9 @@ LAYOUTS = [
 @pytest.mark.feature(73)
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_pairs_of_every_layout_are_the_same(make_tokenizer, row, tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    rows = PAIR_ROWS.read(tmp_path / "p.jsonl")
+    rows = PAIR_ROWS.read(write_rows(tmp_path / "p.jsonl", [row]))
     tokenizer = make_tokenizer()
-    expected, _ = encode_rows(tokenizer, LAYOUTS[0])
     batch, _ = encode_pairs(rows, tokenizer)
-    assert shown(tokenizer, batch) == shown(tokenizer, expected)
     prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
     assert shown(tokenizer, batch) == [(prompt, "yes<|im_end|>"), (prompt, "no<|im_end|>")]
 
@@ -307,13 +297,8 @@ def test_pairs_rewritten_by_a_template_are_refused(make_tokenizer):
 
 @pytest.mark.feature(64)
 def test_pairs_too_long_are_cut_dropped_or_refused(tokenizer, tmp_path):
-    rows = [
-        {"prompt": "A", "chosen": "BCD", "rejected": "E"},
-        {"prompt": "A", "chosen": "BCDEF", "rejected": "BCDEG"},
-        {"prompt": "AAAAA", "chosen": "B", "rejected": "C"},
-        {"prompt": "A", "chosen": "B", "rejected": "B"},
-        {"prompt": "A", "chosen": "BCDEF", "rejected": "C"},
-    ]
+    texts = [("A", "BCD", "E"), ("A", "BCDEF", "BCDEG"), ("AAAAA", "B", "C"), ("A", "B", "B"), ("A", "BCDEF", "C")]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
     cut, counts = encode_rows(tokenizer, *rows, max_length=5)
     assert counts == Counts(rows=5, cut=1, dropped=3)
     assert cut.dense("row").tolist() == [0, 0, 4, 4]
@@ -330,12 +315,10 @@ def test_pairs_too_long_are_cut_dropped_or_refused(tokenizer, tmp_path):
 
 def test_pairs_all_with_equal_answers_are_refused(tmp_path):
     equal, pair = ({"prompt": "A", "chosen": "B", "rejected": side} for side in "BC")
-    source = tmp_path / "pairs.jsonl"
-    source.write_text(f"{json.dumps(equal)}\n" * 2)
+    source = write_rows(tmp_path / "pairs.jsonl", [equal, equal])
     (fault,) = PAIR_ROWS.scan(source)[1]
-    assert (fault.where, fault.what[:39]) == (str(source), "in every row 'chosen' equals 'rejected'")
-    source.write_text(f"{json.dumps(equal)}\n{json.dumps(pair)}\n")
-    assert PAIR_ROWS.scan(source)[1] == []
+    assert (fault.where, fault.what[:39]) == (source, "in every row 'chosen' equals 'rejected'")
+    assert PAIR_ROWS.scan(write_rows(tmp_path / "pairs.jsonl", [equal, pair]))[1] == []
 
 
 @pytest.mark.parametrize(
@@ -354,12 +337,11 @@ def test_pairs_all_with_equal_answers_are_refused(tmp_path):
     ],
 )
 def test_pair_row_with_a_fault_is_refused(tmp_path, row, fault):
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    problem, *_ = PAIR_ROWS.scan(tmp_path / "p.jsonl")[1]
-    assert problem.where == f"{tmp_path}/p.jsonl:1"
-    assert fault in problem.what
+    path = write_rows(tmp_path / "p.jsonl", [row])
+    problem, *_ = PAIR_ROWS.scan(path)[1]
+    assert problem.where == f"{path}:1" and fault in problem.what
     with pytest.raises(DataError):
-        PAIR_ROWS.read(tmp_path / "p.jsonl")
+        PAIR_ROWS.read(path)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)

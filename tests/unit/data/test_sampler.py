@@ -136,14 +136,6 @@ def test_partition_has_every_row_and_beats_longest_first(seed):
     assert max(loads) <= 1.005 * sum(lengths) / 8
 
 
-@pytest.mark.feature(57)
-def test_differencing_beats_greedy_by_hand():
-    lengths = [8, 7, 6, 5, 4]
-    assert sorted(sums(lengths, largest_differencing(lengths, 2))) == [14, 16]
-    assert sorted(sums(lengths, longest_first(lengths, 2))) == [13, 17]
-    assert sorted(sums(lengths, largest_differencing(lengths, 3))) == [8, 11, 11]
-
-
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_differencing_is_near_the_best_division(lengths, count):

@@ -61,23 +61,29 @@ def refuse():
     raise RuntimeError("out of stock")
 
 
-def start(load, *arguments):
-    child = ChildProcess(Owner, load, list(arguments), None, 1000)
-    return child, child.ready.result(timeout=60)
+@pytest.fixture
+def start():
+    """Starts a child, which ends with the test, and gives its first reply, too."""
+    started = []
 
+    def begin(load, *arguments):
+        started.append(ChildProcess(Owner, load, list(arguments), None, 1000))
+        return started[-1], started[-1].ready.result(timeout=60)
 
-def test_request_taken_slowly_does_not_block_the_caller():
-    child, _ = start(Slow)
-    try:
-        began_s = time.monotonic()
-        with pytest.raises(TimeoutError):
-            child.submit("call", bytes(8_000_000)).result(timeout=0.5)
-        assert time.monotonic() - began_s < 5.0
-    finally:
+    yield begin
+    for child in started:
         child.end()
 
 
-def test_request_to_an_ended_child_fails_with_the_reason():
+def test_request_taken_slowly_does_not_block_the_caller(start):
+    child, _ = start(Slow)
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        child.submit("call", bytes(8_000_000)).result(timeout=0.5)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_request_to_an_ended_child_fails_with_the_reason(start):
     child, _ = start(Waiting)
     child.end("it was late")
     assert child._connection.fileno() == -1
@@ -85,14 +91,13 @@ def test_request_to_an_ended_child_fails_with_the_reason():
         child.submit("call", b"too late").result(timeout=1.0)
 
 
-def test_child_failing_to_load_reports_the_error():
-    child, reply = start(refuse)
+def test_child_failing_to_load_reports_the_error(start):
+    _, reply = start(refuse)
     assert reply["error"] == "raised RuntimeError: out of stock"
     assert "in refuse" in reply["traceback"]
-    child.end()
 
 
-def test_group_claimed_by_a_child_is_not_killed():
+def test_group_claimed_by_a_child_is_not_killed(start):
     other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     try:
         child, _ = start(claim_pid, other.pid)
@@ -105,14 +110,11 @@ def test_group_claimed_by_a_child_is_not_killed():
         other.wait()
 
 
-def test_child_closing_its_connection_is_killed():
+def test_child_closing_its_connection_is_killed(start):
     child, _ = start(Disconnected)
-    try:
-        with pytest.raises(ChildEnded, match="it closed its connection"):
-            child.submit(*pack_call("any")).result(timeout=10.0)
-        assert child._process.wait(5.0)
-    finally:
-        child.end()
+    with pytest.raises(ChildEnded, match="it closed its connection"):
+        child.submit(*pack_call("any")).result(timeout=10.0)
+    assert child._process.wait(5.0)
 
 
 def test_child_ends_with_an_owner_in_a_cycle():
@@ -125,14 +127,11 @@ def test_child_ends_with_an_owner_in_a_cycle():
     process.wait(10.0)
 
 
-def test_orphans_of_a_child_end_with_its_shield():
+def test_orphans_of_a_child_end_with_its_shield(start):
     """Kill the shield: a worker of Ray that ends kills the processes it has started."""
     child, reply = start(leave_orphan)
-    try:
-        os.kill(child._process.pid, signal.SIGKILL)
-        wait_until_gone(reply["orphan"])
-    finally:
-        child.end()
+    os.kill(child._process.pid, signal.SIGKILL)
+    wait_until_gone(reply["orphan"])
 
 
 SCRIPT = user_environments.__file__

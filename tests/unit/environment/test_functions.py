@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_turns import run
 
 from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError
@@ -24,10 +25,6 @@ from tests.support import user_environments
 
 SCRIPT = Path(user_environments.__file__)
 MODULE = "tests.support.user_environments"
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
 @pytest.mark.feature(86)

@@ -38,12 +38,11 @@ def slowly(completion, answer, extra_info):
 FUNCTIONS = {"length": length, "soon": soon}
 
 
-@pytest.mark.parametrize("way", ["now", "score"])
-def test_rewards_are_the_weighted_sum_of_functions(way):
+def test_rewards_are_the_weighted_sum_of_functions():
     rewards = WeightedRewards(FUNCTIONS, {"length": 0.5, "soon": -2.0})
     sample = Completed("four", None, {"soon": 3})
-    reward = asyncio.run(rewards.score(sample)) if way == "score" else rewards.now([sample])[0]
-    assert reward == Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
+    expected = Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
+    assert [*rewards.now([sample]), asyncio.run(rewards.score(sample))] == [expected, expected]
 
 
 def test_rewards_run_functions_side_by_side():
@@ -244,27 +243,14 @@ def test_verifier_process_is_asked_once_for_a_batch():
         pool.close()
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with the next of ``replies``, text or a status; the last one is repeated."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies, self.requests = [r"Good. \boxed{8}"], []
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
 class Handler(BaseHTTPRequestHandler):
+    """Answers with the next of the server's ``replies``, text or a status; the last one is repeated."""
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        server.requests.append((self.path, dict(self.headers), body))
-        reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+        self.server.requests.append((self.path, dict(self.headers), body))
+        replies = self.server.replies
+        reply = replies.pop(0) if len(replies) > 1 else replies[0]
         status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
         choice = {"message": {"content": text}, "finish_reason": "length" if text.endswith("...") else "stop"}
         content = json.dumps({"choices": [choice]} if status == 200 else {"error": text})
@@ -279,7 +265,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with Server() as running:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.daemon_threads, running.url = True, f"http://127.0.0.1:{running.server_port}/v1"
+        running.replies, running.requests = [r"Good. \boxed{8}"], []
+        threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
         yield running
         running.shutdown()
 
