@@ -335,6 +335,7 @@ HEAVY = {"torch", "ray", "grpc", "transformers"}
         ("from dlrover.rl import BaseTrainer, BaseWorkload, RLRoleType, Replicate, Shard, trainer_invocation", HEAVY),
         ("import dlrover.python.rl.runtime.local, dlrover.python.rl.runtime.member.inspection", HEAVY),
         ("import dlrover.python.rl.cli.commands", HEAVY),
+        ("import numpy as n, dlrover.python.rl.data.state_tree as s; s.load(*s.dump([n.ones(3), b'x']))", {"torch"}),
         ("import dlrover.python.rl.master.client.supervisor", {"torch", "grpc", "transformers"}),
         ("import dlrover.python.rl.recipe.grpo, dlrover.python.rl.recipe.workloads", {"ray", "transformers", "sympy"}),
     ],

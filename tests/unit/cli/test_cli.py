@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run_here
+from tests.support.commands import run_here, run_python
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -240,10 +240,8 @@ def test_local_run_calling_ray_starts_no_cluster(tmp_path):
     (tmp_path / "guide.py").write_text(USES_RAY)
     text = GOOD.replace("module: tests.support.toy_jobs, class: Loop", "module: guide, class: Gets")
     write(text, tmp_path / "job.yaml")
-    command = [sys.executable, "-m", "dlrover.python.rl.master.main", "run", "--local", "job.yaml", "env.TOKEN=sesame"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, str(tmp_path)])}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    command = ("-m", "dlrover.python.rl.master.main", "run", "--local", "job.yaml", "env.TOKEN=sesame")
+    done = run_python(tmp_path, *command, code=1, within_s=60)
     assert "CallError: there is no Ray in one process: resolve what role groups and handles return" in done.stderr
     assert "Started a local Ray" not in done.stderr
     assert "sesame" not in done.stdout + done.stderr

@@ -145,9 +145,10 @@ def test_config_is_not_resolved_and_may_be_empty():
 def faults_of(override):
     """The errors of an override, or of its unlisted keys."""
     try:
-        return [(fault.where, fault.what) for fault in load_job_text(JOB, "x", [override]).unlisted]
+        faults = load_job_text(JOB, "x", [override]).unlisted
     except InvalidJob as error:
-        return [(fault.where, fault.what) for fault in error.errors]
+        faults = error.errors
+    return [(fault.where, fault.what) for fault in faults]
 
 
 @pytest.mark.parametrize(
@@ -283,11 +284,9 @@ REFUSED = {
 @pytest.mark.parametrize("text, fault", REFUSED.values(), ids=REFUSED)
 def test_limits_refuse_a_hostile_file_quickly_in_one_line(text, fault):
     began_s = time.monotonic()
-    with pytest.raises(InvalidJob) as refused:
-        load_job_text(text, "job")
+    ((_, problem),) = problems_of(load_job_text, text, "job")
     assert time.monotonic() - began_s < 2.0
-    (error,) = refused.value.errors
-    assert fault in str(error) and "\n" not in str(error)
+    assert fault in problem and "\n" not in problem
 
 
 def test_limits_pass_an_ordinary_file():

@@ -67,32 +67,21 @@ def test_answers_are_never_evaluated():
     assert time.perf_counter() - started < 1
 
 
-HOSTILE = {
-    "open braces": lambda size: r"\boxed{" + "{" * size,
-    "pairs": lambda size: r"\boxed{" + "{}" * (size // 2),
-    "open boxes": lambda size: r"\boxed{" * (size // 7),
-    "nested boxes": lambda size: r"\boxed{" * (size // 8) + "}" * (size // 8),
-    "digits": lambda size: r"\boxed{" + "9" * size + "}",
-    "groups": lambda size: "1" + ",111" * (size // 4) + "1",
-    "exponents": lambda size: "1e" * (size // 2),
-    "signs": lambda size: "-" * size,
-    "spaces": lambda size: r"\boxed" + " " * size,
-    "backslashes": lambda size: "\\" * size,
-    "fractions": lambda size: r"\boxed{" + r"\frac{1}" * (size // 8) + "}",
-    "quotients": lambda size: r"\boxed{" + "1/" * (size // 2) + "a" * 99 + "}",
-    "spaces in numbers": lambda size: "1" + " 111" * (size // 4),
-    "thin spaces": lambda size: "1" + r"\,111" * (size // 10),
-    "halves": lambda size: r"\boxed{" + "1/2 " * (size // 4) + "}",
-}
-
-
+HOSTILE = {  # what is before, what is repeated, what is behind
+    "open braces": (r"\boxed{", "{", ""), "pairs": (r"\boxed{", "{}", ""), "open boxes": ("", r"\boxed{", ""),
+    "digits": (r"\boxed{", "9", "}"), "groups": ("1", ",111", "1"), "exponents": ("", "1e", ""), "signs": ("", "-", ""),
+    "nested boxes": ("", r"\boxed{", "}" * 1_000_000), "spaces": (r"\boxed", " ", ""), "backslashes": ("", "\\", ""),
+    "fractions": (r"\boxed{", r"\frac{1}", "}"), "quotients": (r"\boxed{", "1/", "a" * 99 + "}"),
+    "spaces in numbers": ("1", " 111", ""), "thin spaces": ("1", r"\,111", ""), "halves": (r"\boxed{", "1/2 ", "}"),
+}  # fmt: skip
 LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs", "thin spaces"}
 
 
 @pytest.mark.feature(98)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])
 def test_answers_of_ten_megabytes_take_seconds(name):
-    text = HOSTILE[name](10_000_000)
+    before, unit, behind = HOSTILE[name]
+    text = before + unit * (10_000_000 // len(unit)) + behind
     started = time.process_time()
     assert exact_answer(text, "5") == gsm8k(text, "5", {}) == 0.0
     assert time.process_time() - started < 60  # a quadratic step would take hours

@@ -315,8 +315,8 @@ def test_confinement_by_bubblewrap_limits_files_together(monkeypatch):
     assert "No space left" in ran.stderr and "done" not in ran.stdout
 
 
-@pytest.mark.parametrize(("function", "is_named"), [("python_tests", True), ("exact", False)])
-def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, function, is_named):
+@pytest.mark.parametrize(("function", "count"), [("python_tests", 1), ("exact", 0)])
+def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, function, count):
     monkeypatch.delenv(SETTING, raising=False)
     monkeypatch.setenv("PATH", "")  # without bubblewrap
     with closing(DeadlineVerifier(function, timeout_s=20.0)) as verifier:
@@ -324,7 +324,7 @@ def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, func
         for _ in range(2):
             verifier("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
     message = "programs that a model wrote are confined by limits (bubblewrap is not installed)"
-    assert capfd.readouterr().err.count(message) == is_named
+    assert capfd.readouterr().err.count(message) == count
 
 
 def test_confinement_level_not_available_is_an_error(monkeypatch):

@@ -202,8 +202,7 @@ def test_a_run_has_its_model_and_steps(written, tmp_path):
     (tmp_path / "model").mkdir()
     steps = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
     result = written(tmp_path / "moved" / "model", [{"step": 0, "eval/reward": 0.25}, *steps])
-    assert result.model == tmp_path / "model"
-    assert result.steps == steps
+    assert (result.model, result.steps) == (tmp_path / "model", steps)
     pytest.importorskip("pandas")
     assert list(result.metrics["loss"].index) == [0, 1, 2]
     assert result.metrics["eval/reward"].dropna().to_dict() == {0: 0.25}
