@@ -147,9 +147,9 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_guard_refuses_what_it_is_for_and_nothing_else_does(what, run_folder, monkeypatch):
-    *guard, call = REFUSED[what]
+@pytest.mark.parametrize("attempt", REFUSED)
+def test_guard_alone_refuses_the_attempt(attempt, run_folder, monkeypatch):
+    *guard, call = REFUSED[attempt]
     with pytest.raises((InvalidJob, CallError, AccessDenied, ServiceBusy)):
         call(run_folder)
     take_away(monkeypatch, *guard)

@@ -159,8 +159,10 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 def _context_variables(tree: ast.AST) -> set[str]:
     """``current.get`` for each ``current = ContextVar(...)``: it takes no argument and never waits."""
     bound = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    made = [node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)]
-    targets = [target for node in made for target in getattr(node, "targets", None) or [node.target]]
+    calls = [
+        node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)
+    ]
+    targets = [target for node in calls for target in getattr(node, "targets", None) or [node.target]]
     return {f"{target.id}.get" for target in targets if isinstance(target, ast.Name)}
 
 

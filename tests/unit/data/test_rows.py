@@ -132,12 +132,12 @@ def calling(call):
 
 
 def test_prompt_rows_of_texts_and_messages(tmp_path):
-    given = [
+    samples = [
         {"prompt": "1+1=", "answer": 2},
         {"messages": USER, "answer": "2", "extra_info": {"idx": 7}},
         {"prompt": "x", "extra_info": {"answer": 0.5}},
     ]
-    path = write_rows(tmp_path / "p.jsonl", given)
+    path = write_rows(tmp_path / "p.jsonl", samples)
     rows = [("1+1=", "2", {}), (USER, "2", {"idx": 7}), ("x", "0.5", {"answer": 0.5})]
     assert load_prompts(path) == [PromptRow(*row) for row in rows]
     assert PROMPT_ROWS.scan(path)[1] == []

@@ -176,9 +176,9 @@ def test_gather_parts_restores_the_order_of_rows(ranks):
 
 @pytest.mark.feature(62)
 def test_gather_parts_refuses_parts_of_another_plan():
-    (plan, _), (_, others) = dealt(batch_of(7), 3), dealt(batch_of(11), 3)
+    (plan, _), (_, longer_parts) = dealt(batch_of(7), 3), dealt(batch_of(11), 3)
     with pytest.raises(DataError, match="came back with"):
-        gather_parts(plan, others)
+        gather_parts(plan, longer_parts)
 
 
 @pytest.mark.feature(63)

@@ -70,7 +70,7 @@ def test_answers_are_never_evaluated():
 HOSTILE = {  # what is before, what is repeated, what is behind
     "open braces": (r"\boxed{", "{", ""), "pairs": (r"\boxed{", "{}", ""), "open boxes": ("", r"\boxed{", ""),
     "digits": (r"\boxed{", "9", "}"), "groups": ("1", ",111", "1"), "exponents": ("", "1e", ""), "signs": ("", "-", ""),
-    "nested boxes": ("", r"\boxed{", "}" * 1_000_000), "spaces": (r"\boxed", " ", ""), "backslashes": ("", "\\", ""),
+    "nested boxes": ("", r"\boxed{", "}" * (10_000_000 // 7)), "spaces": (r"\boxed", " ", ""), "backslashes": ("", "\\", ""),
     "fractions": (r"\boxed{", r"\frac{1}", "}"), "quotients": (r"\boxed{", "1/", "a" * 99 + "}"),
     "spaces in numbers": ("1", " 111", ""), "thin spaces": ("1", r"\,111", ""), "halves": (r"\boxed{", "1/2 ", "}"),
 }  # fmt: skip

@@ -128,8 +128,8 @@ def test_sync_call_is_interrupted_when_cancelled():
 @pytest.mark.feature(89)
 def test_step_score_is_the_reward_by_default():
     assert validate_step({"reward": 1, "done": True}, {"k": 1}) == StepResult(None, 1.0, 1.0, True, {"k": 1})
-    given = {"reward": 1, "score": 0, "next_state": "x", "extra_info": {}}
-    assert validate_step(given, {"k": 1}) == StepResult("x", 1.0, 0.0, False, {})
+    fields = {"reward": 1, "score": 0, "next_state": "x", "extra_info": {}}
+    assert validate_step(fields, {"k": 1}) == StepResult("x", 1.0, 0.0, False, {})
 
 
 @pytest.mark.feature(86)
