@@ -255,11 +255,11 @@ def test_taken_metrics_port_is_refused_in_one_line():
     served.close()
 
 
-async def test_service_ends_with_its_raylet_and_not_with_a_gcs(monkeypatch):
+def test_service_ends_with_its_raylet_and_not_with_a_gcs(monkeypatch):
     monkeypatch.setattr(serve, "_LOOK_S", 0.01)
     looks = iter(["", "gcs_server", "", "raylet", "raylet"])
     with pytest.raises(ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"):
-        await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
+        asyncio.run(serve._wait_for_the_end(asyncio.Event(), lambda: next(looks)))
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,11 @@ def test_template_hiding_old_thoughts_splits_the_row(make_tokenizer):
     assert len(encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2")})) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"), [("<think>\nt</think>A", "t</think>A"), ("A", "A"), ("<thought>A", "<thought>A")]
-)
-def test_template_opening_thoughts_leaves_them_to_the_prompt(make_tokenizer, content, expected):
+@pytest.mark.parametrize(("opening", "answer"), [("<think>\n", "t</think>A"), ("", "A"), ("", "<thought>A")])
+def test_template_opening_thoughts_leaves_them_to_the_prompt(make_tokenizer, opening, answer):
     tokenizer = make_tokenizer(THINKING_PROMPT)
-    (encoded,) = encode_example(tokenizer, {"messages": say("Q", content)})
-    assert trained(tokenizer, encoded) == f"{expected}<|im_end|>"
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", f"{opening}{answer}")})
+    assert trained(tokenizer, encoded) == f"{answer}<|im_end|>"
 
 
 ALPACA = (
@@ -163,9 +161,8 @@ ENDS = {
     "an empty answer": (NO_MARKER, {"messages": say("Q", "")}, {}, ["<|im_end|>"]),
     "a question at the end": (NO_MARKER, {"messages": say("Q", "A", "R")}, {}, ["A<|im_end|>"]),
     "the last answer": (NO_MARKER, {"messages": say("Q", "A", "R", "B", "S")}, {"mode": "last"}, ["B<|im_end|>"]),
-    "hidden thoughts": (
-        NO_MARKER_HIDING, {"messages": say("Q", "<t>x</t>A", "R", "B")}, {}, ["<t>x</t>A<|im_end|>", "B<|im_end|>"],
-    ),
+    "hidden thoughts": (NO_MARKER_HIDING, {"messages": say("Q", "x</t>A", "R", "B")}, {},
+        ["x</t>A<|im_end|>", "B<|im_end|>"]),
     "every token": (NO_MARKER, OPEN, {"mask_prompt": False}, ["ser: Q\nassistant: A<|im_end|>"]),
     "every token, a question at the end": (
         NO_MARKER, {"messages": say("Q", "A", "R")}, {"mask_prompt": False}, ["ser: Q\nassistant: A\nuser: R\n"],

@@ -59,9 +59,8 @@ ARRAYS = hnp.arrays(PLAIN_DTYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_s
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
 BARE_KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
 KEYS = st.recursive(BARE_KEYS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
-LEAVES = st.one_of(
-    ANY_TEXT, st.integers(), st.floats(allow_nan=True), st.booleans(), st.none(), st.binary(max_size=9), ARRAYS
-)
+NUMBERS = st.integers() | st.floats(allow_nan=True) | st.booleans()
+LEAVES = st.one_of(ANY_TEXT, NUMBERS, st.none(), st.binary(max_size=9), ARRAYS)
 
 
 def containers(inner):

@@ -70,9 +70,10 @@ def test_answers_are_never_evaluated():
 HOSTILE = {  # what is before, what is repeated, what is behind
     "open braces": (r"\boxed{", "{", ""), "pairs": (r"\boxed{", "{}", ""), "open boxes": ("", r"\boxed{", ""),
     "digits": (r"\boxed{", "9", "}"), "groups": ("1", ",111", "1"), "exponents": ("", "1e", ""), "signs": ("", "-", ""),
-    "nested boxes": ("", r"\boxed{", "}" * (10_000_000 // 7)), "spaces": (r"\boxed", " ", ""), "backslashes": ("", "\\", ""),
+    "nested boxes": ("", r"\boxed{", "}" * (10_000_000 // 7)), "spaces": (r"\boxed", " ", ""),
     "fractions": (r"\boxed{", r"\frac{1}", "}"), "quotients": (r"\boxed{", "1/", "a" * 99 + "}"),
     "spaces in numbers": ("1", " 111", ""), "thin spaces": ("1", r"\,111", ""), "halves": (r"\boxed{", "1/2 ", "}"),
+    "backslashes": ("", "\\", ""),
 }  # fmt: skip
 LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs", "thin spaces"}
 
@@ -114,11 +115,9 @@ NOT_READ = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"), [*((*row, 1.0) for row in READ), *((*row, 0.0) for row in NOT_READ)]
-)
-def test_gsm8k_reads_numbers_whole_or_not_at_all(completion, answer, reward):
-    assert gsm8k(completion, answer, {}) == reward
+@pytest.mark.parametrize(("row", "reward"), [*((row, 1.0) for row in READ), *((row, 0.0) for row in NOT_READ)])
+def test_gsm8k_reads_numbers_whole_or_not_at_all(row, reward):
+    assert gsm8k(*row, {}) == reward
 
 
 CALCULATION = "or marks a calculation without its result"
@@ -162,21 +161,15 @@ def spellings(draw, number, marks=(*MARKS, " ")):
     return "-" * number.startswith("-") + mark.join(groups) + point + places
 
 
-NUMBERS = st.builds(
-    lambda whole, places: f"{whole}{places}", st.integers(-(10**12), 10**12), st.sampled_from(["", ".25"])
-)
+WHOLE_NUMBERS, PLACES = st.integers(-(10**12), 10**12), st.sampled_from(["", ".25"])
+SENTENCES, REFERENCES = ["{}", r"so \boxed{{{}}}", "It makes {} \u20ac"], ["{}", r"\boxed{{{}}}", "Thus.\n#### {}"]
 
 
-@given(st.data(), NUMBERS, st.integers(1, 10**6))
-def test_spelling_of_a_number_changes_nothing(data, number, change):
-    completion = data.draw(st.sampled_from(["{}", r"so \boxed{{{}}}", "It makes {} \u20ac"])).format(
-        data.draw(spellings(number))
-    )
-    whole, point, places = number.partition(".")
-    for other, reward in ((number, 1.0), (f"{int(whole) + change}{point}{places}", 0.0)):
-        answer = data.draw(st.sampled_from(["{}", r"\boxed{{{}}}", "Thus.\n#### {}"])).format(
-            data.draw(spellings(other))
-        )
+@given(st.data(), WHOLE_NUMBERS, PLACES, st.integers(1, 10**6))
+def test_spelling_of_a_number_changes_nothing(data, number, places, change):
+    completion = data.draw(st.sampled_from(SENTENCES)).format(data.draw(spellings(f"{number}{places}")))
+    for other, reward in ((number, 1.0), (number + change, 0.0)):
+        answer = data.draw(st.sampled_from(REFERENCES)).format(data.draw(spellings(f"{other}{places}")))
         assert exact(completion, answer, {}) == gsm8k(completion, answer, {}) == reward
 
 

@@ -32,7 +32,7 @@ SMALL_NUMBERS = [
     ("0.30000000000000004", "0.3", 1.0), ("1234567.5", "1234568", 0.0), (r"9\%", "9", 1.0),
     ("2 2/3", r"\frac{8}{3}", 1.0), ("2 2/3", r"\frac{4}{3}", 0.0),
 ]  # fmt: skip
-WORDS_AND_BASES = [
+WORDS = [
     ("DBAC", "CABD", 0.0), ("BCA", "BCA", 1.0), ("132_4", "132_5", 0.0), ("132_4", "30", 1.0),
     (r"\text{DBAC}", r"\text{CABD}", 0.0), ("D, B, A, C", "C, A, B, D", 0.0), ("stop", "pots", 0.0),
     ("D, B, A, C", r"\text{DBAC}", 1.0), (r"\text{Paris}.", "Paris", 1.0), ("C, A", "A, C", 1.0), ("yx", "xy", 1.0),
@@ -40,7 +40,7 @@ WORDS_AND_BASES = [
     ("-132_4", "-30", 1.0), ("132_2", "132", 0.0), ("A_{12}", "A_{11}", 0.0), (r"\log_2 8", "3", 1.0),
     ("7", "192_8", "refused"),
 ]  # fmt: skip
-PUNCTUATION_AND_GROUPS = [
+PUNCTUATION = [
     ("3.5.", "3.5", 1.0), (r"64\,800", "64800", 1.0), ("64 800", "64800", 1.0), ("64{,}800", "64800", 1.0),
     ("64,800", "64800", 1.0), ("64,800", r"64\,800", 1.0), ("\u20ac36", "36", 1.0), ("36 dollars", "$36", 1.0),
     (r"x \le 5;", r"x\leq 5", 1.0), (r"\frac{3\pi}{4},", r"\frac{3\pi}{4}", 1.0), ("0.333...", "0.333", 0.0),
@@ -59,13 +59,11 @@ UNBOXED = [
 ]  # fmt: skip
 
 
-BOXED = [*FORMS, *SMALL_NUMBERS, *WORDS_AND_BASES, *PUNCTUATION_AND_GROUPS]
+BOXED = [(rf"So \boxed{{{row[0]}}}.", *row[1:]) for row in (*FORMS, *SMALL_NUMBERS, *WORDS, *PUNCTUATION)]
 
 
 @pytest.mark.feature(79)
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"), [*((rf"So \boxed{{{row[0]}}}.", *row[1:]) for row in BOXED), *UNBOXED]
-)
+@pytest.mark.parametrize(("completion", "answer", "reward"), [*BOXED, *UNBOXED])
 def test_math_equal_recognises_an_answer_or_gives_nothing(completion, answer, reward):
     if reward == "refused":
         with pytest.raises(ValueError, match="a number that cannot be read"):

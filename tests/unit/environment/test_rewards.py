@@ -123,10 +123,7 @@ def by_keyword(*, prompt, completion, extra_info):
         (lambda completion, /, difficulty: difficulty, 3),
         (lambda text, difficulty, unknown=5: (text, difficulty, unknown), ("42", 3, 5)),
         (by_keyword, ("6 x 7?", "42", {"difficulty": 3})),
-        (
-            lambda text, **columns: [text, *map(columns.get, ("difficulty", "answer", "prompt"))],
-            ["42", 3, "42", "6 x 7?"],
-        ),
+        (lambda text, **columns: (text, columns["difficulty"], columns["prompt"]), ("42", 3, "6 x 7?")),
         (lambda *fields: fields, ("42", "42", {"difficulty": 3})),
     ],
 )
