@@ -62,6 +62,7 @@ def test_trajectory_refuses_wrong_columns():
     trajectory = Trajectory(encode, "ask")
     for columns, fault in (
         ({"logprobs": [0.0], "versions": [0, 0]}, "1 logprobs for 2 tokens"),
+        ({"logprobs": [0.0, 0.0]}, "0 versions for 2 tokens"),
         ({**wrote([1, 2])[1], "versoins": [0, 0]}, "not declare the column 'versoins'.* 'versions'"),
     ):
         with pytest.raises(DataError, match=fault):
