@@ -27,32 +27,15 @@ MODEL_HALF = {"data", "environment", "algorithm", "engine"}
 TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 
 HOMES = {
-    "ray": "runtime",
-    "omegaconf": "config",
-    "pydantic": "config",
-    "grpc": "service",
-    "grpc_health": "service",
-    "grpc_reflection": "service",
-    "google": "service",
-    "prometheus_client": "master/process",
-    "starlette": "page",
-    "uvicorn": "page",
-    "vllm": "engine/vllm",
-    "sglang": "engine/sglang",
-    "deepspeed": "engine/deepspeed",
-    "megatron": "engine/megatron",
-    "datasets": "data",
-    "pyarrow": "data",
-    "math_verify": "environment",
-    "gem": "environment",
-    "gymnasium": "environment",
-    "wandb": "recipe",
-    "mlflow": "recipe",
-}
+    "ray": "runtime", "omegaconf": "config", "pydantic": "config", "grpc": "service", "grpc_health": "service",
+    "grpc_reflection": "service", "google": "service", "prometheus_client": "master/process", "starlette": "page",
+    "uvicorn": "page", "vllm": "engine/vllm",
+    "sglang": "engine/sglang", "deepspeed": "engine/deepspeed", "megatron": "engine/megatron", "datasets": "data",
+    "pyarrow": "data", "math_verify": "environment", "gem": "environment", "gymnasium": "environment",
+    "wandb": "recipe", "mlflow": "recipe",
+}  # fmt: skip
 
-GUESTS = {
-    ("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would",
-}
+GUESTS = {("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would"}
 """Files that import a dependency away from its home, and why."""
 
 DOORS = {("master/main.py", "cli"): "the command line under the name that guides use"}
@@ -65,12 +48,9 @@ CLOCK_THREAD_DISK = {
 # The contract waits on refs in an event loop, reads the process's own environment, names the job's folder, and lets
 # several threads of a trainer call at once.
 ALLOWED_IN_CONTRACT = {
-    ("trainer/port.py", "asyncio"),
-    ("trainer/workload.py", "os"),
-    ("trainer/trainer.py", "pathlib"),
-    ("trainer/durable.py", "threading"),
-    ("trainer/role_group.py", "threading"),
-}
+    ("trainer/port.py", "asyncio"), ("trainer/workload.py", "os"), ("trainer/trainer.py", "pathlib"),
+    ("trainer/durable.py", "threading"), ("trainer/role_group.py", "threading"),
+}  # fmt: skip
 
 # Batches cross the port; the runtimes write the state of workloads of either half.
 SHARED_DATA = {"trainer": ("data.batch",), "runtime": ("data.batch", "data.state_tree")}
@@ -116,26 +96,16 @@ def _function(call: ast.Call) -> str:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """Everything that the rules say against a file.
-
-    Args:
-        path: the file's path inside ``dlrover/python/rl``, with ``/``.
-        source: its text.
-    """
+    """Everything that the rules say against a file at ``path`` inside ``dlrover/python/rl``, with ``/``."""
     messages = []
     package = PurePosixPath(path).parts[0]
     if package not in LAYER_OF:
         return [f"{path}: '{package}' is not a package of the layers"]
     for item in imports_of(ast.parse(source)):
-        reasons = [item.fault] if item.fault else _reasons(path, package, item)
+        judge = _inside if item.top == "dlrover" else _outside
+        reasons = [item.fault] if item.fault else judge(path, package, item)
         messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
     return messages
-
-
-def _reasons(path: str, package: str, item: Import) -> list[str]:
-    if item.top == "dlrover":
-        return _inside(path, package, item)
-    return _outside(path, package, item)
 
 
 def _inside(path: str, package: str, item: Import) -> list[str]:
@@ -149,18 +119,13 @@ def _inside(path: str, package: str, item: Import) -> list[str]:
         return []
     if other != package and LAYER_OF[other] >= LAYER_OF[package]:
         reasons.append(f"{package} may not import {other}, which is not below it")
-    if package in CONTROL_HALF and other in MODEL_HALF and not _is_shared(package, item):
+    if package in CONTROL_HALF and other in MODEL_HALF and not item.inside.startswith(SHARED_DATA.get(package, ())):
         reasons.append(f"the control half ({package}) may not import the model half ({other})")
     if package in MODEL_HALF and other in CONTROL_HALF:
         reasons.append(f"the model half ({package}) may not import the control half ({other})")
     if path == "data/batch.py" and other == "data":
         reasons.append("data/batch.py is shared by both halves and imports no other data module")
     return reasons
-
-
-def _is_shared(package: str, item: Import) -> bool:
-    """The few data modules that both halves see."""
-    return (item.inside or "").startswith(SHARED_DATA.get(package, ()))
 
 
 def _outside(path: str, package: str, item: Import) -> list[str]:
@@ -180,10 +145,8 @@ def _outside(path: str, package: str, item: Import) -> list[str]:
 def faults_of_tree(root: Path) -> list[str]:
     """Return the :func:`faults` of every file in a package of the folder ``dlrover``."""
     base = root / "python" / "rl"
-    files = [file for file in sorted(base.rglob("*.py")) if file.parent != base]
-    return [
-        fault for file in files for fault in faults(file.relative_to(base).as_posix(), file.read_text(encoding="utf-8"))
-    ]
+    files = {file.relative_to(base).as_posix(): file for file in sorted(base.rglob("*.py")) if file.parent != base}
+    return [fault for name, file in files.items() for fault in faults(name, file.read_text(encoding="utf-8"))]
 
 
 def folder_cycle(root: Path) -> list[str]:
@@ -194,15 +157,23 @@ def folder_cycle(root: Path) -> list[str]:
     base = root / "python" / "rl"
     graph: dict[str, set[str]] = {}
     doors = {base / path for path, _ in DOORS}
-    for file in sorted(set(base.rglob("*.py")) - doors):
-        folder = file.parent.relative_to(base).as_posix()
-        names = {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
-        graph.setdefault(folder, set()).update({_folder_of(base, name) for name in names} - {folder})
+    for file, names in _imports_inside(base).items():
+        if file not in doors:
+            folder = file.parent.relative_to(base).as_posix()
+            graph.setdefault(folder, set()).update({_folder_of(base, name) for name in names} - {folder})
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def _imports_inside(base: Path) -> dict[Path, set[str]]:
+    """Return each file of the package, and the names inside the package that it imports."""
+    return {
+        file: {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
+        for file in sorted(base.rglob("*.py"))
+    }
 
 
 def _folder_of(base: Path, name: str) -> str:
@@ -219,22 +190,16 @@ def separate_parts(root: Path) -> dict[str, list[list[str]]]:
 
     A sub-folder counts as one module of its folder. Two modules are in one group if either imports the other.
     """
-    base = root / "python" / "rl"
-    imports = {
-        file: {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
-        for file in sorted(base.rglob("*.py"))
-    }
-    separate = {}
+    base, separate = root / "python" / "rl", {}
+    imports = _imports_inside(base)
     for folder in sorted({file.parent for file in imports} - {base}):
         name = folder.relative_to(base).as_posix()
         links: dict[str, set[str]] = {}
         for file in (file for file in imports if file.is_relative_to(folder) and file.name != "__init__.py"):
             module = file.relative_to(folder).parts[0].removesuffix(".py")
             prefix = name.replace("/", ".") + "."
-            siblings = {
-                other.removeprefix(prefix).partition(".")[0] for other in imports[file] if other.startswith(prefix)
-            }
-            links.setdefault(module, set()).update(siblings)
+            inside = (other.removeprefix(prefix) for other in imports[file] if other.startswith(prefix))
+            links.setdefault(module, set()).update(other.partition(".")[0] for other in inside)
         parts = _connected_parts({module: siblings & links.keys() for module, siblings in links.items()})
         if len(parts) > 1:
             separate[name] = parts

@@ -60,10 +60,9 @@ class Tree:
         return ((name, node) for name, node in self._nodes if isinstance(node, kind))
 
     def measure(self) -> dict[str, list[Place]]:
+        sizes = {name: text.count("\n") for name, text in self.sources.items()}
         return {
-            "lines": [
-                Place(name, 1, f"{text.count(chr(10))} lines", text.count("\n")) for name, text in self.sources.items()
-            ],
+            "lines": [Place(name, 1, f"{lines} lines", lines) for name, lines in sizes.items()],
             "modules": [Place(name, 1, "a module") for name in self.sources],
             "functions": [Place(name, node.lineno, node.name) for name, node in self.nodes(Function)],
             "classes": [Place(name, node.lineno, node.name) for name, node in self.nodes(ast.ClassDef)],
@@ -126,10 +125,8 @@ def excesses(measures: dict[str, list[Place]], limits: dict[str, int], changed: 
             sums: Counter[str] = Counter()
             for place in places:
                 sums[place.file] += place.amount
-            order = sorted(
-                places, key=lambda place: (place.file not in changed, -sums[place.file], place.file, place.line)
-            )
-            named = "".join(f"\n  {place}" for place in order[:10])
+            places.sort(key=lambda place: (place.file not in changed, -sums[place.file], place.file, place.line))
+            named = "".join(f"\n  {place}" for place in places[:10])
             messages.append(f"{measure}: {value}, and the limit is {limit}; the last change first:{named}")
     return messages
 

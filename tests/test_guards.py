@@ -53,18 +53,105 @@ def refused(call):
     raise AssertionError("it was not refused")
 
 
-def ask(address, **headers):
-    with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
-        connection.request("GET", "/metrics", headers=headers)
-        return connection.getresponse().status
-
-
 def submit(root, text=JOB, **fields):
     return submissions.check_submission(wire.SubmitRequest(client_token="t", job_file=text, **fields), "me", root)
 
 
+def anything(*_, **__):
+    return None
+
+
+def nothing_wrong(*_):
+    return []
+
+
+def is_here(*_):
+    return True
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+ENDLESS = 1 << 30
+BOMB = "config:\n  a0: &a0 [x]\n" + f"  b: [{', '.join(['*a0'] * 200)}]\n"
+
+
+def serve_metrics(tls, token):
+    endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, token, tls).close()
+
+
+def read_file(folder, *path):
+    return [*RunFolder(folder / "run").read(path, 0)]
+
+
+def enter_without_right(folder):
+    running = server.JobServer.__new__(server.JobServer)
+    running._tokens = None
+    running._enter("Delete", SimpleNamespace(invocation_metadata=tuple))
+
+
+def queue_three(owner, **limits):
+    draft = Draft(Ledger(QueueLimits(**limits)), map(str, count()).__next__)
+    for at in range(3):
+        job = JobRecord(f"job-{at}", "", owner.format(at), f"t{at}", "fingerprint")
+        answer = draft.decide(SubmitJob(job, JobDescription("text")), 0.0)
+    if isinstance(answer, ServiceBusy):
+        raise answer
+
+
+REFUSED = {
+    # what is refused: the guard's place, its name there, what stands in its place when it is taken away; the call
+    "metrics beyond loopback without a token": (endpoint, "is_loopback", is_here, lambda _: serve_metrics(TLS, "")),
+    "a token of scrapers in the clear": (endpoint, "is_loopback", is_here, lambda _: serve_metrics(None, CANARY)),
+    "a service beyond loopback in the clear": (serve, "is_loopback", is_here,
+        lambda _: serve._tls_options("0.0.0.0", dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca")))),
+    "a client's token in the clear": (client, "is_loopback", is_here,
+        lambda _: client.ServiceClient("10.0.0.1:8470", CANARY).close()),
+    "a method without a right": (server, "RIGHTS", {"Delete": AccessRole.READ}, enter_without_right),
+    "a job of another user": (Caller, "check_owner", anything,
+        lambda _: Caller("me", AccessRole.SUBMIT).check_owner("you")),
+    "a submission of a reader": (Caller, "check", anything,
+        lambda _: Caller("me", AccessRole.READ).check(server.RIGHTS["Submit"])),
+    "a queue without end": (Draft, "_check_room", anything, lambda _: queue_three("user-{}", max_queued=2)),
+    "an owner's long queue": (Draft, "_check_room", anything, lambda _: queue_three("me", max_queued_per_owner=2)),
+    "a link out of a folder": (private_files, "_READ", os.O_RDONLY, lambda folder: read_file(folder, "link")),
+    "a folder that became a link": (private_files, "_STEP", os.O_PATH | os.O_DIRECTORY,
+        lambda folder: read_file(folder, "linked", "outside")),
+    "an internal file of a run": (RunFolder.read.__globals__, "_PRIVATE", (),
+        lambda folder: read_file(folder, "journal.jsonl")),
+    "a large submission": (submissions, "MAX_TEXT", ENDLESS, lambda folder: submit(folder, JOB + "#" * (300 * 1024))),
+    "a large file": (plain, "MAX_BYTES", ENDLESS, lambda _: plain.check_text("#" * 1_000_001, "job.yaml")),
+    "a file of many keys": (plain, "MAX_NODES", ENDLESS, lambda _: plain.check_text(f"[{'1,' * 50_000}]", "job.yaml")),
+    "a nested file": (plain, "MAX_DEPTH", 1000,
+        lambda _: load_job_text(f"{JOB}config: {'{a: ' * 60}1{'}' * 60}", "job")),
+    "aliases that multiply": (plain, "MAX_ALIASES", 1000, lambda _: load_job_text(JOB + BOMB, "job")),
+    "a secret for the service to store": (submissions, "seal", lambda job: (job, {}),
+        lambda folder: submit(folder, f"{JOB}env: {{API_KEY: {CANARY}}}\n")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run with an internal file, and links out of it."""
+    (tmp_path / "run").mkdir()
+    for file in (tmp_path / "outside", tmp_path / "run/journal.jsonl"):
+        file.write_text(CANARY)
+    (tmp_path / "run/link").symlink_to(tmp_path / "outside")
+    (tmp_path / "run/linked").symlink_to("..")
+    return tmp_path
+
+
+@pytest.mark.parametrize("attempt", REFUSED)
+def test_guard_alone_refuses_the_attempt(attempt, run_folder, monkeypatch):
+    *guard, call = REFUSED[attempt]
+    with pytest.raises((InvalidJob, CallError, AccessDenied, ServiceBusy)):
+        call(run_folder)
+    take_away(monkeypatch, *guard)
+    call(run_folder)
+
+
 GUARDS = {}
-"""Check to its guards: each a place, a name there, and what stands in its place when the guard is taken away."""
+"""Check to its guards, as in the table."""
 
 
 def guarded_by(place, name, instead):
@@ -77,48 +164,8 @@ def guarded_by(place, name, instead):
     return note
 
 
-def anything(*_, **__):
-    return None
-
-
-def write_through(path, text):
-    path.write_text(text)
-
-
-def of_any_name(*_):
-    return []
-
-
-def importing(job):
-    __import__(str(job.trainer.module))
-    return submissions_plan(job)
-
-
-submissions_plan = submissions.plan
-
-
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-@guarded_by(endpoint, "is_loopback", lambda host: True)
-def nothing_listens_beyond_loopback_without_a_token(folder):
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, "", tls).close())
-
-
-@guarded_by(endpoint, "is_loopback", lambda host: True)
-def a_token_of_scrapers_does_not_travel_in_the_clear(folder):
-    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, CANARY).close())
-
-
-@guarded_by(serve, "is_loopback", lambda host: True)
-def nothing_listens_beyond_loopback_in_the_clear(folder):
-    refused(lambda: serve._tls_options("0.0.0.0", dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"))))
-
-
-@guarded_by(client, "is_loopback", lambda host: True)
-def a_client_does_not_send_its_token_in_the_clear(folder):
-    refused(lambda: client.ServiceClient("10.0.0.1:8470", CANARY).close())
+def take_away(monkeypatch, place, name, instead):
+    (monkeypatch.setitem if isinstance(place, dict) else monkeypatch.setattr)(place, name, instead)
 
 
 @guarded_by(open_ray, "risk_of_open_ray", str)
@@ -138,15 +185,9 @@ def an_open_ray_beyond_loopback_is_not_used(folder):
 @guarded_by(endpoint, "is_loopback", lambda host: True)
 def a_page_of_a_browser_is_not_answered(folder):
     served = endpoint.MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0)
-    with closing(served):
-        assert ask(served.address, Host="evil.example:80") == 403
-
-
-@guarded_by(server, "RIGHTS", {"Delete": AccessRole.READ})
-def a_method_without_a_right_is_refused(folder):
-    running = server.JobServer.__new__(server.JobServer)
-    running._tokens = None
-    refused(lambda: running._enter("Delete", SimpleNamespace(invocation_metadata=tuple)))
+    with closing(served), closing(http.client.HTTPConnection(served.address, timeout=10)) as connection:
+        connection.request("GET", "/metrics", headers={"Host": "evil.example:80"})
+        assert connection.getresponse().status == 403
 
 
 @guarded_by(auth, "check_private", Path.stat)
@@ -169,18 +210,13 @@ def a_token_is_not_stored(folder):
     assert token not in (folder / "state" / auth.TOKENS).read_text()
 
 
-@guarded_by(private_files, "create_private", write_through)
+@guarded_by(private_files, "create_private", Path.write_text)
 def no_file_of_another_user_is_written_through_a_link(folder):
     (folder / "theirs").write_text("")
     (folder / "token").symlink_to(folder / "theirs")
     with suppress(FileExistsError):
         private_files.create_private(folder / "token", CANARY)
     assert (folder / "theirs").read_text() == ""
-
-
-@guarded_by(Caller, "check_owner", anything)
-def a_job_of_another_user_is_not_operated(folder):
-    refused(lambda: Caller("me", AccessRole.SUBMIT).check_owner("you"))
 
 
 @guarded_by(ledger, "_check_run", anything)
@@ -193,62 +229,17 @@ def a_stop_does_not_reach_the_next_job_of_a_name(folder):
     assert draft.changed["new"].phase is JobPhase.QUEUED
 
 
-@guarded_by(Draft, "_check_room", anything)
-def a_queue_does_not_grow_without_end(folder):
-    draft = Draft(Ledger(QueueLimits(max_queued=2)), map(str, count()).__next__)
-    submissions = [JobRecord(f"job-{at}", "", f"user-{at}", "t", "fingerprint") for at in range(3)]
-    assert isinstance(
-        [draft.decide(SubmitJob(job, JobDescription("text")), 0.0) for job in submissions][-1], ServiceBusy
-    )
-
-
-@guarded_by(Draft, "_check_room", anything)
-def an_owner_does_not_fill_the_queue(folder):
-    draft = Draft(Ledger(QueueLimits(max_queued_per_owner=2)), map(str, count()).__next__)
-    submissions = [JobRecord(f"job-{at}", "", "me", f"t{at}", "fingerprint") for at in range(3)]
-    assert isinstance(
-        [draft.decide(SubmitJob(job, JobDescription("text")), 0.0) for job in submissions][-1], ServiceBusy
-    )
-
-
-@guarded_by(Caller, "check", anything)
-def a_reader_does_not_submit(folder):
-    refused(lambda: Caller("me", AccessRole.READ).check(server.RIGHTS["Submit"]))
-
-
 @guarded_by(submissions, "check_path", lambda path: tuple(path.split("/")))
 @guarded_by(RunFolder.read.__globals__, "_PRIVATE", ())
 def no_path_leads_out_of_a_folder(folder):
     (folder / "run").mkdir()
     (folder / "outside").write_text(CANARY)
-    refused(lambda: [*RunFolder(folder / "run").read(submissions.check_path("../outside"), 0)])
-
-
-@guarded_by(private_files, "_READ", os.O_RDONLY)
-def no_link_leads_out_of_a_folder(folder):
-    (folder / "run").mkdir()
-    (folder / "outside").write_text(CANARY)
-    (folder / "run/link").symlink_to(folder / "outside")
-    refused(lambda: [*RunFolder(folder / "run").read(("link",), 0)])
-
-
-@guarded_by(private_files, "_STEP", os.O_PATH | os.O_DIRECTORY)
-def no_folder_that_became_a_link_is_read(folder):
-    (folder / "state").mkdir()
-    (folder / "state/token").write_text(CANARY)
-    (folder / "run").symlink_to("state")
-    refused(lambda: [*RunFolder(folder / "run").read(("token",), 0)])
-
-
-@guarded_by(RunFolder.read.__globals__, "_PRIVATE", ())
-def internal_files_of_a_run_are_not_served(folder):
-    (folder / "journal.jsonl").write_text(CANARY)
-    refused(lambda: [*RunFolder(folder).read(("journal.jsonl",), 0)])
+    refused(lambda: read_file(folder, *submissions.check_path("../outside")))
 
 
 @guarded_by(submissions, "check_job_name", str)
 @guarded_by(layout, "check_job_name", str)
-@guarded_by(submissions, "_faults_of_job", of_any_name)
+@guarded_by(submissions, "_faults_of_job", nothing_wrong)
 def a_name_does_not_leave_its_folder(folder):
     refused(lambda: submit(folder, name="../job"))
 
@@ -259,38 +250,12 @@ def a_job_does_not_leave_the_root_of_the_service(folder):
     refused(lambda: submit(folder / "root", folder=".."))
 
 
-@guarded_by(submissions, "MAX_TEXT", 1 << 30)
-def a_large_submission_is_refused(folder):
-    refused(lambda: submit(folder, JOB + "#" * (300 * 1024)))
-
-
-@guarded_by(plain, "_faults", of_any_name)
+@guarded_by(plain, "_faults", nothing_wrong)
 @guarded_by(omegaconf.omegaconf, "get_yaml_loader", lambda **_: yaml.UnsafeLoader)
 def a_tag_does_not_construct_an_object(folder):
     with suppress(InvalidJob):
         load_job_text(f"{JOB}config: {{x: !!python/object/apply:os.mkdir ['{folder}/made']}}\n", "job")
     assert not (folder / "made").exists()
-
-
-@guarded_by(plain, "MAX_BYTES", 1 << 30)
-def a_large_file_is_refused(folder):
-    refused(lambda: plain.check_text("#" * 1_000_001, "job.yaml"))
-
-
-@guarded_by(plain, "MAX_NODES", 1 << 30)
-def a_file_of_many_values_is_refused(folder):
-    refused(lambda: plain.check_text(f"[{'1,' * 50_000}]", "job.yaml"))
-
-
-@guarded_by(plain, "MAX_DEPTH", 1000)
-def a_nested_file_is_refused(folder):
-    refused(lambda: load_job_text(f"{JOB}config: {'{a: ' * 60}1{'}' * 60}", "job"))
-
-
-@guarded_by(plain, "MAX_ALIASES", 1000)
-def aliases_do_not_multiply(folder):
-    bomb = "config:\n  a0: &a0 [x]\n" + "".join(f"  a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40))
-    refused(lambda: load_job_text(JOB + bomb + f"  b: [{', '.join(['*a0'] * 200)}]\n", "job"))
 
 
 @guarded_by(layout, "validate_resolvers", lambda values: [])
@@ -308,31 +273,34 @@ def a_secret_is_not_in_the_file_of_a_run(folder):
     assert CANARY not in job_to_yaml(job, hide_secrets=True)
 
 
-def said_about(text, *overrides):
-    with pytest.raises(InvalidJob) as refusal:
-        load_job_text(JOB + text, "job", overrides)
-    return str(refusal.value)
-
-
-@guarded_by(typed, "without_secrets", lambda values, where: values)
-def a_secret_of_a_wrong_type_is_not_shown(folder):
-    assert CANARY not in said_about(f"env: {{API_KEY: [{CANARY}]}}\n")
-
-
-@guarded_by(load, "is_secret_at", lambda where, value: False)
-def an_override_without_an_equals_sign_does_not_show_its_secret(folder):
-    assert CANARY not in said_about("", f"env.API_KEY:{CANARY}")
-
-
-@guarded_by(submissions, "seal", lambda job: (job, {}))
-def a_secret_is_not_stored_by_the_service(folder):
-    refused(lambda: submit(folder, f"{JOB}env: {{API_KEY: {CANARY}}}\n"))
-
-
 @guarded_by(log, "hide_values", anything)
 def a_known_secret_is_not_logged(folder):
     log.hide_values([CANARY])
     assert CANARY not in log.redacted(f"ValueError: {CANARY} is wrong")
+
+
+@pytest.mark.parametrize(
+    ("guard", "text", "overrides"),
+    [
+        ((typed, "without_secrets", lambda values, where: values), f"env: {{API_KEY: [{CANARY}]}}\n", []),
+        ((load, "is_secret_at", lambda where, value: False), "", [f"env.API_KEY:{CANARY}"]),
+    ],
+    ids=["of a wrong type", "in an override without an equals sign"],
+)
+def test_secret_in_a_wrong_job_is_not_shown(guard, text, overrides, monkeypatch):
+    def message():
+        with pytest.raises(InvalidJob) as refusal:
+            load_job_text(JOB + text, "job", overrides)
+        return str(refusal.value)
+
+    assert CANARY not in message()
+    take_away(monkeypatch, *guard)
+    assert CANARY in message()
+
+
+def importing(job, plan=submissions.plan):
+    __import__(str(job.trainer.module))
+    return plan(job)
 
 
 @guarded_by(submissions, "plan", importing)
@@ -348,21 +316,12 @@ def a_job_of_the_service_is_not_imported_by_it(folder):
         sys.modules.pop("some_module", None)
 
 
-@guarded_by(globals(), "constraints", str)
-def all_requirements_are_pinned(folder):
-    """Every requirement, by a version that the constraints name exactly."""
-    pinned = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([\w.+]+)$", constraints(), re.MULTILINE))
-    names = {re.split(r"[^A-Za-z0-9_.-]", text)[0].lower() for text in requirements()}
-    assert len(names) > 8 and names - {name.lower().replace("_", "-") for name in pinned} == set()
-
-
-def constraints():
-    return (ROOT / "requirements/constraints.txt").read_text()
-
-
-def requirements():
-    """Return the requirements of every installation."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+def test_all_requirements_are_pinned():
+    constraints = (ROOT / "requirements/constraints.txt").read_text()
+    pinned = set(re.findall(r"^([A-Za-z0-9_.-]+)==[\w.+]+$", constraints.lower().replace("_", "-"), re.MULTILINE))
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[^A-Za-z0-9_.-]", text)[0].lower() for text in required}
+    assert len(names) > 8 and names <= pinned
 
 
 @pytest.fixture(autouse=True)
@@ -377,9 +336,8 @@ def test_check_passes(check, tmp_path):
 
 @pytest.mark.parametrize("check", GUARDS, ids=lambda check: check.__name__)
 def test_check_without_its_guard_fails(check, tmp_path, monkeypatch):
-    for where, name, instead in GUARDS[check]:
-        change = monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr
-        change(where, name, instead)
+    for guard in GUARDS[check]:
+        take_away(monkeypatch, *guard)
     with pytest.raises(AssertionError):
         check(tmp_path)
 

@@ -103,10 +103,8 @@ def test_excesses_at_the_limits_is_empty(tmp_path):
     tree = write_tree(tmp_path, TREE)
     measures = tree.measure()
     limits = {name: sum(place.amount for place in places) for name, places in measures.items()}
-    assert limits == {
-        "lines": 7, "modules": 2, "functions": 1, "classes": 1,
-        "names_twice": 0, "vague_names": 0, "fragments": 0, "phrases": 0,
-    }  # fmt: skip
+    none = dict.fromkeys(("names_twice", "vague_names", "fragments", "phrases"), 0)
+    assert limits == {"lines": 7, "modules": 2, "functions": 1, "classes": 1, **none}
     assert excesses(measures, limits) == []
 
 
@@ -167,15 +165,10 @@ def test_oversized_names_the_place(tmp_path, source, message):
     assert oversized(write_tree(tmp_path, {"a.py": source}), LARGEST, {}) == [message]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f():\n" + "    x = 1\n" * 59,
-        "x = 1\n" * 400,
-        "# Over 400 lines: one table\n" + "x = 1\n" * 599,
-        RECORD.format("frozen=True"),
-    ],
-)
+AT_A_LIMIT = ["def f():\n" + "    x = 1\n" * 59, "x = 1\n" * 400, "# Over 400 lines: one table\n" + "x = 1\n" * 599]
+
+
+@pytest.mark.parametrize("source", [*AT_A_LIMIT, RECORD.format("frozen=True")])
 def test_oversized_at_a_limit_is_empty(tmp_path, source):
     assert oversized(write_tree(tmp_path, {"a.py": source}), LARGEST, {}) == []
 
@@ -195,18 +188,12 @@ def test_unconnected_folder_is_named_with_its_parts(tmp_path):
     assert unconnected(tmp_path, {"data": 3}, {}) == ["[unconnected] allows data 3 parts: lower it"]
     assert unconnected(tmp_path, {}, {"data": "one file per kind"}) == []
     write_tree(tmp_path, {"python/rl/data/curve.py": "import dlrover.python.rl.data.files\n"})
-    assert unconnected(tmp_path, {}, {"data": "one file per kind"}) == [
-        "[families] names data, whose files are connected: remove it"
-    ]
+    idle = "[families] names data, whose files are connected: remove it"
+    assert unconnected(tmp_path, {}, {"data": "one file per kind"}) == [idle]
 
 
 def test_unconnected_counts_a_sub_folder_as_one_module(tmp_path):
-    write_tree(
-        tmp_path,
-        {
-            "python/rl/data/rows.py": "import dlrover.python.rl.data.readers.csv\n",
-            "python/rl/data/readers/csv.py": "",
-            "python/rl/data/readers/json.py": "import dlrover.python.rl.data.readers.csv\n",
-        },
-    )
+    text = "import dlrover.python.rl.data.readers.csv\n"
+    files = {"rows.py": text, "readers/csv.py": "", "readers/json.py": text}
+    write_tree(tmp_path, {f"python/rl/data/{name}": source for name, source in files.items()})
     assert unconnected(tmp_path, {}, {}) == []

@@ -18,21 +18,11 @@ MARK = "# waits:"
 
 # Where a function takes its timeout: the index of the positional argument; None: as a keyword only.
 FUNCTIONS = {
-    "ray.get": None,
-    "ray.wait": None,
-    "asyncio.wait": None,
-    "asyncio.wait_for": 1,
-    "asyncio.as_completed": None,
-    "concurrent.futures.wait": 1,
-    "concurrent.futures.as_completed": 1,
-    "multiprocessing.connection.wait": 1,
-    "socket.create_connection": 1,
-    "subprocess.call": None,
-    "subprocess.check_call": None,
-    "subprocess.check_output": None,
-    "subprocess.run": None,
-    "urllib.request.urlopen": 2,
-}
+    "ray.get": None, "ray.wait": None, "asyncio.wait": None, "asyncio.wait_for": 1, "asyncio.as_completed": None,
+    "concurrent.futures.wait": 1, "concurrent.futures.as_completed": 1, "multiprocessing.connection.wait": 1,
+    "socket.create_connection": 1, "subprocess.call": None, "subprocess.check_call": None,
+    "subprocess.check_output": None, "subprocess.run": None, "urllib.request.urlopen": 2,
+}  # fmt: skip
 # The same for methods. Those in the second table are waits only when they get no other argument: d.get(key), s.join(l).
 METHODS = {"wait": 0, "result": 0, "wait_for": 1, "communicate": 1}
 BARE_METHODS = {"get": 1, "join": 0}
@@ -44,12 +34,7 @@ BOUNDED_BLOCKS = {"asyncio.timeout", "asyncio.timeout_at"}
 
 
 def wait_faults(path: str, source: str) -> list[str]:
-    """Every wait without a deadline.
-
-    Args:
-        path: of the file, for the messages.
-        source: its text.
-    """
+    """Every wait without a deadline in a text; ``path`` is for the messages."""
     tree = ast.parse(source)
     excused = {number for number, line in enumerate(source.splitlines(), 1) if line.partition(MARK)[2].strip()}
     waits = _Waits(tree)
@@ -63,11 +48,8 @@ def wait_faults(path: str, source: str) -> list[str]:
 
 def wait_faults_of_tree(root: Path) -> list[str]:
     """:func:`wait_faults` of every file of a folder."""
-    return [
-        fault
-        for file in sorted(root.rglob("*.py"))
-        for fault in wait_faults(file.relative_to(root).as_posix(), file.read_text(encoding="utf-8"))
-    ]
+    texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in sorted(root.rglob("*.py"))}
+    return [fault for name, text in texts.items() for fault in wait_faults(name, text)]
 
 
 class _Waits(ast.NodeVisitor):
@@ -86,26 +68,22 @@ class _Waits(ast.NodeVisitor):
         why = "" if self._bounded or name in self._harmless else _reason(node, name)
         if why:
             self.faults.append((node, why))
-        inside = name in BOUNDED_CALLS and not _reason(node, name)
-        self._bounded += inside
+        self._visit_inside(node, name in BOUNDED_CALLS and not _reason(node, name))
+
+    def _visit_inside(self, node: ast.AST, is_bounded: bool) -> None:
+        self._bounded += is_bounded
         self.generic_visit(node)
-        self._bounded -= inside
+        self._bounded -= is_bounded
 
     def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
         names = [_dotted(item.context_expr, self._aliases) for item in node.items]
-        inside = any(name in BOUNDED_BLOCKS for name in names)
-        self._bounded += inside
-        self.generic_visit(node)
-        self._bounded -= inside
+        self._visit_inside(node, not BOUNDED_BLOCKS.isdisjoint(names))
 
     def visit_Assign(self, node: ast.Assign) -> None:
         names = {target.id for target in node.targets if isinstance(target, ast.Name)}
         if _is_reference(node.value):
             self._references |= names
-        inside = bool(names & self._waited_for)
-        self._bounded += inside
-        self.generic_visit(node)
-        self._bounded -= inside
+        self._visit_inside(node, not names.isdisjoint(self._waited_for))
 
     def visit_Await(self, node: ast.Await) -> None:
         named = isinstance(node.value, ast.Name) and node.value.id in self._references
@@ -144,8 +122,8 @@ def _bare(call: ast.Call, method: str) -> str:
 
 
 def _acquire(call: ast.Call) -> str:
-    at_once = _says_no(call, "blocking") or _says_no(call, "block")
-    at_once = at_once or bool(call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is False)
+    first = ast.unparse(call.args[0]) if call.args else ""
+    at_once = first == "False" or _says_no(call, "blocking") or _says_no(call, "block")
     return "" if at_once or _has_timeout(call, 1) else ".acquire() without a timeout"
 
 
@@ -157,10 +135,7 @@ def _has_timeout(call: ast.Call, position: int | None) -> bool:
 
 
 def _says_no(call: ast.Call, flag: str) -> bool:
-    return any(
-        keyword.arg == flag and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-        for keyword in call.keywords
-    )
+    return any(word.arg == flag and ast.unparse(word.value) == "False" for word in call.keywords)
 
 
 def _is_none(value: ast.expr) -> bool:
@@ -184,21 +159,17 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 def _context_variables(tree: ast.AST) -> set[str]:
     """``current.get`` for each ``current = ContextVar(...)``: it takes no argument and never waits."""
     bound = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    variables = [
+    calls = [
         node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)
     ]
-    targets = [
-        target for node in variables for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
+    targets = [target for node in calls for target in getattr(node, "targets", None) or [node.target]]
     return {f"{target.id}.get" for target in targets if isinstance(target, ast.Name)}
 
 
 def _handed_on(tree: ast.AST, aliases: dict[str, str]) -> set[str]:
     """Names given to a wait with a deadline: a coroutine may be made in one line and waited for in the next."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    bounded = [
-        call for call in calls if (name := _dotted(call.func, aliases)) in BOUNDED_CALLS and not _reason(call, name)
-    ]
+    calls = [(node, _dotted(node.func, aliases)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    bounded = [call for call, name in calls if name in BOUNDED_CALLS and not _reason(call, name)]
     return {argument.id for call in bounded for argument in call.args if isinstance(argument, ast.Name)}
 
 

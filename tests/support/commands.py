@@ -38,6 +38,19 @@ def run_python(folder, *arguments, code=0, within_s=250.0, **env):
     return done
 
 
+def run_here(monkeypatch, capfd, *arguments):
+    """Run ``dlrover-rl`` in this process; return its exit code, output and errors."""
+    from dlrover.python.rl.cli.commands import main
+
+    monkeypatch.setattr(sys, "argv", ["dlrover-rl", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    return code, *capfd.readouterr()
+
+
 def debian_programs(folder, package, *programs):
     """Return the folder of these programs: of this machine, or unpacked from Debian's package; None without either."""
     if all(map(shutil.which, programs)):

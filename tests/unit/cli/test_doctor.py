@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -78,20 +79,17 @@ def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
 
 
 def test_silent_driver_is_bad(monkeypatch):
-    def hang(*_, **__):
-        raise subprocess.TimeoutExpired("nvidia-smi", 20)
-
     monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert check_devices(hang).ok is False
-
-
-def report(ahead_s=0.0, ray="2.60.0"):
-    return MachineReport("host", ahead_s, {"ray": ray}, ())
+    assert check_devices(Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 20))).ok is False
 
 
 def test_clocks_and_versions_of_nodes_are_compared():
-    assert [check.ok for check in compare([report(), report(0.5)])] == [True, True]
-    clocks, versions = compare([report(), report(-30.0, "2.59.0")])
+    sound, near, far = (
+        MachineReport("host", ahead_s, {"ray": ray}, ())
+        for ahead_s, ray in ((0.0, "2.60.0"), (0.5, "2.60.0"), (-30.0, "2.59.0"))
+    )
+    assert [check.ok for check in compare([sound, near])] == [True, True]
+    clocks, versions = compare([sound, far])
     assert clocks.ok is False and "30.0 s apart" in clocks.result
     assert versions.ok is False and "ray differ" in versions.result
 

@@ -98,9 +98,6 @@ class Desk:
 
         asyncio.run_coroutine_threadsafe(report(), self._loop).result(20)
 
-    def description(self, name):
-        return self.store.description(self.manager.get(name).run)
-
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
@@ -119,9 +116,9 @@ def test_status_has_processes_devices_and_pace(desk):
     lost = {"recoveries": {"ROLLOUT": 1}, "last_failure": "ROLLOUT[1]: process_died: it is gone"}
     run = desk.begin(step=10, total_steps=100, members=MEMBERS, step_s=2.0, **lost)
     output = desk("status", "job")
-    assert "2 s a step" in output and "about 0:03:00 left" in output
-    assert "4 processes on 2 nodes, 3 devices" in output and "ROLLOUT recovered 1 time" in output
-    assert "left pid 11 devices 0,1" in output and output.splitlines()[-1].endswith("left pid 14")
+    words = ("2 s a step", "about 0:03:00 left", "4 processes on 2 nodes, 3 devices", "ROLLOUT recovered 1 time")
+    assert [word for word in (*words, "left pid 11 devices 0,1") if word not in output] == []
+    assert output.splitlines()[-1].endswith("left pid 14")
     view = json.loads(desk("status", "job", "--json"))
     assert view["members"][1] == {"process": "ROLLOUT[0]", "node": "right", "pid": 12, "devices": "0"}
     assert (view["nodes"], view["devices"], view["step_s"], view["eta_s"]) == (2, 3, 2.0, 180.0)
@@ -156,13 +153,10 @@ def test_explain_has_the_time_failures_and_log_of_a_job(desk):
 def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):
     monkeypatch.setattr(server_module, "_LISTED", 2)
     desk.begin("long-runner")
-    for name in ("first", "second"):
+    for name in ("first", "second", "third"):
         desk.report(name, desk.begin(name), JobPhase.FINISHED)
-    assert [view["name"] for view in json.loads(desk("list", "--json"))] == ["long-runner", "second", "first"]
-    desk.report("third", desk.begin("third"), JobPhase.FINISHED)
-    listed = desk("list")
-    assert "long-runner" in listed and "third" in listed and "first" not in listed
-    assert "1 older ended jobs are not listed" in listed
+    assert [view["name"] for view in json.loads(desk("list", "--json"))] == ["long-runner", "third", "second"]
+    assert "1 older ended jobs are not listed" in desk("list")
 
 
 def test_the_doctor_asks_the_service(desk, monkeypatch):
@@ -201,18 +195,16 @@ def test_attach_shows_nothing_of_earlier_runs_of_the_name(desk):
     desk.report("job", second, JobPhase.FINISHED, step=1, reason="all steps done")
     output = desk("attach", "job")
     assert "job: finished, step 1/9" in output and "all steps done" in output
-    assert "first run" not in output and "failed" not in output and "2/7" not in output
+    assert not [word for word in ("first run", "failed", "2/7") if word in output]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("run toi.yaml", "no such job file; did you mean 'toy.yaml'?"),
         ("run toy.yaml --address auto", "--address: cannot be used with --server"),
         ("run toy.yaml --local", "--local: cannot be used with --server"),
         ("run toy.yaml workload.rolout.num=3 --detach", "rollout"),
         ("run toy.yaml --folder ../other --detach", "outside the service's root"),
-        ("eval jb", "did you mean 'job'?"),
         ("eval job", "has no model yet: pass config.model=FOLDER for another one"),
         ("submit --job_name x --rl_config toy.yaml --workload_max_restart {'rolout':1}", "ROLLOUT"),
     ],
@@ -227,16 +219,14 @@ def test_wrong_argument_is_answered_with_the_right_name(desk, line, message):
 
 
 def test_options_for_a_service_need_one(desk):
-    for option in ("--priority=3", "--folder=x"):
-        done = CliRunner().invoke(cli, ["run", "toy.yaml", option])
-        assert done.exit_code and "needs --server" in str(done.exception)
-    assert "needs --server" in str(CliRunner().invoke(cli, ["eval", "job", "--detach"]).exception)
+    for line in ("run toy.yaml --priority=3", "run toy.yaml --folder=x", "eval job --detach"):
+        assert "needs --server" in str(CliRunner().invoke(cli, line.split()).exception)
 
 
 def test_submit_sends_the_job_with_its_options(desk):
     options = ("--job_max_restart", "0", "--workload_max_restart", "{'rollout': 2}", "--detach")
     desk("submit", "--job_name", "mine", "--rl_config", JOB, *options)
-    job = load_job_text(desk.description("mine").text, "")
+    job = load_job_text(desk.store.description(desk.manager.get("mine").run).text, "")
     assert (job.name, job.restart.job_max_restart, job.restart.workload_max_restart) == ("mine", 0, {"ROLLOUT": 2})
 
 
@@ -247,7 +237,7 @@ def test_eval_submits_an_evaluation_of_the_newest_run_of_a_name(desk):
     (results / "job.yaml").write_text(f"job_dir: {results}\nconfig: {{model: old, eval_only: false, seed: 1}}\n{JOB}")
     desk.report("job", desk.begin(results=str(results)), JobPhase.FINISHED)
     desk("eval", "job", "seed=5", "--detach")
-    described = desk.description("job-eval")
+    described = desk.store.description(desk.manager.get("job-eval").run)
     job = load_job_text(described.text, "job-eval", described.overrides)
     assert job.config == {"model": str(results / "model"), "eval_only": True, "seed": 5}
     assert job.job_dir != results and job.checkpoint.resume == "never"
@@ -265,12 +255,11 @@ def test_taken_metrics_port_is_refused_in_one_line():
     served.close()
 
 
-async def test_service_ends_with_its_raylet_and_not_with_a_gcs(monkeypatch):
+def test_service_ends_with_its_raylet_and_not_with_a_gcs(monkeypatch):
     monkeypatch.setattr(serve, "_LOOK_S", 0.01)
     looks = iter(["", "gcs_server", "", "raylet", "raylet"])
-    message = "^the raylet of the service's Ray cluster has died: start the ser"
-    with pytest.raises(ClusterUnavailable, match=message):
-        await serve._wait_for_the_end(asyncio.Event(), lambda: next(looks))
+    with pytest.raises(ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"):
+        asyncio.run(serve._wait_for_the_end(asyncio.Event(), lambda: next(looks)))
 
 
 @pytest.mark.parametrize(
@@ -309,46 +298,29 @@ config: {model: /of/another/machine, data: {train: /of/it.jsonl}, engine: {lora:
 """
 
 
-def errors_of(folder, job, *overrides):
-    """Enqueue a job at an address where no service is: it is checked first."""
-    (folder / "job.yaml").write_text(job)
-    done = CliRunner().invoke(enqueue, [str(folder / "job.yaml"), *overrides, "--server", "127.0.0.1:1"])
-    assert isinstance(done.exception, InvalidJob)
-    return [str(error) for error in done.exception.errors]
-
-
 ALGORITHM = "algorithm={name: grpo, kl_coeff: 1}"
 ENGINE = "engine={train_options: {x: 1}, rollout: torch, rollout_options: {y: 1}, weight_sync_options: {foldr: z}}"
+OPTIONS = ("train_options.x", "rollout_options.y", "weight_sync_options.foldr")
 
 
 @pytest.mark.parametrize(
-    ("job", "overrides", "beginnings"),
+    ("overrides", "beginnings"),
     [
         (
-            REMOTE_JOB.replace("rank: 4", "rank: true"),
-            ["steps=x", "workload.actor.num=0", "sead=1"],
+            ["steps=x", "workload.actor.num=0", "sead=1", "engine.lora.rank=true"],
             ["workload.actor.num", "config.steps", "config.engine.lora.rank", "config.sead"],
         ),
-        (
-            REMOTE_JOB,
-            ["name=second", "steps=true"],
-            ["name: use the option --name", "config.steps: input should be a valid integer, got True"],
-        ),
-        (
-            REMOTE_JOB,
-            [ALGORITHM, ENGINE],
-            [
-                "config.algorithm.kl_coeff",
-                "config.engine.train_options.x",
-                "config.engine.rollout_options.y",
-                "config.engine.weight_sync_options.foldr",
-            ],
-        ),
+        (["name=second", "steps=true"], ["name: use the option --name", "config.steps: input should be a valid i"]),
+        ([ALGORITHM, ENGINE], ["config.algorithm.kl_coeff", *(f"config.engine.{option}" for option in OPTIONS)]),
     ],
     ids=["types", "name", "options"],
 )
-def test_enqueue_checks_a_job_before_it_asks_a_service(tmp_path, job, overrides, beginnings):
-    errors = errors_of(tmp_path, job, *overrides)
+def test_enqueue_checks_a_job_before_it_asks_a_service(tmp_path, overrides, beginnings):
+    """An address where no service is: it is checked first."""
+    (tmp_path / "job.yaml").write_text(REMOTE_JOB)
+    done = CliRunner().invoke(enqueue, [str(tmp_path / "job.yaml"), *overrides, "--server", "127.0.0.1:1"])
+    assert isinstance(done.exception, InvalidJob)
+    errors = map(str, done.exception.errors)
     assert [error[: len(start)] for error, start in zip(errors, beginnings, strict=True)] == beginnings
 
 
@@ -359,8 +331,7 @@ NEAR = "algorithm={name: my_grpo}", "engine={train: fsdp3, rollout: my_vllm, wei
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("dlrover.python.rl.recipe.grpo", ["steps=3"]),
-        ("dlrover.python.rl.recipe.grpo", EXTENSIONS),
+        ("dlrover.python.rl.recipe.grpo", ["steps=3", *EXTENSIONS]),
         ("dlrover.python.rl.recipe.grpo", NEAR),
         ("of.another", ["stps=x"]),
         ("broken_here", []),

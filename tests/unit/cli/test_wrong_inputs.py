@@ -8,20 +8,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 import yaml
 from transformers import GptOssConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
-from dlrover.python.rl.cli.commands import main
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from tests.support.commands import run_here
 from tests.support.held_job import wait_for
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
 CLASSES = {"actor": "ActorWorkload", "rollout": "RolloutWorkload", "reward": "RewardWorkload"}
-OFFLINE = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "rm": "RMTrainer"}
+OFFLINE = {"sft": "SFTTrainer", "dpo": "DPOTrainer"}
 
 
 class PickyEngine(TorchRolloutEngine):
@@ -36,7 +37,7 @@ def judge_nothing():
 
 def job(recipe):
     roles = {"grpo": list(CLASSES), "dpo": ["actor", "reference"]}.get(recipe, ["actor"])
-    classes = {**CLASSES, "reference": "ReferenceWorkload", **({"actor": "ScorerWorkload"} if recipe == "rm" else {})}
+    classes = {**CLASSES, "reference": "ReferenceWorkload"}
     trainer = {"module": f"dlrover.python.rl.recipe.{recipe}", "class": OFFLINE.get(recipe, "GRPOTrainer")}
     return {
         "trainer": {**trainer, "device_type": "CPU", "device_per_node": 4},
@@ -46,7 +47,6 @@ def job(recipe):
 
 
 LONG = "12 + 34 = " * 30
-PAIRS = {"prompt": "1+1=", "chosen": "2" * 300, "rejected": "3"}
 FILES = {
     "good": [{"prompt": f"1+{row}=", "answer": str(row + 1), "response": str(row + 1)} for row in range(40)],
     "one": [{"prompt": "1+1=", "answer": "2"}],
@@ -60,17 +60,14 @@ FILES = {
     "partly": [{"prompt": f"{row}", **({"answer": "2"} if row != 6 else {})} for row in range(40)],
     "long": [{"prompt": LONG if row == 1 else f"{row}", "answer": "2", "response": "2"} for row in range(40)],
     "talk": [{"messages": [{"role": "user", "content": LONG[:250] if row == 1 else "1"}]} for row in range(40)],
-    "pairs": [{**PAIRS, "prompt": f"{row:02}"} for row in range(40)],
+    "pairs": [{"prompt": f"{row:02}", "chosen": "2" * 300, "rejected": "3"} for row in range(40)],
 }
 
 
 CONFIGS = {
-    "new": '{"model_type": "llama9", "hidden_size": 8}',
-    "broken": "{",
-    "untyped": '{"hidden_size": 8}',
+    "new": '{"model_type": "llama9"}', "broken": "{", "untyped": '{"hidden_size": 8}', "runs/tiny": "{}",
     "bare": '{"model_type": "llama"}',
-    "runs/tiny": "{}",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +89,6 @@ def folder(tmp_path_factory):
     for name, rows in FILES.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "mixed.jsonl").write_text('{"prompt": "1", "answer": \n{"promt": "1", "answer": "9"}\n')
-    (path / "broken.jsonl").write_text('{"prompt": "1" "answer": "2"}\n')
     return path
 
 
@@ -104,14 +100,9 @@ def check(folder, monkeypatch, capfd, kept_logger):
     def run(content, *overrides):
         Path("job.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         before = sorted(os.listdir())
-        monkeypatch.setattr(sys, "argv", ["dlrover-rl", "check", "--local", "job.yaml", *overrides])
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code or 0
+        code, out, err = run_here(monkeypatch, capfd, "check", "--local", "job.yaml", *overrides)
         assert sorted(os.listdir()) == before
-        return code, "".join(capfd.readouterr())
+        return code, out + err
 
     return run
 
@@ -123,25 +114,13 @@ SHARE_GPT = "its 'conversations' are ShareGPT's, which no key reads: write 'mess
 WRONG = [
     # keys and values
     ("grpo", "optimiser.lr=1", "config.optimiser: unknown key 'optimiser'; did you mean 'optimizer'?"),
-    ("grpo", "rollout.max_tokens=8", "did you mean 'max_new_tokens'?"),
-    ("grpo", "engine.lora.r=8", "config.engine.lora.r: unknown key; here it is engine.lora.rank"),
-    (
-        "grpo",
-        "adv.estimator=gea",
-        'config.adv.estimator: must be one of "gae", "reinforce", got \'gea\'; here it is al',
-    ),
-    ("grpo", "trainer.n_epochs=2", "trainer.n_epochs: unknown key; here it is epochs, or steps for recipes that"),
     ("grpo", "actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
     ("grpo", "train_data.path=other.jsonl", "other.jsonl: no such file"),
-    ("grpo", "steps=many", "config.steps: input should be a valid integer, got 'many'"),
     ("grpo", "algorithm.name=dpoo", "did you mean 'dapo'?"),
     ("grpo", "algorithm=dapo", "algorithm.name=dapo"),
-    ("grpo", "workload.rollout.num=100", "do not fit"),
-    ("grpo", "name=My_job", "'My_job' is not a job name: use 1 to 63 of a-z, 0-9 and '-', beginning and ending with a"),
     ("grpo", "name=a/b_c", "such as 'a-b-c'"),
     # models
     ("grpo", "model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
-    ("grpo", "model=runs/tinny", "config.model: no such folder: runs/tinny; did you mean 'runs/tiny'?"),
     ("grpo", "model=runs/teacher", "no such folder: runs/teacher; 'runs' is a folder here: to use the hub's, do"),
     ("grpo", "model=tiny.gguf", "config.model: no such folder: tiny.gguf"),
     ("grpo", "model=bare", "config.model: bare holds no tokenizer: it has none of tokenizer.json, "),
@@ -153,31 +132,18 @@ WRONG = [
     ("grpo", "model=gptoss engine.train=megatron", "megatron cannot run this model: its type is 'gpt_oss'"),
     ("grpo", "engine.rollout=test_wrong_inputs:PickyEngine", "config.model: it is a qwen2 with a causal head"),
     # data
-    ("grpo", "data.train=goood.jsonl", "no such file; did you mean 'good.jsonl'?"),
-    ("grpo", "data.train=broken.jsonl", "broken.jsonl:1: not JSON: Expecting ',' delimiter at column 16"),
     ("grpo", "data.train=worked.jsonl", "has problem, solution, answer: write data.keys.prompt=problem (the same"),
     ("grpo", "data.train=verl.jsonl", "copy verl's reward_model.ground_truth to a column 'answer'"),
-    (
-        "grpo",
-        "data.train=question.jsonl",
-        "question.jsonl:1: has no 'prompt' or 'messages'; it has question, solution: ",
-    ),
-    ("grpo", "data.train=question.jsonl", "prompt=question data.keys.answer=solution (the same in 39 more rows)"),
+    ("grpo", "data.train=question.jsonl", ":1: has no 'prompt' or 'messages'; it has question, solution: write data.k"),
     ("grpo", "data.train=sharegpt.jsonl", f"{SHARE_GPT} of 'from' (human: user, gpt: assistant) and 'value' (the same"),
     ("grpo", "data.train=openai.jsonl", "it has conversations: write data.keys.messages=conv"),
     ("grpo", "data.train=alpaca.jsonl", "write data.keys.prompt=instruction data.keys.answer=output, and join"),
-    ("grpo", "+data.keys.prompt=quesion data.train=question.jsonl", "did you mean 'question'?"),
     ("grpo", "data.train=bare.jsonl", f"{NEEDS.format('exact')}; it has prompt, solution: write data.keys.ans"),
     ("grpo", "data.train=partly.jsonl", f"partly.jsonl:7: {NEEDS.format('exact')}"),
     ("grpo", f"reward.function={VERIFIERS}.code:python_tests", "has no 'tests', which reward.function"),
-    ("grpo", "reward.function=test_wrong_inputs:jobb", "did you mean 'job'"),
     ("grpo", "reward.function=test_wrong_inputs:judge_nothing", "takes no completion: it is called as (completion, an"),
     # lengths
-    (
-        "grpo",
-        "data.train=long.jsonl",
-        "long.jsonl:2: 300 tokens leave no space for new ones: a sequence of 301 tokens ",
-    ),
+    ("grpo", "data.train=long.jsonl", "long.jsonl:2: 300 tokens leave no space for new ones: a sequence of 301"),
     ("grpo", f"data.train=talk.jsonl reward.function={VERIFIERS}:unjudged", "talk.jsonl:2: 2"),
     ("grpo", "data.train=long.jsonl data.max_prompt_tokens=200", ":2: 300 tokens, 200 at most"),
     ("grpo", "rollout.max_new_tokens=100000", "100000, but a sequence has at most 256 tokens with its prompt: write"),
@@ -187,12 +153,7 @@ WRONG = [
     ("sft", "data.max_length=4096", "4096, but the model has 256 positions: write at mo"),
     ("sft", "data.train=long.jsonl", "config.data.max_length: 512, but the model has 256 positions: write"),
     ("sft", "data.train=long.jsonl data.max_length=99 data.over_long=refuse", ":2: 302 tokens, 99 at most"),
-    (
-        "dpo",
-        "data.train=pairs.jsonl data.max_length=256 data.over_long=refuse",
-        "pairs.jsonl:1: 303 tokens, 256 at most",
-    ),
-    ("rm", "data.train=pairs.jsonl", "config.data.max_length: 512, but the model has 256 positions"),
+    ("dpo", "data.train=pairs.jsonl data.max_length=256 data.over_long=refuse", "pairs.jsonl:1: 303 tokens, 256 at"),
 ]
 
 
@@ -224,21 +185,11 @@ def test_check_usable_input_passes_with_a_note(check, recipe, overrides, expecte
     assert expected in message
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ("config:\n", "config:\n\t", "tab"),
-        ("train: good", "train: ${HOME}/good", "${oc.env:HOME}"),
-        ("train: good", "train: $HOME/good", "${oc.env:HOME}"),
-        ("  rollout:", "  rolout:", "the job has 'rolout'; did you mean 'rollout'?"),
-    ],
-)
-def test_check_wrong_file_is_named(check, before, after, expected):
-    text = yaml.safe_dump(job("grpo"))
-    assert before in text
-    code, message = check(text.replace(before, after))
+@pytest.mark.parametrize("variable", ["${HOME}", "$HOME"])
+def test_check_variable_of_a_shell_is_answered_with_its_resolver(check, variable):
+    code, message = check(yaml.safe_dump(job("grpo")).replace("train: good", f"train: {variable}/good"))
     assert code == 2
-    assert expected in message
+    assert "${oc.env:HOME}" in message
 
 
 def test_check_finds_problems_of_every_kind_at_once(check):
@@ -250,20 +201,14 @@ def test_check_finds_problems_of_every_kind_at_once(check):
     overrides = "prompts_per_step=-3 data.train=mixed.jsonl data.eval=goood.jsonl model=./none"
     code, message = check(content, *overrides.split(), "+stepss=3", "+rollout.temperature=0")
     assert code == 2
-    for line in (
-        "trainer.nod_number: unknown key 'nod_number'; did you mean 'node_number'?",
-        "workload_group.0.refrence: the job has no role 'refrence'",
-        "has no class 'RewardWorkloads'; did you mean 'RewardWorkload'?",
+    lines = (
+        "trainer.nod_number: ", "workload_group.0.refrence: ", "has no class 'RewardWorkloads'; did you mean",
         "impossible placement: ACTOR x 1, REWARD x 1, ROLLOUT x 9 do not fit 1 node(s) x 4 CPU = 4",
-        "config.prompts_per_step: input should be greater than 0, got -3",
-        "config.stepss: unknown key 'stepss'; did you mean 'steps'?",
-        "config.rollout.temperature: input should be greater than 0, got 0",
-        "goood.jsonl: no such file; did you mean 'good.jsonl'?",
-        "mixed.jsonl:1: not JSON",
-        "mixed.jsonl:2: unknown key 'promt'; did you mean 'prompt'?",
+        "config.prompts_per_step: ", "config.stepss: ", "config.rollout.temperature: ", "mixed.jsonl:1: not JSON",
+        "goood.jsonl: no such file; did you mean 'good.jsonl'?", "mixed.jsonl:2: unknown key 'promt'",
         "config.model: no such folder: ./none",
-    ):
-        assert line in message, message
+    )  # fmt: skip
+    assert [line for line in lines if line not in message] == [], message
 
 
 def test_check_shows_overridden_keys_and_with_full_all(check):
@@ -274,18 +219,13 @@ def test_check_shows_overridden_keys_and_with_full_all(check):
     assert "max_staleness" not in message
     code, message = check(job("grpo"), "--full", *keys)
     assert code == 0
-    for line in (
-        "  seed: 7\n",
-        "    max_staleness: 0\n",
-        "    device: cpu\n",
-        "    lr: 0.5\n",
-        "    kl_in: reward\n",
-        "algorithm:\n    name: grpo\n    clip_low: 0.2\n",
+    lines = (
+        "  seed: 7\n", "    max_staleness: 0\n", "    device: cpu\n", "    lr: 0.5\n", "    kl_in: reward\n",
+        "algorithm:\n    name: grpo\n    clip_low: 0.2\n", "engines: train fsdp2, rollout torch, on cpu in fp32",
         "model: model, 20.7 k parameters; 82.9 kB of weights to generate, 332 kB to train, activations not counted",
-        "engines: train fsdp2, rollout torch, on cpu in fp32",
         "each step: 16 prompts x 8 samples = 128 of up to 64 new tokens; 1 update of 128",
-    ):
-        assert line in message
+    )  # fmt: skip
+    assert [line for line in lines if line not in message] == []
 
 
 @pytest.mark.parametrize(("overrides", "is_warned"), [("", True), ("engine.device=cpu", False)])
@@ -309,7 +249,6 @@ REWARDS = """
 def raises(completion, answer, extra_info):
     return {}[answer]
 
-
 def raises_a_lot(completion, answer):
     raise ValueError("\\n".join(40 * str(line) for line in range(20_000)))
 """
@@ -332,8 +271,7 @@ def inputs(tmp_path_factory):
 
 def start(folder, *command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": NO_HUB}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **streams)
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, text=True)
 
 
 def answer(folder, *command):
@@ -414,18 +352,15 @@ def test_run_with_wrong_inputs_fails_without_own_traceback(inputs, tmp_path, run
 def test_a_long_message_of_a_reward_function_is_cut(inputs, tmp_path):
     code, printed = cli(inputs, f"run --local job.yaml reward.function=rewards:raises_a_lot job_dir={tmp_path}/out")
     assert code == 1
-    assert "samples failed: rewards:raises_a_lot raised ValueError: 000" in printed
-    assert "in raises_a_lot\n" in printed
+    assert "samples failed: rewards:raises_a_lot raised ValueError: 000" in printed and "in raises_a_lot\n" in printed
     assert len(printed) < 8000
 
 
 @slow
-@pytest.mark.parametrize(
-    ("override", "expected"), [("seed=x", "config.seed: "), ("job_dir=/proc/none/out", "job_dir: ")]
-)
-def test_refusal_ends_every_rank_of_torchrun_with_its_reason(inputs, override, expected):
+@pytest.mark.parametrize(("line", "expected"), [("seed=x", "config.seed: "), ("job_dir=/proc/none/out", "job_dir: ")])
+def test_refusal_ends_every_rank_of_torchrun_with_its_reason(inputs, line, expected):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, printed = recipe(inputs, override, *launcher)
+    code, printed = recipe(inputs, line, *launcher)
     assert code == 1, "torchrun has no other code"
     assert f"  traceback : 1 error in the job:\n    - {expected}" in printed.partition("Root Cause")[2]
     assert printed.count("exitcode  : 2") == 2, printed

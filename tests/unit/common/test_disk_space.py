@@ -3,6 +3,7 @@
 
 import errno
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -37,32 +38,20 @@ FULL = [
     RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
 ]
 FALTERING = [OSError(number, "over soon") for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)]
+NO_SPACE, AGAIN = "no disk space for metrics.jsonl; waiting up to 20 s", "metrics.jsonl; trying again for up to 20 s"
 OTHERS = [OSError(errno.EACCES, "refused"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
 
 
-@pytest.mark.parametrize("error", FULL, ids=str)
-def test_full_disk_is_waited_for_then_raised(error, caplog):
+@pytest.mark.parametrize(
+    ("error", "message"), [*((error, NO_SPACE) for error in FULL), *((error, AGAIN) for error in FALTERING)], ids=str
+)
+def test_full_or_faltering_disk_is_waited_for_then_raised(error, message, caplog):
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
-    assert [record.getMessage() for record in caplog.records] == [
-        f"no disk space for metrics.jsonl; waiting up to 20 s: {error}"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"{message}: {error}"]
     with pytest.raises(OSError) as raised:
         retry_io(FailingWrite(1_000_000, error), FILE, SHORT)
-    assert is_disk_full(raised.value)
-    assert raised.value is error or not isinstance(error, OSError)
-
-
-@pytest.mark.parametrize("error", FALTERING, ids=lambda error: errno.errorcode[error.errno])
-def test_faltering_disk_is_asked_again_then_raised(error, caplog):
-    with caplog.at_level(logging.WARNING, "dlrover"):
-        assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
-    assert [record.getMessage() for record in caplog.records] == [
-        f"metrics.jsonl; trying again for up to 20 s: {error}"
-    ]
-    with pytest.raises(OSError) as raised:
-        retry_io(FailingWrite(1_000_000, error), FILE, SHORT)
-    assert raised.value is error
+    assert raised.value is error or is_disk_full(raised.value) and not isinstance(error, OSError)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
@@ -99,10 +88,5 @@ def test_disk_errors_name_the_file_and_the_bytes(tmp_path):
             retry_io(FailingWrite(1_000_000, error), file, DiskWait(0.0))
         assert str(raised.value) == f"[Errno {errno.ENOSPC}] full: '{file}'"
     full = disk_full_error(errno.EDQUOT, tmp_path, 77)
-    message = str(full)
-    assert (
-        full.errno == errno.EDQUOT
-        and f"{tmp_path}" in message
-        and "77 bytes do not fit, " in message
-        and message.count("bytes are free") == 1
-    )
+    assert full.errno == errno.EDQUOT
+    assert re.search(rf"77 bytes do not fit, \d+ bytes are free.*{tmp_path}", str(full))

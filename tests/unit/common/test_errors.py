@@ -16,9 +16,8 @@ from dlrover.python.rl.common.names import check_job_name
 
 
 def tree_of_classes():
-    return [
-        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.DLRoverRLError)
-    ]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, errors.DLRoverRLError)]
 
 
 ERRORS = (ConfigError("trainer.class", "is required"), ConfigError("train.jsonl:7", "not JSON"))
@@ -43,19 +42,13 @@ def test_error_survives_pickling_with_its_values(error):
     error.note = {"step": 3}
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         back = pickle.loads(pickle.dumps(error, protocol))
-        assert type(back) is type(error)
-        assert str(back) == str(error)
-        assert back.args == error.args
-        assert vars(back) == vars(error)
-        assert (back.retryable, back.restarts) == (error.retryable, error.restarts)
+        assert (type(back), str(back), back.args, vars(back)) == (type(error), str(error), error.args, vars(error))
 
 
 def test_error_keeps_the_original_exception():
     error = InvocationError("words", **CALL)
     error.original = ValueError("the user's own words")
-    back = pickle.loads(pickle.dumps(error))
-    assert isinstance(back.original, ValueError)
-    assert str(back.original) == "the user's own words"
+    assert repr(pickle.loads(pickle.dumps(error)).original) == repr(error.original)
 
 
 def test_error_tree_of_the_docstring_matches_the_classes():
@@ -77,24 +70,17 @@ def test_error_says_whether_to_retry_and_restart():
     later = {InvocationTimeout, errors.PlacementTimeout, errors.ClusterUnavailable}
     busy = {errors.ServiceBusy, errors.ServiceUnavailable}
     assert retried == {*lost, *of_engines, *later, *busy, errors.RowsDiffer, errors.ScriptFailed}
+    members = {InvocationTimeout, errors.EngineDied, errors.ScriptFailed, errors.WorkloadDied}
+    of_trainers = {errors.NonFiniteUpdate, errors.RowsDiffer, errors.WeightSyncError, errors.WeightsLost}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
-        InvocationTimeout: Scope.MEMBER,
-        errors.EngineDied: Scope.MEMBER,
-        errors.ScriptFailed: Scope.MEMBER,
-        errors.WorkloadDied: Scope.MEMBER,
-        errors.ReplayDiverged: Scope.JOB,
-        errors.PlacementTimeout: Scope.JOB,
-        errors.NonFiniteUpdate: Scope.TRAINER,
-        errors.RowsDiffer: Scope.TRAINER,
-        errors.WeightSyncError: Scope.TRAINER,
-        errors.WeightsLost: Scope.TRAINER,
-    }
+        **dict.fromkeys(members, Scope.MEMBER), **dict.fromkeys(of_trainers, Scope.TRAINER),
+        errors.ReplayDiverged: Scope.JOB, errors.PlacementTimeout: Scope.JOB,
+    }  # fmt: skip
 
 
 def test_error_messages_name_the_place():
-    assert str(InvocationError("ValueError: no", **{**CALL, "remote_traceback": ""})) == (
-        "ACTOR[3].update on host-1: ValueError: no"
-    )
+    untraced = InvocationError("ValueError: no", **{**CALL, "remote_traceback": ""})
+    assert str(untraced) == "ACTOR[3].update on host-1: ValueError: no"
     assert str(EXAMPLES[InvocationError]).endswith("\n\nTraceback ...")
     late = "ACTOR[1].update: no answer within 2.5 s from ranks 1, 2 (1 arrived)"
     assert str(EXAMPLES[InvocationTimeout]) == late
@@ -103,9 +89,7 @@ def test_error_messages_name_the_place():
 
 
 def test_invalid_job_lists_every_error():
-    assert str(EXAMPLES[InvalidJob]) == (
-        "2 errors in the job:\n  - trainer.class: is required\n  - train.jsonl:7: not JSON"
-    )
+    assert str(InvalidJob(ERRORS)) == f"2 errors in the job:\n  - {ERRORS[0]}\n  - train.jsonl:7: not JSON"
     assert str(InvalidJob([ERRORS[0], ERRORS[0]])).startswith("1 error in the job:")
 
 
@@ -119,20 +103,12 @@ def test_step_abandoned_passes_a_users_except():
 def test_user_traceback_has_the_users_frames():
     with pytest.raises(errors.ClassNotFound) as caught:
         load_object("no_such_module:Name")
-    error = caught.value
-    trace = errors.user_traceback(error)
+    trace = errors.user_traceback(caught.value)
     assert __file__ in trace and "common/extensions.py" not in trace
-    assert errors.user_traceback(error.with_traceback(error.__traceback__.tb_next)) == ""
-    with pytest.raises(ValueError) as caught:
+    assert errors.user_traceback(caught.value.with_traceback(caught.tb.tb_next)) == ""
+    with pytest.raises(ValueError) as unexpected:
         check_job_name("A b")
-    error = caught.value
-    assert "common/names.py" in errors.user_traceback(error.with_traceback(error.__traceback__.tb_next)), (
-        "an unexpected one"
-    )
-
-
-# raised and caught inside its package
-CAUGHT_AT_HOME = {"DoesNotFit"}
+    assert "common/names.py" in errors.user_traceback(unexpected.value.with_traceback(unexpected.tb.tb_next))
 
 
 def test_light_packages_define_no_errors():
@@ -141,5 +117,5 @@ def test_light_packages_define_no_errors():
         for info in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
             values = vars(importlib.import_module(info.name)).values()
             kinds = [kind for kind in values if isinstance(kind, type) and issubclass(kind, BaseException)]
-            own = [kind for kind in kinds if kind.__module__ == info.name and kind.__name__ not in CAUGHT_AT_HOME]
-            assert not own or info.name == errors.__name__, own
+            own = [kind.__name__ for kind in kinds if kind.__module__ == info.name]
+            assert own in ([], ["DoesNotFit"]) or info.name == errors.__name__, own  # caught where it is raised

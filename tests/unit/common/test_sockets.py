@@ -2,6 +2,7 @@
 """Addresses at which a process of a job listens."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,12 +29,9 @@ def test_listening_socket_at_an_own_address_is_there_only(address):
 FOREIGN = "198.51.100.1"
 
 
-def test_listening_socket_at_a_foreign_address_is_refused():
+def test_listening_socket_at_a_foreign_address_is_a_setting(monkeypatch):
     with pytest.raises(InvalidJob, match=f"{FOREIGN}.*{LISTEN_ON_ALL}=1 to listen on all"):
         listening_socket(FOREIGN, 4)
-
-
-def test_listening_socket_on_all_addresses_is_a_setting(monkeypatch):
     monkeypatch.setenv(LISTEN_ON_ALL, "1")
     with listening_socket(FOREIGN, 4) as server:
         assert server.getsockname()[0] == "0.0.0.0"
@@ -44,15 +42,8 @@ def test_listening_socket_at_a_taken_port_is_refused():
         listening_socket("127.0.0.1", 4, server.getsockname()[1])
 
 
-class Weights:
-    version = 1
-
-    def named_weights(self):
-        yield "weight", torch.zeros(1)
-
-
 def test_pull_transport_listens_by_the_same_rule(monkeypatch):
-    weights = Weights()
+    weights = SimpleNamespace(version=1, named_weights=lambda: iter([("weight", torch.zeros(1))]))
 
     def offer(address):
         transport = PullTransport(SyncSettings(address=address, timeout_s=10.0))

@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 import unicodedata
+from contextlib import nullcontext
 
 import pytest
 from click.testing import CliRunner
@@ -35,27 +36,17 @@ def test_inert_text_shows_controls(text, shown):
 def test_inert_text_has_no_control_of_any_kind():
     text = inert("".join(map(chr, range(0x3000))))
     assert {unicodedata.category(letter) for letter in set(text) - {"\n", "\t"}}.isdisjoint({"Cc", "Zl", "Zp"})
-    assert {unicodedata.bidirectional(letter) for letter in text}.isdisjoint(
-        {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-    )
+    marks = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    assert marks.isdisjoint(map(unicodedata.bidirectional, text))
 
 
 class Jobs:
     """One job, which has ended."""
 
-    def list_jobs(self):
-        return [VIEW], 0
-
-    def get(self, name, *_):
-        return VIEW
-
-    wait = stop = get
-
-    def history(self, view):
-        return None
-
-    def logs(self, name, process, follow, tail):
-        return iter([("trainer", f"{EVIL}\n")])
+    list_jobs = staticmethod(lambda: ([VIEW], 0))
+    get = wait = stop = staticmethod(lambda name, *_: VIEW)
+    history = staticmethod(lambda view: None)
+    logs = staticmethod(lambda name, process, follow, tail: iter([("trainer", f"{EVIL}\n")]))
 
 
 VIEW = JobView("job", "failed", True, reason=EVIL, cause="user_error", detail=EVIL, activity=EVIL, folder=f"/{EVIL}")
@@ -63,19 +54,11 @@ VIEW = JobView("job", "failed", True, reason=EVIL, cause="user_error", detail=EV
 
 @pytest.mark.parametrize("verb", ["list", "status", "wait", "stop", "logs", "explain"])
 def test_verbs_print_inert_text(verb, monkeypatch):
-    monkeypatch.setattr(operate, "connect", lambda *_: Connected())
+    monkeypatch.setattr(operate, "connect", lambda *_: nullcontext(Jobs()))
     command = next(each for each in operate.VERBS if each.name == verb)
     done = CliRunner().invoke(command, [] if verb == "list" else ["job"], color=True)
     assert INERT.split("d\\u200f")[0] in done.output.replace("\n", "")
     assert inert(done.output) == done.output
-
-
-class Connected:
-    def __enter__(self):
-        return Jobs()
-
-    def __exit__(self, *_):
-        return None
 
 
 @pytest.mark.parametrize("route", ["activity", "summary", "log line"])

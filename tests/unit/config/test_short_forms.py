@@ -15,8 +15,8 @@ from dlrover.python.rl.runtime.member.loading import load_class
 CPU = {"device_type": "CPU", "device_per_node": 2}
 
 
-def job(workload, **more):
-    return job_from_mapping(OmegaConf.create({"trainer": CPU, "workload": workload, **more}), "programs")
+def job(workload, trainer=CPU, **more):
+    return job_from_mapping(OmegaConf.create({"trainer": trainer, "workload": workload, **more}), "programs")
 
 
 def test_command_needs_no_class_and_no_actor():
@@ -32,22 +32,18 @@ def test_command_needs_no_class_and_no_actor():
         job({"actor": {"module": "m", "class": "C"}, "train": {"command": "x"}})
 
 
+def test_program_keeps_its_limits_and_trainer():
+    limits = {"restart": {"workload_max_restart": {"train": 0}}, "trainer": {**CPU, "module": "mine", "class": "Mine"}}
+    spec = job({"actor": {"module": "m", "class": "C"}, "Train": {"command": "x", "hang_after_s": 60}}, **limits)
+    assert (spec.trainer.class_, spec.restart.workload_max_restart) == ("Mine", {"train": 0})
+    assert spec.workloads["TRAIN"].hang_after_s == 60
+
+
 def test_command_may_have_variables_of_its_shell():
     text = r"workload: {train: {command: 'train.py --rank \${RANK} \${name}', num: 2}}"
     spec = load_job_text(text, "programs", search_path=())
     assert spec.config.scripts.train.command == "train.py --rank ${RANK} ${name}"
     assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
-
-
-def test_program_keeps_its_limits_and_trainer():
-    spec = job(
-        {"actor": {"module": "m", "class": "C"}, "Train": {"command": "x", "hang_after_s": 60}},
-        restart={"workload_max_restart": {"train": 0}},
-        trainer={**CPU, "module": "mine", "class": "Mine"},
-    )
-    assert spec.trainer.class_ == "Mine"
-    assert spec.restart.workload_max_restart == {"train": 0}
-    assert spec.workloads["TRAIN"].hang_after_s == 60
 
 
 @pytest.mark.parametrize(
@@ -89,31 +85,24 @@ def sizes(spec):
     return {str(role).lower(): (workload.class_, workload.num) for role, workload in spec.workloads.items()}
 
 
+TWO = {"actor": ("ActorWorkload", 1), "rollout": ("RolloutWorkload", 1)}
+
+
 @pytest.mark.parametrize(
     ("text", "roles"),
     [
         ("recipe: sft", {"actor": ("ActorWorkload", 1)}),
         ("recipe: rm", {"actor": ("ScorerWorkload", 1)}),
-        (
-            "{recipe: grpo, roles: {actor: 8, rollout: {num: 4}}}",
-            {"actor": ("ActorWorkload", 8), "rollout": ("RolloutWorkload", 4), "reward": ("RewardWorkload", 1)},
-        ),
-        (
-            "{recipe: grpo, roles: {ACTOR: 1}, config: {rollout: {env_path: mine}}}",
-            {"actor": ("ActorWorkload", 1), "rollout": ("RolloutWorkload", 1)},
-        ),
+        ("{recipe: grpo, roles: {rollout: {num: 1}}}", {**TWO, "reward": ("RewardWorkload", 1)}),
+        ("{recipe: sft, roles: {actor: 8}}", {"actor": ("ActorWorkload", 8)}),
+        ("{recipe: grpo, roles: {ACTOR: 1}, config: {rollout: {env_path: mine}}}", TWO),
         (
             "{recipe: dpo, config: {engine: {shard_frozen: true}}}",
             {"actor": ("ActorWorkload", 1), "reference": ("ShardedReferenceWorkload", 1)},
         ),
         (
             "{recipe: distill, config: {teachers: {maths: {}}, reward: {model: m}}}",
-            {
-                "actor": ("ActorWorkload", 1),
-                "rollout": ("RolloutWorkload", 1),
-                "reward": ("ModelRewardWorkload", 1),
-                "maths": ("TeacherWorkload", 1),
-            },
+            {**TWO, "reward": ("ModelRewardWorkload", 1), "maths": ("TeacherWorkload", 1)},
         ),
         (
             "{recipe: 'mine:Mine', roles: {critic: 2, judge: {module: m, class: Judge, num: 3}}}",
@@ -149,30 +138,17 @@ def test_override_of_a_role_changes_the_role_of_the_file(section):
     [
         ("recipe: gropo", ["recipe: unknown recipe 'gropo'; did you mean 'grpo'?"]),
         ("recipe: 5", ["recipe: must be sft, rm, dpo, grpo, ppo, distill, or module:Class of your trainer, got 5"]),
-        (
-            "{recipe: grpo, roles: {actor: 0, rolout: 8}}",
-            [
-                "roles.rolout: the recipe has no role 'rolout'; did you mean 'rollout'?",
-                "roles.actor.num: input should be greater than 0, got 0",
-            ],
-        ),
-        (
-            "{recipe: sft, roles: {actor: 1, judge: 2}}",
-            ["roles.judge: the recipe has no role 'judge'; known: actor; a role of your own needs module and class"],
-        ),
+        ("{recipe: grpo, roles: {actor: 0, rolout: 8}}", ["roles.rolout: the recipe has no role 'rolout'", "roles.a"]),
+        ("{recipe: sft, roles: {judge: 2}}", ["roles.judge: the recipe has no role 'judge'; known: actor; a role of"]),
         ("{recipe: sft, roles: {actor: x}}", ["roles.actor: must be a mapping with module, class, num, "]),
         ("{recipe: sft, trainer: {class: X}}", ["trainer.class: recipe names the trainer: leave one of them out"]),
-        (
-            "{recipe: sft, roles: {actor: 1}, workload: {actor: 1}}",
-            ["roles: is another name of workload: leave one of them out"],
-        ),
+        ("{recipe: sft, roles: {}, workload: {}}", ["roles: is another name of workload: leave one of them out"]),
         ("{recipe: sft, roles: [1]}", ["roles: must be a mapping, got [1]"]),
     ],
 )
 def test_wrong_short_form_is_answered_with_the_nearest(text, errors):
     with pytest.raises(InvalidJob) as refused:
         short_job(text)
-    assert len(refused.value.errors) == len(errors)
     assert all(str(error).startswith(start) for error, start in zip(refused.value.errors, errors, strict=True))
 
 

@@ -53,7 +53,6 @@ def faults(data):
 def test_parse_makes_the_dataclass_with_its_defaults():
     values = OmegaConf.create({"model": "m", "optimizer": {"lr": 2}, "extra": {"a": 1}})
     assert parse(Config, values, "config") == (Config("m", optimizer=Optimizer(2.0), extra={"a": 1.0}), [])
-    assert require(Config, {"model": "m"}, "config") == Config("m")
     with pytest.raises(InvalidJob) as caught:
         require(Config, {"steps": 0, "x": 1}, "config")
     assert [problem.where for problem in caught.value.errors] == ["config.model", "config.steps", "config.x"]
@@ -68,16 +67,8 @@ def test_parse_fills_a_part_from_its_own_default(read):
 
 
 def test_parse_lists_all_problems_with_their_places():
-    assert faults(
-        {
-            "step": 3,
-            "steps": 0,
-            "optimizer": {"lr": -1, "kid": "sgd", "kind": "adam"},
-            "parts": [{"lr": 1}, {"l": 1}],
-            "extra": {"a": "x"},
-            "maybe": {"lrr": 1},
-        }
-    ) == {
+    wrong = {"step": 3, "steps": 0, "optimizer": {"lr": -1, "kid": "sgd", "kind": "adam"}, "extra": {"a": "x"}}
+    assert faults({**wrong, "parts": [{"lr": 1}, {"l": 1}], "maybe": {"lrr": 1}}) == {
         "config.model": "is required",
         "config.step": "unknown key 'step'; did you mean 'steps'?",
         "config.steps": "input should be greater than 0, got 0",
@@ -93,7 +84,6 @@ def test_parse_lists_all_problems_with_their_places():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"threads": 2}, "engine.threads"),
         ({"thraeds": 2}, "engine.threads"),
         ({"parallel": {"ddp_size": 2}}, "engine.parallel"),
         ({"engine": {"ddp_size": 2}}, "engine.parallel.ddp_size"),
@@ -114,27 +104,20 @@ def test_unknown_key_is_answered_with_its_other_place(values, named):
     [
         ({"max_tokens_per_microbatch": 0}, "input should be greater than 0, or 'auto', got 0"),
         ({"max_tokens_per_microbatch": True}, "input should be a valid integer, or 'auto', got True"),
-        ({"max_tokens_per_microbatch": "4"}, "input should be a valid integer, or 'auto', got '4'"),
         ({"gradient_checkpointing": None}, "input should be a valid boolean, or 'auto', got None"),
-        ({"gradient_checkpointing": 0}, "input should be a valid boolean, or 'auto', got 0"),
         ({"max_batch": 0}, "input should be greater than 0, got 0"),
         ({"device_memory_gb": False}, "input should be a valid number, got False"),
-        ({"device_memory_gb": "80"}, "input should be a valid number, got '80'"),
-        ({"threads": "2"}, "input should be a valid integer, got '2'"),
-        ({"shard_frozen": 0.0}, "input should be a valid boolean, got 0.0"),
         ({"shard_frozen": "true"}, "input should be a valid boolean, got 'true'"),
     ],
 )
 def test_value_of_a_wrong_type_is_one_problem(values, fault):
-    value, errors = parse(EngineConfig, values, "config.engine")
-    assert value is None
-    assert errors == [ConfigError(f"config.engine.{next(iter(values))}", fault)]
+    (key,) = values
+    assert parse(EngineConfig, values, "config.engine") == (None, [ConfigError(f"config.engine.{key}", fault)])
 
 
 @pytest.mark.parametrize(
     ("values", "place", "fault"),
     [
-        ({"optimizer": [1]}, "optimizer", "must be a mapping with lr, kind, got [1]"),
         ({"maybe": 4}, "maybe", "must be a mapping with lr, kind, or null, got 4"),
         ({"parts": [{}, "sgd"]}, "parts.1", "must be a mapping with lr, kind, got 'sgd'"),
         ({"parts": {"lr": 1}}, "parts", "input should be a list, [...], got {'lr': 1}"),
@@ -164,14 +147,16 @@ class Bounded:
             raise ValueError("low is above high")
 
 
-def test_unknown_key_does_not_hide_other_problems():
-    places = [error.where for error in parse(Bounded, {"lo": 3, "low": 2}, "config")[1]]
-    assert places == ["config.lo", "config"]
-    places = [error.where for error in parse(Bounded, {"low": 2, "high": "3"}, "config")[1]]
-    assert places == ["config.high"], "the stand-in of a wrong value is not judged"
-    optimizer = {"lrr": 3, "momentum": 0.5}
-    places = [error.where for error in parse(PolicyConfig, {"steps": "2", "optimizer": optimizer}, "config")[1]]
-    assert sorted(places) == ["config.model", "config.optimizer", "config.optimizer.lrr", "config.steps"]
+@pytest.mark.parametrize(
+    ("schema", "values", "places"),
+    [
+        (Bounded, {"lo": 3, "low": 2}, {".lo", ""}),
+        (Bounded, {"low": 2, "high": "3"}, {".high"}),  # the stand-in of a wrong value is not judged
+        (PolicyConfig, {"optimizer": {"lrr": 3, "momentum": 0.5}}, {".model", ".optimizer", ".optimizer.lrr"}),
+    ],
+)
+def test_unknown_key_does_not_hide_other_problems(schema, values, places):
+    assert {error.where.removeprefix("config") for error in parse(schema, values, "config")[1]} == places
 
 
 @dataclass(frozen=True)
@@ -181,14 +166,11 @@ class Branches:
     either: Optimizer | Literal["auto"] = "auto"
 
 
-@pytest.mark.parametrize("name", ["none", "int", "str", "dict[str,float]", "1.5", "a"])
+@pytest.mark.parametrize("name", ["none", "int", "str", "dict[str,float]", 1.5, "a"])
 def test_key_named_like_a_branch_of_a_union_is_in_the_place(name):
-    for key in {name, 1.5 if name == "1.5" else name}:
-        _, errors = parse(Branches, {"weights": {key: "x"}}, "config")
-        assert [error.where for error in errors] == [f"config.weights.{name}"]
-    _, errors = parse(Branches, {"limits": {name: 0}}, "config")
-    fault = "input should be greater than 0, or 'auto', got 0"
-    assert errors == [ConfigError(f"config.limits.{name}", fault)]
+    _, errors = parse(Branches, {"weights": {name: "x"}, "limits": {str(name): 0}}, "config")
+    assert [error.where for error in errors] == [f"config.weights.{name}", f"config.limits.{name}"]
+    assert errors[1].what == "input should be greater than 0, or 'auto', got 0"
 
 
 @pytest.mark.parametrize(
@@ -200,8 +182,7 @@ def test_key_named_like_a_branch_of_a_union_is_in_the_place(name):
     ],
 )
 def test_branch_of_a_union_is_not_in_the_place(values, place, fault):
-    _, errors = parse(Branches, {"either": values}, "config")
-    assert errors == [ConfigError(f"config.either{place}", fault)]
+    assert parse(Branches, {"either": values}, "config")[1] == [ConfigError(f"config.either{place}", fault)]
 
 
 @dataclass(frozen=True)
@@ -219,10 +200,8 @@ def test_rename_keys_takes_later_names_and_drops_null():
     values = {"model": "m", "n": 3, "steps": 4, "actor": {"optim": {"lr": None}}}
     values, lines = rename_keys(Welcoming, values, "config", ["n"])
     assert values == {"model": "m", "steps": 3}
-    assert lines == [
-        "config.actor.optim.lr is read as optimizer.lr, its name here",
-        "config.n is read as steps, its name here",
-    ]
+    renamed = {"actor.optim.lr": "optimizer.lr", "n": "steps"}
+    assert lines == [f"config.{old} is read as {new}, its name here" for old, new in renamed.items()]
 
 
 @pytest.mark.parametrize("read", [parse, salvage])
@@ -230,10 +209,8 @@ def test_key_by_two_names_is_a_problem(read):
     values = {"model": "m", "n": 3, "steps": 4, "optimizer": {"kind": "sgd", "lr": 0}}
     value, problems = read(Welcoming, values, "config")
     assert value == (Welcoming("m", 4, Optimizer(kind="sgd")) if read is salvage else None)
-    assert list(map(str, problems)) == [
-        "config.n: is another name of steps: leave one of them out",
-        "config.optimizer.lr: input should be greater than 0, got 0",
-    ]
+    assert str(problems[0]) == "config.n: is another name of steps: leave one of them out"
+    assert [problem.where for problem in problems] == ["config.n", "config.optimizer.lr"]
     _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
     assert {problem.where for problem in problems} == {"config.actor.optim.x", "config.optimizer"}
 
@@ -242,10 +219,8 @@ def test_key_by_two_names_is_a_problem(read):
     ("values", "place", "stand_in"),
     [
         ({"model": 4}, "model", Config("")),
-        ({"optimizer": 4}, "optimizer", Config("m")),
         ({"named": {"a": 4}}, "named.a", Config("m", named={"a": Optimizer()})),
         ({"named": {"a": {"lr": True}}}, "named.a.lr", Config("m", named={"a": Optimizer()})),
-        ({"named": 4}, "named", Config("m")),
         ({"parts": [{}, 4]}, "parts.1", Config("m")),
         ({"extra": {"a": "x", "b": 1}}, "extra.a", Config("m", extra={"b": 1})),
     ],
@@ -278,10 +253,9 @@ def test_salvage_lists_broken_references_with_the_nearest_key():
 
 
 def test_to_plain_places_a_broken_reference_below_its_key():
-    with pytest.raises(InvalidJob) as caught:
+    message = r"config.a.b\[0\]: Interpolation key 'c' not found; did you mean '\${d.c}'\?$"
+    with pytest.raises(InvalidJob, match=message) as caught:
         to_plain(OmegaConf.create({"a": {"b": ["${c}"]}, "d": {"c": 1}}), "config")
-    (problem,) = caught.value.errors
-    assert str(problem) == "config.a.b[0]: Interpolation key 'c' not found; did you mean '${d.c}'?"
     assert caught.value.salvaged == {"a": {"b": []}, "d": {"c": 1}}
 
 
@@ -297,10 +271,8 @@ class Judge:
     [
         ({"api_key": 12345678}, "input should be a valid string"),
         ({"api_key": ["canary"]}, "input should be a valid string, got ['***']"),
-        ({"limits": {"password": 0.5}}, "input should be a valid integer, got a number with a fractional part"),
         ({"limits": {"rows": 0.5}}, "input should be a valid integer, got a number with a fractional part, got 0.5"),
         ({"limits": ["https://canary@host"]}, "must be a mapping, got ['***']"),
-        ({"env": {"API_KEY": 12345678}}, "input should be a valid string"),
         ({"env": {"MODE": 3}}, "input should be a valid string, got 3"),
         ({"env": "API_KEY=canary"}, "must be a mapping"),
         ({"env": ["API_KEY=canary"]}, "must be a mapping, got ['***']"),

@@ -73,7 +73,6 @@ def test_ragged_rows_are_views_and_take_copies():
     [
         (lambda: Batch({"a": np.zeros(2), "b": ["x"]}), r"columns differ in length: \{'a': 2, 'b': 1\}"),
         (lambda: Batch({"a": (1, 2)}), "a column is a numpy array, a Ragged or a list"),
-        (lambda: Batch({"a": None}), "a column is a numpy array, a Ragged or a list"),
         (lambda: make_batch(2)["tokns"], "no column 'tokns'; did you mean 'tokens'"),
         (lambda: make_batch(2).dense("tokens"), "column 'tokens' is Ragged, not ndarray"),
         (lambda: Batch.concat([]), "nothing to concatenate"),
@@ -89,11 +88,9 @@ def test_batch_refuses_wrong_columns_and_calls(call, message):
 
 def test_batch_columns_are_added_and_selected():
     batch = make_batch(3)
-    more = batch.with_columns(reward=np.ones(3))
+    assert list(batch.with_columns(reward=np.ones(3)).select("reward", "id").columns) == ["reward", "id"]
     assert "tokens" in batch and "reward" not in batch
-    assert list(more.select("reward", "id").columns) == ["reward", "id"]
-    row = batch.row(1)
-    assert (row["id"], row["tokens"].tolist(), row["text"]) == (1, [0, 1], "1")
+    assert [list(batch.row(1)[name]) for name in ("tokens", "text")] == [[0, 1], ["1"]]
 
 
 def test_batch_rows_share_memory_and_take_does_not():
@@ -105,19 +102,16 @@ def test_batch_rows_share_memory_and_take_does_not():
     assert not np.shares_memory(taken.dense("id"), batch.dense("id"))
 
 
-SPLITS = [(rows, parts) for rows in range(1, 21) for parts in range(1, min(rows, 5) + 1)]
-
-
 @pytest.mark.parametrize("by", ["rows", "tokens"])
-@pytest.mark.parametrize(("rows", "parts"), SPLITS)
-def test_batch_split_keeps_rows_in_order(rows, parts, by):
-    batch = make_batch(rows)
-    pieces = batch.split(parts, by=by)
-    assert len(pieces) == parts
-    assert all(len(piece) for piece in pieces)
-    assert same(Batch.concat(pieces), batch)
-    sizes = [len(piece) for piece in pieces]
-    assert by == "tokens" or (max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True))
+@pytest.mark.parametrize("parts", range(1, 6))
+def test_batch_split_keeps_rows_in_order(parts, by):
+    for rows in range(parts, 21):
+        batch = make_batch(rows)
+        pieces = batch.split(parts, by=by)
+        assert same(Batch.concat(pieces), batch)
+        sizes = [len(piece) for piece in pieces]
+        assert len(sizes) == parts and all(sizes)
+        assert by == "tokens" or (max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True))
 
 
 def test_token_cuts_even_out_tokens_rather_than_rows():

@@ -47,14 +47,6 @@ def trained(tokenizer, encoded: Encoded) -> str:
     return decode(tokenizer, [token for token, on in zip(encoded.tokens, encoded.action_mask, strict=True) if on])
 
 
-def test_encode_prompt_gives_the_tokens_of_inference(tokenizer):
-    assert decode(tokenizer, encode_prompt(tokenizer, "1+1=")) == "1+1="
-    ids = encode_prompt(tokenizer, say("hi", system="be kind"))
-    expected = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert decode(tokenizer, ids) == expected
-    assert all(type(token) is int for token in ids)
-
-
 AROUND = {
     # what the tokenizer adds to a text: prompts, and the tokens of each
     "<s> $A": [("hm", "<s>hm"), ("<s>hm", "<s>hm"), ("", "<s>")],
@@ -85,7 +77,6 @@ def test_raw_prompt_gets_one_beginning_and_no_end(make_tokenizer, pattern):
 @pytest.mark.parametrize(
     ("row", "tokens"),
     [
-        ({"prompt": "hm", "response": "k"}, "<s>hmk</s>"),
         ({"prompt": "<s>hm", "response": "k"}, "<s>hmk</s>"),
         ({"prompt": "hm", "response": "k</s>"}, "<s>hmk</s>"),
         ({"text": "hm"}, "<s>hm</s>"),
@@ -137,13 +128,11 @@ def test_template_hiding_old_thoughts_splits_the_row(make_tokenizer):
     assert len(encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2")})) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"), [("<think>\nt</think>A", "t</think>A"), ("A", "A"), ("<thought>A", "<thought>A")]
-)
-def test_template_opening_thoughts_leaves_them_to_the_prompt(make_tokenizer, content, expected):
+@pytest.mark.parametrize(("opening", "answer"), [("<think>\n", "t</think>A"), ("", "A"), ("", "<thought>A")])
+def test_template_opening_thoughts_leaves_them_to_the_prompt(make_tokenizer, opening, answer):
     tokenizer = make_tokenizer(THINKING_PROMPT)
-    (encoded,) = encode_example(tokenizer, {"messages": say("Q", content)})
-    assert trained(tokenizer, encoded) == f"{expected}<|im_end|>"
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", f"{opening}{answer}")})
+    assert trained(tokenizer, encoded) == f"{answer}<|im_end|>"
 
 
 ALPACA = (
@@ -163,8 +152,6 @@ NO_MARKER_HIDING = (
 OPEN = {"messages": say("Q", "A")}
 ENDS = {
     # template, row, options, and what is trained
-    "an end marker that is the tokenizer's": (None, OPEN, {}, ["A<|im_end|>"]),
-    "roles": (NO_MARKER, OPEN, {}, ["A<|im_end|>"]),
     "Alpaca": (ALPACA, OPEN, {}, ["A<|im_end|>"]),
     "a marker that is plain text": (OTHER_MARKER, OPEN, {}, ["A<end><|im_end|>"]),
     "a marker of the generation config": (END_OF_TEXT, OPEN, {"eos_ids": [256]}, ["A<|endoftext|>"]),
@@ -174,9 +161,8 @@ ENDS = {
     "an empty answer": (NO_MARKER, {"messages": say("Q", "")}, {}, ["<|im_end|>"]),
     "a question at the end": (NO_MARKER, {"messages": say("Q", "A", "R")}, {}, ["A<|im_end|>"]),
     "the last answer": (NO_MARKER, {"messages": say("Q", "A", "R", "B", "S")}, {"mode": "last"}, ["B<|im_end|>"]),
-    "hidden thoughts": (
-        NO_MARKER_HIDING, {"messages": say("Q", "<t>x</t>A", "R", "B")}, {}, ["<t>x</t>A<|im_end|>", "B<|im_end|>"],
-    ),
+    "hidden thoughts": (NO_MARKER_HIDING, {"messages": say("Q", "x</t>A", "R", "B")}, {},
+        ["x</t>A<|im_end|>", "B<|im_end|>"]),
     "every token": (NO_MARKER, OPEN, {"mask_prompt": False}, ["ser: Q\nassistant: A<|im_end|>"]),
     "every token, a question at the end": (
         NO_MARKER, {"messages": say("Q", "A", "R")}, {"mask_prompt": False}, ["ser: Q\nassistant: A\nuser: R\n"],
@@ -215,15 +201,6 @@ def test_encode_example_trains_exactly_the_answers(tokenizer, contents):
     assert not encoded.action_mask[0]
 
 
-@pytest.mark.feature(64)
-def test_fit_length_cuts_the_tail(tokenizer):
-    row = {"prompt": "ABC", "response": "DE"}
-    (encoded,) = fit_length(encode_example(tokenizer, row), 4, "cut")
-    assert encoded.action_mask == [False, False, False, True]
-    assert fit_length(encode_example(tokenizer, row), 3, "cut") == []
-    assert fit_length(encode_example(tokenizer, row, mask_prompt=False), 1, "cut") == []
-
-
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
@@ -245,7 +222,6 @@ def test_encode_example_refuses_wrong_rows(make_tokenizer, row, fault):
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 QUESTION = [{"role": "user", "content": "What is 3 * 4?"}]
-ANSWERED = [*QUESTION, {"role": "assistant", "content": "12"}]
 ASKED = f"{SYSTEM}<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -262,21 +238,8 @@ def test_smollm2_prompt_is_the_text_of_its_template(smollm2, prompt, text):
     assert (smollm2.decode(tokens), prompt_text(smollm2, prompt)) == (text, text)
     if not isinstance(prompt, str):
         assert tokens == smollm2.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": ANSWERED}, "12<|im_end|>"),
-        ({"messages": [*ANSWERED, *ANSWERED]}, "12<|im_end|>12<|im_end|>"),
-        ({"prompt": QUESTION, "response": "12"}, "12<|im_end|>"),
-        ({"prompt": "3 * 4 =", "response": " 12"}, " 12<|im_end|>"),
-    ],
-)
-def test_smollm2_example_trains_each_answer_and_its_end(smollm2, row, expected):
-    (example,) = encode_example(smollm2, row)
-    tokens = [token for token, counts in zip(example.tokens, example.action_mask, strict=True) if counts]
-    assert smollm2.decode(tokens) == expected
+        (example,) = encode_example(smollm2, {"messages": [*prompt, *say("", "12")[1:]]})
+        assert trained(smollm2, example) == "12<|im_end|>"
 
 
 def test_continue_chat_keeps_the_text_before_the_answer(smollm2):
@@ -291,9 +254,7 @@ TOOL_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
-ASK, SAY, NO = (
-    {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
-)
+(ASK, SAY), (_, NO) = say("Q", "A"), say("Q", "B")
 SFT_ROW, PAIR_ROW = {"messages": [ASK, SAY]}, {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}
 PLAIN_CHAT = "<user>Q<|im_end|><assistant>A<|im_end|>"
 
@@ -302,14 +263,12 @@ ROWS = {
     "SFT, prompt and completion": {"prompt": [ASK], "completion": [SAY]},
     "SFT, prompt and text": {"prompt": [ASK], "response": "A"},
     "pair": PAIR_ROW,
-    "pair, whole conversations": {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
     "pair, texts after messages": {"messages": [ASK], "chosen": "A", "rejected": "B"},
 }
 ARGUMENTS = {
     # the row's, the job's, and what the text begins with
     "tools": ({"tools": TOOLS}, {}, "Tools: tide. "),
     "tools as JSON text": ({"tools": json.dumps(TOOLS)}, {}, "Tools: tide. "),
-    "no tools": ({"tools": []}, {}, ""),
     "no tools in a table": ({"tools": None, "chat_template_kwargs": None}, {}, ""),
     "empty cells": ({"tools": "", "chat_template_kwargs": ""}, {}, ""),
     "arguments": ({"chat_template_kwargs": {"thinking": False}}, {}, "thinking=False. "),

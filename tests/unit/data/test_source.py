@@ -6,6 +6,7 @@ import json
 import sys
 from datetime import UTC, datetime, time
 from decimal import Decimal
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given
@@ -63,11 +64,9 @@ def _write_table(folder, kind, rows):
     table, path = pa.Table.from_pylist(rows), folder / f"rows.{kind}"
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path)
-    elif kind == "arrow":
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    elif kind == "stream.arrow":
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    elif kind in ("arrow", "stream.arrow"):
+        begin = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as file, begin(file, table.schema) as writer:
             writer.write_table(table)
     elif kind == "saved":
         datasets = pytest.importorskip("datasets")
@@ -82,24 +81,14 @@ def _write_table(folder, kind, rows):
     return str(path)
 
 
+HAS_DATASETS = find_spec("datasets") is not None
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    datasets = pytest.importorskip("datasets.config", reason="optional") if _has_datasets() else None
-    if datasets is not None:
-        monkeypatch.setattr(datasets, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def _has_datasets():
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def tokens(batch):
-    return [row.tolist() for row in batch.ragged("tokens")], [row.tolist() for row in batch.ragged("action_mask")]
+    if HAS_DATASETS:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.feature(65)
@@ -108,7 +97,8 @@ def tokens(batch):
 def test_rows_of_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
     expected, _ = encode_sft(SFT_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
     batch, counts = encode_sft(SFT_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
-    assert tokens(batch) == tokens(expected)
+    for name in ("tokens", "action_mask"):
+        assert [row.tolist() for row in batch.ragged(name)] == [row.tolist() for row in expected.ragged(name)]
     assert counts.rows == 3
 
 
@@ -140,18 +130,16 @@ def test_source_may_be_a_part_of_a_split(tmp_path, kind):
         return [row["prompt"] for row in rows]
 
     every = [row["prompt"] for row in SFT]
-    assert prompts(f"train@{place}") == every
-    assert prompts(f"train[1:]@{place}") == every[1:]
-    assert prompts(f"train[:-1]@{place}") == every[:-1]
-    assert prompts(f"train[34%:67%]@{place}") == every[1:2]
+    parts = {"train": every, "train[1:]": every[1:], "train[:-1]": every[:-1], "train[34%:67%]": every[1:2]}
+    assert {part: prompts(f"{part}@{place}") for part in parts} == parts
     if kind == "folder":
         assert prompts(f"test@{place}") == every[:1]
 
 
 def test_source_of_a_missing_split_is_a_problem(tmp_path):
-    ((_, (problem,))) = scan_rows(f"tset@{write(tmp_path, 'jsonl', SFT)}")
+    _, (problem,) = scan_rows(f"tset@{write(tmp_path, 'jsonl', SFT)}")
     assert "it has no 'tset'" in problem.what
-    if _has_datasets():
+    if HAS_DATASETS:
         _, (problem,) = scan_rows(f"tset@{write(tmp_path, 'folder', SFT)}")
         assert problem.what == "has no split 'tset'; did you mean 'test'?"
 
@@ -204,22 +192,11 @@ def test_nulls_of_a_table_in_arguments_of_calls_are_omitted(tmp_path):
     arguments = {"look": {"city": "P"}, "sum": {"terms": [1, 2]}}
     calls = [{"function": {"name": name, "arguments": values}} for name, values in arguments.items()]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
-    rows, errors = scan_rows(write(tmp_path, "parquet", [{"messages": messages}]))
-    assert not errors
-    (row,) = rows
-    assert row["messages"][1]["tool_calls"] == calls
+    (row,), errors = scan_rows(write(tmp_path, "parquet", [{"messages": messages}]))
+    assert (row["messages"][1]["tool_calls"], errors) == (calls, [])
     calls[0]["function"]["arguments"]["city"] = None  # which a line of JSON keeps
-    rows, _ = scan_rows(write(tmp_path, "jsonl", [{"messages": messages}]))
-    assert rows.numbered[0][1]["messages"][1]["tool_calls"] == calls
-
-
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])
-def test_missing_file_of_each_kind_names_the_nearest(tmp_path, kind):
-    write(tmp_path, kind, SFT)
-    _, (problem,) = scan_rows(str(tmp_path / f"row.{kind}"))
-    assert problem.what == f"no such file; did you mean 'rows.{kind}'?"
-    _, (problem,) = scan_rows("./nowhere/data")
-    assert problem.what == "no such file; there is no folder nowhere"
+    (row,), _ = scan_rows(write(tmp_path, "jsonl", [{"messages": messages}]))
+    assert row["messages"][1]["tool_calls"] == calls
 
 
 TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf download --repo-type dataset here/train)"
@@ -228,7 +205,9 @@ TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf dow
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("ok.txt", "no such file; did you mean 'ok.tsv'?"),
+        ("./nowhere/data", "no such file; there is no folder nowhere"),
+        ("ok.json", "no such file; did you mean 'ok.tsv'?"),
+        ("ok.parquet", "no such file; did you mean 'ok.tsv'?"),
         ("ok.jsonl.gz", "no such file; did you mean 'ok.tsv'?"),
         ("test[:5]@none.jsonl.gz", "no such file"),
         ("here/train", f"no such file; {TO_CACHE}"),
@@ -253,17 +232,16 @@ def test_cached_name_is_the_hubs_beside_a_local_folder(tmp_path, monkeypatch):
     for file, text in {"refs/main": "1a", "snapshots/1a/README.md": ""}.items():
         (cached / file).parent.mkdir(parents=True)
         (cached / file).write_text(text)
+    unread = {"here/train": True, "here/train:main": True, "here/test": False, "other/train": True}
     with looking_up("none"):
-        left = {name: is_left_unread(name) for name in ("here/train", "here/train:main", "here/test", "other/train")}
-    assert left == {"here/train": True, "here/train:main": True, "here/test": False, "other/train": True}
+        assert {name: is_left_unread(name) for name in unread} == unread
 
 
 def test_tables_without_their_extra_name_it(tmp_path, monkeypatch):
     for name in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.parquet").touch()
     for place in (tmp_path / "a.parquet", tmp_path):
-        if place.suffix:
-            place.write_bytes(b"")
         _, (problem,) = scan_rows(place)
         assert problem.what == str(MissingExtra("datasets", "data"))
     assert len(scan_rows(write(tmp_path, "jsonl", SFT))[0]) == 3
@@ -292,17 +270,15 @@ def test_dates_and_decimals_of_a_table_become_text(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("reader", "row", "keys", "fault"),
+    ("reader", "keys", "fault"),
     [
-        (PROMPT_ROWS, {"q": "1"}, {"prompt": "q", "answer": "q"}, "'prompt' and 'answer' are both its column 'q'"),
-        (SFT_ROWS, {"q": "1"}, {"prompt": "q", "response": "q"}, "'prompt' and 'response' are both its column 'q'"),
-        (PAIR_ROWS, {"a": "2"}, {"chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are both its column 'a'"),
+        (PROMPT_ROWS, {"prompt": "q", "answer": "q"}, "'prompt' and 'answer' are both its column 'q'"),
+        (SFT_ROWS, {"prompt": "q", "response": "q"}, "'prompt' and 'response' are both its column 'q'"),
     ],
 )
-def test_source_column_cannot_have_two_keys_of_a_reader(tmp_path, reader, row, keys, fault):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert f"rows.jsonl: data.keys: {fault}" in [str(error) for error in reader.scan("rows.jsonl", keys)[1]]
+def test_source_column_cannot_have_two_keys_of_a_reader(tmp_path, reader, keys, fault):
     (tmp_path / "rows.jsonl").write_text('{"q": "1", "a": "2"}')
+    assert f"rows.jsonl: data.keys: {fault}" in [str(error) for error in reader.scan("rows.jsonl", keys)[1]]
     keys = {"prompt": "q", "answer": "a", "text": "q", "solution": "a"}  # the last two are a reward function's
     assert load_prompts("rows.jsonl", keys) == [PromptRow("1", "2", {"text": "1", "solution": "2"})]
 
@@ -325,14 +301,12 @@ def test_jsonl_reports_every_malformed_line(tmp_path):
     path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\n{"a": "\xff"}\n{"a": NaN}\n' + deep)
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
-    faults = {problem.where.rpartition(":")[2]: problem.what for problem in caught.value.errors}
-    assert list(faults) == ["2", "3", "5", "6", "7"]
-    assert faults["2"].startswith("not JSON: Expecting value at column")
-    assert faults["3"] == "not an object but list"
-    assert faults["5"] == "not UTF-8 at byte 7"
-    assert faults["6"] == "not JSON: NaN is not a number"
-    assert faults["7"].startswith("not JSON")
-    assert all(problem.where.startswith(f"{path}:") for problem in caught.value.errors)
+    faults = {
+        2: "not JSON: Expecting value at column", 3: "not an object but list", 5: "not UTF-8 at byte 7",
+        6: "not JSON: NaN is not a number", 7: "not JSON",
+    }  # fmt: skip
+    for problem, (line, fault) in zip(caught.value.errors, faults.items(), strict=True):
+        assert problem.where == f"{path}:{line}" and problem.what.startswith(fault)
 
 
 def test_jsonl_shows_twenty_errors_and_counts_others(tmp_path):
@@ -357,27 +331,24 @@ def test_jsonl_counts_equal_errors(tmp_path, rows, errors):
 
 def test_jsonl_names_the_nearest_of_a_missing_file(tmp_path):
     (tmp_path / "train.jsonl").touch()
-    with pytest.raises(DataError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"):
-        read_jsonl(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match="no such file$"):
-        read_jsonl(tmp_path / "zzz")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_jsonl(tmp_path)
-    with pytest.raises(DataError, match="no such file; there is no folder"):
-        read_jsonl(tmp_path / "nowhere" / "train.jsonl")
+    faults = {
+        "trian.jsonl": r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?", "zzz": "no such file$",
+        ".": "cannot be read: Is a directory", "nowhere/train.jsonl": "no such file; there is no folder",
+    }  # fmt: skip
+    for name, fault in faults.items():
+        with pytest.raises(DataError, match=fault):
+            read_jsonl(tmp_path / name)
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.integers(0, 5), st.data())
 def test_hold_out_never_puts_a_prompt_on_both_sides(prompts, seed, data):
-    rows = list(prompts)
-    count = data.draw(st.integers(1, len(rows) - 1))
+    count = data.draw(st.integers(1, len(prompts) - 1))
     try:
-        train, held_out = hold_out(rows, count, seed)
+        train, held_out = hold_out(list(prompts), count, seed)
     except DataError:
         return  # too few different prompts
-    assert sorted(train + held_out) == list(range(len(rows)))
-    assert len(held_out) >= count
-    assert train
+    assert sorted(train + held_out) == list(range(len(prompts)))
+    assert len(held_out) >= count and train
     assert not {prompts[index] for index in train} & {prompts[index] for index in held_out}
 
 
@@ -385,8 +356,7 @@ def test_hold_out_never_puts_a_prompt_on_both_sides(prompts, seed, data):
 def test_hold_out_is_fixed_by_the_seed():
     rows = [[{"role": "user", "content": str(index)}] for index in range(200)]
     train, held_out = hold_out(rows, 0.03, seed=1)
-    assert len(held_out) == 6
-    assert len(train) == 194
+    assert (len(train), len(held_out)) == (194, 6)
     assert hold_out(rows, 6, seed=1) == (train, held_out)
     assert hold_out(rows, 0.03, seed=2)[1] != held_out
     backwards = hold_out(rows[::-1], 0.03, seed=1)[1]
@@ -401,12 +371,10 @@ def test_hold_out_leaves_both_sides_a_row(size):
         hold_out(["a"] * 3, 1, 0)
 
 
-ROLES = ("user", "assistant", "assistant")
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
-ASK, SO, NO = (
-    {"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B")]
-)
-CHAT, PAIR = {"messages": [ASK, SO]}, {"prompt": [ASK], "chosen": [SO], "rejected": [NO]}
+ASK = {"role": "user", "content": "Q"}
+CHAT = {"messages": [ASK, {"role": "assistant", "content": "A"}]}
+PAIR = {"prompt": [ASK], "chosen": "A", "rejected": "B"}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

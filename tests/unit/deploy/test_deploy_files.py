@@ -87,17 +87,15 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
     (tmp_path / "compose.yaml").write_text(wrong)
     assert run(BIN / "check-jsonschema", *schema, tmp_path / "compose.yaml")[0] == 1
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
-    assert {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()} == dict.fromkeys(
-        names, "${RAY_AUTH_TOKEN:?a"
-    )
+    tokens = {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()}
+    assert tokens == dict.fromkeys(names, "${RAY_AUTH_TOKEN:?a")
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "service.compose.yaml"])
 def test_written_mounts_belong_to_the_user_of_the_image(file):
     """Docker makes a folder that the image lacks as root, where this user writes nothing."""
-    (folders,) = re.findall(
-        r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M
-    )
+    install = r"install --directory --owner=rl --group=rl (.*)$"
+    (folders,) = re.findall(install, (DOCKER / "Dockerfile").read_text(), re.M)
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
     mounts = [mount for service in services.values() for mount in service["volumes"]]
     written = {mount.rpartition(":")[2] for mount in mounts if not mount.endswith(":ro")}
@@ -150,23 +148,17 @@ def resources_of(folder):
         resources += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for generator in kustomization.get("configMapGenerator", ()):
         data = {Path(file).name: (folder / file).read_text() for file in generator["files"]}
-        resources.append(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
-        )
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
+        resources.append(config_map)
+    named = {(resource["kind"], resource["metadata"]["name"]): resource for resource in resources}
     for patch in kustomization.get("patches", ()):
-        (target,) = [
-            resource
-            for resource in resources
-            if (resource["kind"], resource["metadata"]["name"]) == (patch["target"]["kind"], patch["target"]["name"])
-        ]
         for change in yaml.safe_load((folder / patch["path"]).read_text()):
-            apply(target, change)
+            apply(named[patch["target"]["kind"], patch["target"]["name"]], change)
     return resources
 
 
-def apply(resource, change):
+def apply(node, change):
     *parents, last = change["path"].strip("/").split("/")
-    node = resource
     for key in parents:
         node = node[int(key)] if isinstance(node, list) else node[key]
     assert change["op"] == "add" or last in node, f"{change['path']} is not there to be replaced"
@@ -183,8 +175,7 @@ def faults_of(resource):
     validator = jsonschema.Draft202012Validator(SCHEMAS[resource["kind"]])
     faults = [error.message for error in validator.iter_errors(resource)]
     for template in templates_of(resource):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
-        faults += faults_of(pod)
+        faults += faults_of({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]})
     return faults
 
 
@@ -238,9 +229,8 @@ def test_wrong_manifest_has_faults(written, overlay, change):
 @pytest.mark.parametrize("overlay", ["spot", "service"])
 def test_pods_name_existing_resources(written, overlay):
     resources = resources_of(written["kuberay"] / overlay)
-    existing = {
-        (item["kind"], item["metadata"]["name"]) for item in resources + resources_of(written["kuberay"] / "base")
-    }
+    every = resources + resources_of(written["kuberay"] / "base")
+    existing = {(item["kind"], item["metadata"]["name"]) for item in every}
     for pod in pods_of(resources):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
@@ -300,9 +290,8 @@ def test_commands_of_the_readme_run(empty_folder):
     for command in ([*CLI, "init", "spelling"], [*CLI, "init", "spelling", "--cluster", "kubray"]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    commands = [
-        line.split("#")[0].split() for line in Path("spelling/README.md").read_text().splitlines() if line[:4] == "    "
-    ]
+    lines = re.findall(r"^    ([^#\n]+)", Path("spelling/README.md").read_text(), re.M)
+    commands = [line.split() for line in lines]
     assert len(commands) == 5
     for program, *arguments in commands[:4]:
         line = [sys.executable, *arguments] if program == "python" else [*CLI, *arguments]

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, join_groups, last_number, plain_text
 from dlrover.python.rl.environment.verifiers import exact, gsm8k, math
-from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase, MathDataset
+from dlrover.python.rl.environment.verifiers.arithmetic import MathDataset
 
 
 @pytest.mark.feature(79)
@@ -26,12 +25,6 @@ from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase, MathData
 )  # fmt: skip
 def test_boxed_answers(text, expected):
     assert boxed_answer(text) == expected
-
-
-@pytest.mark.feature(79)
-@given(st.recursive(st.text(alphabet="ab 1", max_size=4), lambda inner: inner.map(lambda text: "{" + text + "}")))
-def test_boxed_answers_of_any_balanced_content(content):
-    assert boxed_answer(rf"{{x}} \boxed{{{content}}} }}{{") == content
 
 
 @pytest.mark.parametrize(
@@ -65,12 +58,6 @@ def test_exact_answer(completion, answer, reward):
     assert exact_answer(completion, answer) == reward
 
 
-@pytest.mark.parametrize("answer", ["", " \n"])
-def test_exact_answer_refuses_an_empty_reference(answer):
-    with pytest.raises(ValueError, match="no reference answer"):
-        exact_answer("", answer)
-
-
 @pytest.mark.feature(98)
 def test_answers_are_never_evaluated():
     started = time.perf_counter()
@@ -80,109 +67,73 @@ def test_answers_are_never_evaluated():
     assert time.perf_counter() - started < 1
 
 
-HOSTILE = {
-    "open braces": lambda size: r"\boxed{" + "{" * size,
-    "pairs": lambda size: r"\boxed{" + "{}" * (size // 2),
-    "open boxes": lambda size: r"\boxed{" * (size // 7),
-    "nested boxes": lambda size: r"\boxed{" * (size // 8) + "}" * (size // 8),
-    "digits": lambda size: r"\boxed{" + "9" * size + "}",
-    "groups": lambda size: "1" + ",111" * (size // 4) + "1",
-    "exponents": lambda size: "1e" * (size // 2),
-    "signs": lambda size: "-" * size,
-    "spaces": lambda size: r"\boxed" + " " * size,
-    "backslashes": lambda size: "\\" * size,
-    "fractions": lambda size: r"\boxed{" + r"\frac{1}" * (size // 8) + "}",
-    "quotients": lambda size: r"\boxed{" + "1/" * (size // 2) + "a" * 99 + "}",
-    "spaces in numbers": lambda size: "1" + " 111" * (size // 4),
-    "thin spaces": lambda size: "1" + r"\,111" * (size // 10),
-    "halves": lambda size: r"\boxed{" + "1/2 " * (size // 4) + "}",
-}
-
-
+HOSTILE = {  # what is before, what is repeated, what is behind
+    "open braces": (r"\boxed{", "{", ""), "pairs": (r"\boxed{", "{}", ""), "open boxes": ("", r"\boxed{", ""),
+    "digits": (r"\boxed{", "9", "}"), "groups": ("1", ",111", "1"), "exponents": ("", "1e", ""), "signs": ("", "-", ""),
+    "nested boxes": ("", r"\boxed{", "}" * (10_000_000 // 7)), "spaces": (r"\boxed", " ", ""),
+    "fractions": (r"\boxed{", r"\frac{1}", "}"), "quotients": (r"\boxed{", "1/", "a" * 99 + "}"),
+    "spaces in numbers": ("1", " 111", ""), "thin spaces": ("1", r"\,111", ""), "halves": (r"\boxed{", "1/2 ", "}"),
+    "backslashes": ("", "\\", ""),
+}  # fmt: skip
 LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs", "thin spaces"}
 
 
 @pytest.mark.feature(98)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])
 def test_answers_of_ten_megabytes_take_seconds(name):
-    text = HOSTILE[name](10_000_000)
+    before, unit, behind = HOSTILE[name]
+    text = before + unit * (10_000_000 // len(unit)) + behind
     started = time.process_time()
     assert exact_answer(text, "5") == gsm8k(text, "5", {}) == 0.0
     assert time.process_time() - started < 60  # a quadratic step would take hours
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("#### -$5", "-5"), ("The answer is -$1,200.", "#### -1,200"), (r"\boxed{-\$5}", "-5"),
-        ("It is \u22125", "-5"), ("#### 10 m^2", "10"), ("from 5-$7", "7"), ("a box of 2x3", "3"), ("\u20135", "-5"),
-        (r"\boxed{18\,\text{m}^2}", "18"), (r"\boxed{\text{2}}", "2"), (r"\boxed{\frac{36}{2}}", "18"),
-        ("#### Step 1\n9\n#### Step 2: Add both\nSo the total is 18.", "18"), ("9+9\n#### **$1,800**", "1800"),
-        ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"), (r"\boxed{x = - 5}", "-5"),
-        (r"\boxed{\frac{-1}{2}}", "-0.5"), (r"\boxed{\frac12}", "0.5"), (r"\boxed{3\frac{1}{2}}", "3.5"),
-        (r"\boxed{$\frac{1}{2}$}", "0.5"), (r"\boxed{1/2 cups}", "0.5"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
-        (r"\boxed{\frac{2}{4}}", "#### 1/2"), (r"\boxed{3 \times 4 = 12}", "12"),
-        (r"\boxed{60\text{ miles}/\text{hour}}", "60"), (r"\boxed{12 \frac{\text{miles}}{\text{hour}}}", "12"),
-        (r"\boxed{60\times}", "60"),
-    ],
-)  # fmt: skip
-def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
-    assert gsm8k(completion, answer, {}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        (r"\boxed{\frac{1}{2}}", "2"), ("#### Step 2: Add both\nSo the total is 18.", "2"), (r"\boxed{- 5}", "5"),
-        (r"\boxed{\frac{-1}{2}}", "2"), (r"\boxed{\frac12}", "12"), (r"\boxed{3\frac{1}{2}}", "2"),
-        (r"\boxed{1/2 cups}", "2"), (r"\boxed{10^3}", "3"), (r"\boxed{2\sqrt{3}}", "3"), (r"\boxed{3 \times 4}", "4"),
-        (r"\boxed{\frac{1}{2}}", "1e999999999"), (r"\boxed{2}", r"\boxed{\frac{1}{2}}"),
-    ],
-)  # fmt: skip
-def test_gsm8k_takes_no_part_of_an_expression(completion, answer):
-    assert gsm8k(completion, answer, {}) == 0.0
-
-
-def test_gsm8k_needs_a_number_in_the_reference():
-    with pytest.raises(ValueError, match="no number"):
-        gsm8k("72", "Paris", {})
-    for calculation in (r"\boxed{2^{10}}", "#### 9/11/2001", "#### 10 (2*5)"):
-        with pytest.raises(ValueError, match="or marks a calculation without its result"):
-            gsm8k("72", calculation, {})
-    with pytest.raises(ValueError, match="no reference answer"):
-        gsm8k("72", None, {})
-
-
-@pytest.mark.parametrize(("name", "reward"), [("gsm8k", 1.0), ("exact", 1.0)])
-def test_rewards_have_names_of_job_files(name, reward):
-    assert load_function(name)("It is 72.", "24 clips in May.\n#### 72", {}) == reward
-
-
-# completion, reference, reward
-GROUPED = [
-    ("Altogether that makes 7\u202f250 tickets.", "7250", 1.0), ("#### 4,50,000", "450000", 1.0),
-    (r"\boxed{7 250}", "250", 0.0), ("It is 9\u202f000.", "#### 4\u202f000", 0.0),
-    ("12\u2019500.75", "12500.75", 1.0), (r"\boxed{1\thinspace000\thinspace000}", "1000000", 1.0),
-    ("It is 8 50 000.", "It is 2 50 000.", 0.0), ("in 2024 100 people", "100", 1.0),
-    ("in 2024 100 000 people", "100000", 1.0), ("They are 1, 2, 3", "3", 1.0), ("It is 12, 500", "500", 1.0),
-    (r"\boxed{12, 500}", "500", 0.0),
+READ = [  # completion, reference
+    ("#### -$5", "-5"), ("The answer is -$1,200.", "#### -1,200"), (r"\boxed{-\$5}", "-5"),
+    ("It is \u22125", "-5"), ("#### 10 m^2", "10"), ("from 5-$7", "7"), ("a box of 2x3", "3"), ("\u20135", "-5"),
+    (r"\boxed{18\,\text{m}^2}", "18"), (r"\boxed{\text{2}}", "2"), (r"\boxed{\frac{36}{2}}", "18"),
+    ("#### Step 1\n9\n#### Step 2: Add both\nSo the total is 18.", "18"), ("9+9\n#### **$1,800**", "1800"),
+    ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"), (r"\boxed{x = - 5}", "-5"),
+    (r"\boxed{\frac{-1}{2}}", "-0.5"), (r"\boxed{\frac12}", "0.5"), (r"\boxed{3\frac{1}{2}}", "3.5"),
+    (r"\boxed{$\frac{1}{2}$}", "0.5"), (r"\boxed{1/2 cups}", "0.5"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
+    (r"\boxed{\frac{2}{4}}", "#### 1/2"), (r"\boxed{3 \times 4 = 12}", "12"),
+    (r"\boxed{60\text{ miles}/\text{hour}}", "60"), (r"\boxed{12 \frac{\text{miles}}{\text{hour}}}", "12"),
+    (r"\boxed{60\times}", "60"), ("Altogether that makes 7\u202f250 tickets.", "7250"), ("#### 4,50,000", "450000"),
+    ("12\u2019500.75", "12500.75"), (r"\boxed{1\thinspace000\thinspace000}", "1000000"), ("in 2024 100 people", "100"),
+    ("in 2024 100 000 people", "100000"), ("They are 1, 2, 3", "3"), ("It is 12, 500", "500"),
 ]  # fmt: skip
-NO_NUMBER = [
-    ("It is 12,34", "34", 0.0), ("It is 1.234,56", "56", 0.0), ("0,500", "500", 0.0), (r"\boxed{7\,25}", "725", 0.0),
-    ("It is 1,000 500", "500", 0.0), ("So 17 or \uff17250", "250", 0.0), ("It is 3\u00bd", "3", 0.0),
-    ("It is 10^3", "3", 0.0), ("It is 6:30", "30", 0.0), (r"\boxed{10-12}", "12", 0.0), ("1, 2, 3", "3", 0.0),
-    ("It is 1/4.", "4", 0.0), (r"It is $-\frac{1}{4}$", "0.25", 0.0), ("It is 1 000/3", "3", 0.0),
-    ("5", "6:30", "refused"), ("5", "#### 8,0,0", "refused"),
+NOT_READ = [
+    (r"\boxed{\frac{1}{2}}", "2"), ("#### Step 2: Add both\nSo the total is 18.", "2"), (r"\boxed{- 5}", "5"),
+    (r"\boxed{\frac{-1}{2}}", "2"), (r"\boxed{\frac12}", "12"), (r"\boxed{3\frac{1}{2}}", "2"),
+    (r"\boxed{1/2 cups}", "2"), (r"\boxed{10^3}", "3"), (r"\boxed{2\sqrt{3}}", "3"), (r"\boxed{3 \times 4}", "4"),
+    (r"\boxed{\frac{1}{2}}", "1e999999999"), (r"\boxed{2}", r"\boxed{\frac{1}{2}}"), (r"\boxed{7 250}", "250"),
+    ("It is 9\u202f000.", "#### 4\u202f000"), ("It is 8 50 000.", "It is 2 50 000."), (r"\boxed{12, 500}", "500"),
+    ("It is 12,34", "34"), ("It is 1.234,56", "56"), ("0,500", "500"), (r"\boxed{7\,25}", "725"), ("1, 2, 3", "3"),
+    ("It is 1,000 500", "500"), ("So 17 or \uff17250", "250"), ("It is 3\u00bd", "3"), ("It is 10^3", "3"),
+    ("It is 6:30", "30"), (r"\boxed{10-12}", "12"), ("It is 1/4.", "4"), (r"It is $-\frac{1}{4}$", "0.25"),
+    ("It is 1 000/3", "3"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("completion", "answer", "reward"), [*GROUPED, *NO_NUMBER])
-def test_gsm8k_reads_numbers_whole_or_not_at_all(completion, answer, reward):
-    if reward == "refused":
-        with pytest.raises(ValueError, match="has no number"):
-            gsm8k(completion, answer, {})
-    else:
-        assert gsm8k(completion, answer, {}) == reward
+@pytest.mark.parametrize(("row", "reward"), [*((row, 1.0) for row in READ), *((row, 0.0) for row in NOT_READ)])
+def test_gsm8k_reads_numbers_whole_or_not_at_all(row, reward):
+    assert gsm8k(*row, {}) == reward
+
+
+CALCULATION = "or marks a calculation without its result"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "message"),
+    [
+        (exact, "", "no reference answer"), (exact, " \n", "no reference answer"), (gsm8k, None, "no reference answer"),
+        (gsm8k, "Paris", "no number"), (gsm8k, r"\boxed{2^{10}}", CALCULATION), (gsm8k, "#### 9/11/2001", CALCULATION),
+        (gsm8k, "#### 10 (2*5)", CALCULATION), (gsm8k, "6:30", "no number"), (gsm8k, "#### 8,0,0", "no number"),
+    ],
+)  # fmt: skip
+def test_reference_without_an_answer_is_refused(verifier, answer, message):
+    with pytest.raises(ValueError, match=message):
+        verifier("72", answer, {})
 
 
 @pytest.mark.parametrize(
@@ -210,21 +161,15 @@ def spellings(draw, number, marks=(*MARKS, " ")):
     return "-" * number.startswith("-") + mark.join(groups) + point + places
 
 
-NUMBERS = st.builds(
-    lambda whole, places: f"{whole}{places}", st.integers(-(10**12), 10**12), st.sampled_from(["", ".25"])
-)
+WHOLE_NUMBERS, PLACES = st.integers(-(10**12), 10**12), st.sampled_from(["", ".25"])
+SENTENCES, REFERENCES = ["{}", r"so \boxed{{{}}}", "It makes {} \u20ac"], ["{}", r"\boxed{{{}}}", "Thus.\n#### {}"]
 
 
-@given(st.data(), NUMBERS, st.integers(1, 10**6))
-def test_spelling_of_a_number_changes_nothing(data, number, change):
-    completion = data.draw(st.sampled_from(["{}", r"so \boxed{{{}}}", "It makes {} \u20ac"])).format(
-        data.draw(spellings(number))
-    )
-    whole, point, places = number.partition(".")
-    for other, reward in ((number, 1.0), (f"{int(whole) + change}{point}{places}", 0.0)):
-        answer = data.draw(st.sampled_from(["{}", r"\boxed{{{}}}", "Thus.\n#### {}"])).format(
-            data.draw(spellings(other))
-        )
+@given(st.data(), WHOLE_NUMBERS, PLACES, st.integers(1, 10**6))
+def test_spelling_of_a_number_changes_nothing(data, number, places, change):
+    completion = data.draw(st.sampled_from(SENTENCES)).format(data.draw(spellings(f"{number}{places}")))
+    for other, reward in ((number, 1.0), (number + change, 0.0)):
+        answer = data.draw(st.sampled_from(REFERENCES)).format(data.draw(spellings(f"{other}{places}")))
         assert exact(completion, answer, {}) == gsm8k(completion, answer, {}) == reward
 
 
@@ -248,13 +193,10 @@ def operands(problem) -> tuple[int, str, int]:
 
 @pytest.mark.feature(78)
 def test_arithmetic_makes_two_hundred_additions():
-    dataset = MathDataset()
-    assert len(dataset) == 200
-    for problem in dataset:
-        left, symbol, right = operands(problem)
-        assert symbol == "+"
-        assert problem.answer == left + right
-        assert 0 <= min(left, right) <= max(left, right) <= 200
+    answers = [(problem.answer, *operands(problem)) for problem in MathDataset()]
+    assert len(answers) == 200
+    assert all(answer == left + right and symbol == "+" for answer, left, symbol, right in answers)
+    assert all(0 <= min(left, right) <= max(left, right) <= 200 for _, left, _, right in answers)
 
 
 @pytest.mark.feature(78)
@@ -266,7 +208,6 @@ def test_arithmetic_rewards_the_right_answer_most(operand):
         assert symbol != "/" or left % right == 0
         rewards = {error: problem.get_reward(rf"\boxed{{{problem.answer + error}}}") for error in range(-5, 6)}
         assert rewards == {error: -(error**2) for error in range(-5, 6)}
-        assert max(rewards.values()) == rewards[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -302,14 +243,3 @@ def test_arithmetic_depends_on_the_seed():
 def test_arithmetic_refuses_wrong_arguments(arguments, fault):
     with pytest.raises(ValueError, match=fault):
         MathDataset(**arguments)
-
-
-@pytest.mark.feature(77)
-def test_arithmetic_problem_may_be_the_users():
-    class Shout(EnvBase):
-        def get_reward(self, text: str) -> float:
-            return float(text.isupper())
-
-    assert Shout([{"role": "user", "content": "shout"}]).get_reward("HEY") == 1.0
-    with pytest.raises(NotImplementedError, match=r"EnvBase must define get_reward"):
-        EnvBase(prompt=[], answer=3).get_reward("3")

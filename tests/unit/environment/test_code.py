@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that a model wrote: how they are found, run, confined and tested."""
 
+import json
 import os
 import shutil
 import socket
@@ -15,23 +16,11 @@ import pytest
 
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.environment.sandbox import confinement
-from dlrover.python.rl.environment.sandbox.confinement import (
-    BUBBLEWRAP,
-    LEVELS,
-    LIMITS,
-    SETTING,
-    remove_tree,
-    scratch_folder,
-)
+from dlrover.python.rl.environment.sandbox.confinement import BUBBLEWRAP, LEVELS, LIMITS, SETTING
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 from dlrover.python.rl.environment.verifiers import code
-from dlrover.python.rl.environment.verifiers.code import (
-    ProgramLimits,
-    code_block,
-    hide_expected,
-    python_tests,
-    run_python,
-)
+from dlrover.python.rl.environment.verifiers.code import ProgramLimits, code_block, python_tests, run_python
+from dlrover.python.rl.environment.verifiers.hidden_tests import hide_expected
 from tests.support.processes import wait_until_gone
 
 
@@ -42,8 +31,7 @@ def fenced(program, language="python"):
 def test_program_reads_and_prints():
     ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\n", "abc\n")
     assert (ran.stdout, ran.stderr, ran.code, ran.succeeded) == ("cba\n", "oh\n", 0, True)
-    ran = run_python("raise SystemExit(3)")
-    assert (ran.code, ran.succeeded) == (3, False)
+    assert not run_python("raise SystemExit(3)").succeeded
 
 
 @pytest.mark.slow
@@ -116,9 +104,6 @@ def test_code_block_takes_linear_time(unit):
     assert time.process_time() - began_s < 10
 
 
-LITERAL = "assert double(2) == 4\nassert double(-1) == -2\n"
-
-
 @pytest.fixture
 def patient(monkeypatch):
     """Give programs time on a busy machine."""
@@ -143,12 +128,10 @@ def double(x):
     os.write(channel, b"over " + os.read(channel, size) + b"\\n")
     return Alike()
 """
-    assert python_tests(fenced(knows_the_protocol), None, {"tests": LITERAL}) == 0.0
     called = "def check(double):\n    assert double(2) == 4, 'it is 4'\ncheck(double)"
-    assert python_tests(fenced(knows_the_protocol), None, {"tests": called}) == 0.0
-    assert "4" not in hide_expected(called).text
-    alike = fenced("class Alike(int):\n    __eq__ = lambda *_: True\ndouble = Alike")
-    assert python_tests(alike, None, {"tests": LITERAL}) == 0.0
+    for tests in ("assert double(2) == 4\nassert double(-1) == -2\n", called):
+        assert python_tests(fenced(knows_the_protocol), None, {"tests": tests}) == 0.0
+        assert "4" not in hide_expected(tests).text
 
 
 @pytest.mark.parametrize(
@@ -199,19 +182,21 @@ assert f(8) == 9
     assert python_tests(fenced("f = lambda x: x + 1"), None, {"tests": tests}) == 1.0
 
 
-def test_python_tests_of_wrong_syntax_are_refused():
-    with pytest.raises(ValueError, match="the tests are not Python: line 1"):
-        python_tests(fenced("x = 1"), None, {"tests": "assert ("})
+ROWS = [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10 \n"}]
 
 
-def test_python_tests_of_input_and_output():
-    tests = {"tests": [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10 \n"}]}
-    assert python_tests(fenced("print(2 * int(input()))"), None, tests) == 1.0
-    assert python_tests(fenced("print(4)"), None, tests) == 0.0
-    assert python_tests("print(2 * int(input()))", None, tests) == 0.0
-    for wrong in ({}, {"tests": []}, {"tests": [{"input": 1, "output": "x"}]}, {"tests": [3]}):
-        with pytest.raises(ValueError, match="must be Python text, or a list"):
-            python_tests(fenced("x"), None, wrong)
+@pytest.mark.parametrize("tests", [ROWS, json.dumps(ROWS), {"inputs": ["2", "5"], "outputs": ["4", "10"]}], ids=type)
+def test_python_tests_of_input_and_output(tests):
+    right = "print(2 * int(input()))"
+    rewards = [python_tests(text, None, {"tests": tests}) for text in (fenced(right), fenced("print(4)"), right)]
+    assert rewards == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [None, [], [{"input": 1, "output": "x"}], [3], "a ("])
+def test_python_tests_of_no_form_are_refused(wrong):
+    message = "the tests are not Python: line 1" if wrong == "a (" else "must be Python text, or a list"
+    with pytest.raises(ValueError, match=message):
+        python_tests(fenced("x"), None, {} if wrong is None else {"tests": wrong})
 
 
 def test_python_tests_have_one_deadline_together():
@@ -222,31 +207,10 @@ def test_python_tests_have_one_deadline_together():
         assert python_tests(waits, None, {**tests, "timeout_s": timeout_s}) == 1.0
 
 
-DOUBLE, WRONG = (f"```python\ndef double(x):\n    return {factor} * x\n```" for factor in (2, 3))
-CASES = '[{"input": "1\\n", "output": "2\\n"}]'
-
-
-@pytest.mark.parametrize(
-    ("completion", "tests", "reward"),
-    [
-        ("```python\nprint('wrong')\n```", CASES, 0.0),
-        ("```python\nprint(2 * int(input()))\n```", CASES, 1.0),
-        ("```python\nprint(2 * int(input()))\n```", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 1.0),
-        ("```python\nprint(2)\n```", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 0.0),
-        (WRONG, "def test_double():\n    assert double(2) == 4", 0.0),
-        (DOUBLE, "def test_double():\n    assert double(2) == 4", 1.0),
-        (f"{DOUBLE}\nIt prints\n```\n4\n```", "assert double(2) == 4", 1.0),
-        ("1. Do\n   ```python\n   def double(x):\n       return 2 * x\n   ```", "assert double(2) == 4", 1.0),
-    ],
-)
-def test_python_tests_of_every_form_score_a_block(completion, tests, reward):
-    assert python_tests(completion, None, {"tests": tests}) == reward
-
-
 NEST = "import os\nfor _ in range(3000):\n    os.mkdir('a', 0o300)\n    os.chdir('a')\n    os.symlink('/', 'link')\n"
 
 
-@pytest.mark.parametrize("tests", [CASES, "assert double(2) == 4"])
+@pytest.mark.parametrize("tests", [[{"input": "1\n", "output": "2\n"}], "assert double(2) == 4"])
 def test_program_nesting_folders_is_scored_and_removed(tests, tmp_path, monkeypatch):
     monkeypatch.setattr(code, "confinement", lambda: LIMITS)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -259,20 +223,18 @@ def test_remove_tree_follows_no_links(tmp_path):
     (target := tmp_path / "kept").mkdir()
     (target / "file").touch()
     (link := tmp_path / "link").symlink_to(target)
-    remove_tree(link)
+    confinement.remove_tree(link)
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
 
 
 def test_scratch_folder_not_removable_fails_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with scratch_folder("program-") as folder:
+    with confinement.scratch_folder("program-") as folder:
         folder.rmdir()
     assert "could not be removed" in caplog.text
 
 
-NONE = "none"
-BOTH = {BUBBLEWRAP, LIMITS}
-ONLY_BUBBLEWRAP = {BUBBLEWRAP}
+BOTH, ONLY_BUBBLEWRAP = {BUBBLEWRAP, LIMITS}, {BUBBLEWRAP}
 
 ATTACKS = {
     # a harmless program, which prints "done" if it succeeds; the levels that stop it
@@ -287,10 +249,7 @@ ATTACKS = {
     "write a large file": ("open('large', 'wb').write(bytes(4 << 20)); print('done')", BOTH),
     "take much memory": ("taken = bytearray(2 << 30); print('done')", BOTH),
     "gain privileges": ("print('done' if 'NoNewPrivs:\\t0' in open('/proc/self/status').read() else '')", BOTH),
-    "have many processes": (
-        "import resource as r; print('done' if r.getrlimit(r.RLIMIT_NPROC)[0] % 2**31 > 9999 else '')",
-        BOTH,
-    ),
+    "fork": ("import resource as r; print('done' if r.getrlimit(r.RLIMIT_NPROC)[0] % 2**31 > 9999 else '')", BOTH),
 }
 
 
@@ -311,29 +270,25 @@ def canaries(tmp_path):
 
 
 def has_done(program, level, monkeypatch):
-    if level == NONE:
-        environment = {**os.environ, "CANARY": "x"}
-        options = {"timeout": 60, "env": environment, "close_fds": False, "check": False}
-        return (
-            "done" in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options).stdout
-        )
+    if level == "none":
+        options = {"timeout": 60, "env": {**os.environ, "CANARY": "x"}, "close_fds": False, "check": False}
+        return b"done" in subprocess.run([sys.executable, "-c", program], capture_output=True, **options).stdout
     monkeypatch.setenv("CANARY", "x")
     monkeypatch.setattr(code, "confinement", lambda: level)
     return "done" in run_python(program, limits=ProgramLimits(timeout_s=20.0, memory_mb=1024)).stdout
 
 
 def needs(level):
-    if level == BUBBLEWRAP and confinement.find_bubblewrap_fault():
-        pytest.skip(confinement.find_bubblewrap_fault())
+    if level == BUBBLEWRAP and (fault := confinement.find_bubblewrap_fault()):
+        pytest.skip(fault)
 
 
-@pytest.mark.parametrize("level", [NONE, *LEVELS])
+@pytest.mark.parametrize("level", ["none", *LEVELS])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_confinement_level_stops_its_attacks(attack, level, canaries, tmp_path, monkeypatch):
     needs(level)
     monkeypatch.chdir(tmp_path)
-    text, stopped_by = ATTACKS[attack]
-    program = text
+    program, stopped_by = ATTACKS[attack]
     for name, value in canaries.items():
         program = program.replace(f"{{{name}}}", str(value))
     assert has_done(program, level, monkeypatch) == (level not in stopped_by)
@@ -346,8 +301,8 @@ def test_confinement_limits_output_and_time(level, monkeypatch):
     ran = run_python("while True: print('x' * 1000)", limits=ProgramLimits(timeout_s=10.0, output_bytes=1 << 16))
     assert not ran.succeeded and len(ran.stdout) == 1 << 16
     began_s = time.monotonic()
-    ran = run_python("import time; time.sleep(60)", limits=ProgramLimits(timeout_s=1.0))
-    assert ran.timed_out and time.monotonic() - began_s < 20
+    assert run_python("import time; time.sleep(60)", limits=ProgramLimits(timeout_s=1.0)).timed_out
+    assert time.monotonic() - began_s < 20
 
 
 def test_confinement_by_bubblewrap_limits_files_together(monkeypatch):
@@ -358,8 +313,8 @@ def test_confinement_by_bubblewrap_limits_files_together(monkeypatch):
     assert "No space left" in ran.stderr and "done" not in ran.stdout
 
 
-@pytest.mark.parametrize(("function", "is_named"), [("python_tests", True), ("exact", False)])
-def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, function, is_named):
+@pytest.mark.parametrize(("function", "count"), [("python_tests", 1), ("exact", 0)])
+def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, function, count):
     monkeypatch.delenv(SETTING, raising=False)
     monkeypatch.setenv("PATH", "")  # without bubblewrap
     with closing(DeadlineVerifier(function, timeout_s=20.0)) as verifier:
@@ -367,7 +322,7 @@ def test_confinement_level_is_logged_where_programs_run(capfd, monkeypatch, func
         for _ in range(2):
             verifier("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
     message = "programs that a model wrote are confined by limits (bubblewrap is not installed)"
-    assert capfd.readouterr().err.count(message) == is_named
+    assert capfd.readouterr().err.count(message) == count
 
 
 def test_confinement_level_not_available_is_an_error(monkeypatch):

@@ -25,9 +25,6 @@ class Owner:
     pass
 
 
-OWNER = Owner()
-
-
 class Waiting:
     """Is ready, and waits for the end of its parent."""
 
@@ -53,7 +50,6 @@ class Disconnected(Waiting):
 
 
 def claim_pid(pid):
-    """Load a child that claims to be another process."""
     return Waiting(pid=pid)
 
 
@@ -65,23 +61,29 @@ def refuse():
     raise RuntimeError("out of stock")
 
 
-def start(load, *arguments):
-    child = ChildProcess(OWNER, load, list(arguments), None, 1000)
-    return child, child.ready.result(timeout=60)
+@pytest.fixture
+def start():
+    """Starts a child, which ends with the test, and gives its first reply, too."""
+    started = []
 
+    def begin(load, *arguments):
+        started.append(ChildProcess(Owner, load, list(arguments), None, 1000))
+        return started[-1], started[-1].ready.result(timeout=60)
 
-def test_request_taken_slowly_does_not_block_the_caller():
-    child, _ = start(Slow)
-    try:
-        began_s = time.monotonic()
-        with pytest.raises(TimeoutError):
-            child.submit("call", bytes(8_000_000)).result(timeout=0.5)
-        assert time.monotonic() - began_s < 5.0
-    finally:
+    yield begin
+    for child in started:
         child.end()
 
 
-def test_request_to_an_ended_child_fails_with_the_reason():
+def test_request_taken_slowly_does_not_block_the_caller(start):
+    child, _ = start(Slow)
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        child.submit("call", bytes(8_000_000)).result(timeout=0.5)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_request_to_an_ended_child_fails_with_the_reason(start):
     child, _ = start(Waiting)
     child.end("it was late")
     assert child._connection.fileno() == -1
@@ -89,14 +91,13 @@ def test_request_to_an_ended_child_fails_with_the_reason():
         child.submit("call", b"too late").result(timeout=1.0)
 
 
-def test_child_failing_to_load_reports_the_error():
-    child, reply = start(refuse)
+def test_child_failing_to_load_reports_the_error(start):
+    _, reply = start(refuse)
     assert reply["error"] == "raised RuntimeError: out of stock"
     assert "in refuse" in reply["traceback"]
-    child.end()
 
 
-def test_group_claimed_by_a_child_is_not_killed():
+def test_group_claimed_by_a_child_is_not_killed(start):
     other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     try:
         child, _ = start(claim_pid, other.pid)
@@ -109,14 +110,11 @@ def test_group_claimed_by_a_child_is_not_killed():
         other.wait()
 
 
-def test_child_closing_its_connection_is_killed():
+def test_child_closing_its_connection_is_killed(start):
     child, _ = start(Disconnected)
-    try:
-        with pytest.raises(ChildEnded, match="it closed its connection"):
-            child.submit(*pack_call("any")).result(timeout=10.0)
-        assert child._process.wait(5.0)
-    finally:
-        child.end()
+    with pytest.raises(ChildEnded, match="it closed its connection"):
+        child.submit(*pack_call("any")).result(timeout=10.0)
+    assert child._process.wait(5.0)
 
 
 def test_child_ends_with_an_owner_in_a_cycle():
@@ -129,14 +127,11 @@ def test_child_ends_with_an_owner_in_a_cycle():
     process.wait(10.0)
 
 
-def test_orphans_of_a_child_end_with_its_shield():
+def test_orphans_of_a_child_end_with_its_shield(start):
     """Kill the shield: a worker of Ray that ends kills the processes it has started."""
     child, reply = start(leave_orphan)
-    try:
-        os.kill(child._process.pid, signal.SIGKILL)
-        wait_until_gone(reply["orphan"])
-    finally:
-        child.end()
+    os.kill(child._process.pid, signal.SIGKILL)
+    wait_until_gone(reply["orphan"])
 
 
 SCRIPT = user_environments.__file__
@@ -148,40 +143,32 @@ def test_isolated_process_stuck_in_arithmetic_is_replaced():
     async def bombed():
         guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
         before = await play(guard, ["done"])
-        began = time.monotonic()
-        bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
-        failed_s = time.monotonic() - began
+        async with asyncio.timeout(10):
+            bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
         guard._timeout_s = 60.0  # a new process has to start
         await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
         after = await play(guard, ["done"])
         await guard.shutdown()
-        return before, bombed, other, failed_s, after
+        return before, bombed, other, after
 
-    before, bombed, other, failed_s, after = run(bombed())
+    before, bombed, other, after = run(bombed())
     assert bombed.failure == "step gave no answer within 0.5 s"
     assert other.failure is not None
-    assert failed_s < 10
     assert (before.done, after.done) == (True, True)
-    old, new = before.extra_info["pid"], after.extra_info["pid"]
-    assert old != new
-    wait_until_gone(old)
-    wait_until_gone(new)
+    wait_until_gone(after.extra_info["pid"])
 
 
 def test_isolated_process_ending_fails_its_calls():
     async def ended():
         guard = Guard(IsolatedEnvironment(SCRIPT))
-        began = time.monotonic()
-        ended, other = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
-        took_s = time.monotonic() - began
+        async with asyncio.timeout(20):
+            failed = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
         after = await play(guard, ["done"])
         await guard.shutdown()
-        return ended, other, took_s, after
+        return failed, after
 
-    ended, other, took_s, after = run(ended())
-    assert "the environment's process ended" in ended.failure
-    assert "the environment's process ended" in other.failure
-    assert took_s < 20
+    failed, after = run(ended())
+    assert all("the environment's process ended" in episode.failure for episode in failed)
     assert after.done
 
 
@@ -199,8 +186,6 @@ def test_isolated_values_not_sendable_are_refused():
 
     message = "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
     assert message in run(sent()).failure
-    with pytest.raises(EnvironmentFailed, match="has no 'Countin'; did you mean 'Counting'"):
-        IsolatedEnvironment(f"{SCRIPT}:Countin")
 
 
 @pytest.mark.slow
@@ -218,10 +203,8 @@ def test_isolated_sync_calls_hanging_block_no_others():
 
 
 STIFF = """
-import os
-import time
+import os, time
 from pathlib import Path
-
 
 class World:
     def __init__(self, folder):
@@ -286,7 +269,6 @@ WORLDS = """
 import asyncio
 from pathlib import Path
 
-
 class Late:
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -303,7 +285,6 @@ class Late:
     async def close(self, extra_info):
         (self.folder / f"given back {extra_info['world']}").touch()
 
-
 class Early(Late):
     async def reset(self, extra_info):
         extra_info["world"] = 7
@@ -311,12 +292,15 @@ class Early(Late):
 """
 
 
-def test_isolated_world_after_the_deadline_is_given_back(tmp_path):
+@pytest.fixture
+def worlds(tmp_path):
     (tmp_path / "worlds.py").write_text(WORLDS)
+    return lambda name: IsolatedEnvironment(f"{tmp_path}/worlds.py:{name}", {"folder": str(tmp_path)}, grace_s=30.0)
 
+
+def test_isolated_world_after_the_deadline_is_given_back(worlds, tmp_path):
     async def abandoned():
-        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Late", {"folder": str(tmp_path)}, grace_s=30.0)
-        guard = Guard(environment, timeout_s=0.3)
+        guard = Guard(worlds("Late"), timeout_s=0.3)
         episode = await guard.reset("prompt ", {"world": 3})
         assert episode.failure is not None
         await until((tmp_path / "given back 3").exists)
@@ -325,11 +309,9 @@ def test_isolated_world_after_the_deadline_is_given_back(tmp_path):
     run(abandoned())
 
 
-def test_isolated_world_of_a_cancelled_reset_is_given_back(tmp_path):
-    (tmp_path / "worlds.py").write_text(WORLDS)
-
+def test_isolated_world_of_a_cancelled_reset_is_given_back(worlds, tmp_path):
     async def abandoned():
-        environment = IsolatedEnvironment(f"{tmp_path}/worlds.py:Early", {"folder": str(tmp_path)})
+        environment = worlds("Early")
         asking = asyncio.ensure_future(environment.reset({}))
         while not environment._child._pending:  # until the request is on its way; this loop takes no answer
             await asyncio.sleep(0)
@@ -373,7 +355,7 @@ def test_isolated_call_cancelled_while_it_runs_is_answered():
 
 
 def test_dropped_environment_leaves_no_process():
-    environment = IsolatedEnvironment(user_environments.__file__)
+    environment = IsolatedEnvironment(SCRIPT)
     pid = environment._running().pid
     assert is_alive(pid)
     del environment

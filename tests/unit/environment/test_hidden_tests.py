@@ -77,30 +77,23 @@ FORMS = {
         "        self.assertEqual(first=add(20, 3), second=23)\n"),
     "unittest, asynchronous": (SUITE.replace("Test", "IsolatedAsyncioTest").replace("def test", "async def test")
         + "self.assertEqual(await slow_add(20, 3), 23)\n"),
-    "unittest.main()": SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main()\n",
     "unittest.main(exit=False)": SUITE + "self.assertEqual(add(20, 3), 23)\nunittest.main(exit=False)\n",
     "a runner that is not read": (SUITE + "self.assertEqual(add(20, 3), 23)\nloader = unittest.TestLoader()\n"
         "unittest.TextTestRunner().run(loader.loadTestsFromTestCase(Check))\n"),
     "a runner that is read": (SUITE + "self.assertEqual(add(20, 3), 23)\nif __name__ == '__main__':\n    import sys\n"
         "    sys.exit(not unittest.main(exit=False).result.wasSuccessful())\n"),
-    "a guard with unittest": (SUITE + "self.assertEqual(add(20, 3), 23)\n"
-        "if __name__ == '__main__':\n    unittest.main()\n"),
     "a guard with calls": CALLED + "if __name__ == '__main__':\n    run()\n",
     "a guard with pytest": (ONE + "if __name__ == '__main__':\n    import sys, pytest\n"
         "    sys.exit(pytest.main([__file__]))\n"),
-    "a guard the other way round": CALLED + "if '__main__' == __name__:\n    run()\n",
-    "a guard with a loop": CALLED + "if __name__ == '__main__':\n    for f in [run]:\n        f()\n",
-    "sys.exit(0)": "import sys\nassert add(20, 3) == 23\nsys.exit(0)\n",
+    "a guard the other way round": CALLED + "if '__main__' == __name__:\n    for f in [run]:\n        f()\n",
     "raise SystemExit": "assert add(20, 3) == 23\nraise SystemExit\n",
     "an exit status": "import sys\nsys.exit(0 if add(20, 3) == 23 else 1)\n",
     "an exit in a function": ("def main():\n    if add(20, 3) != 23:\n        exit(1)\n"
         "    assert add(1, 1) == 2\nmain()\n"),
     "from solution import add": "from solution import add\n" + ONE,
     "import solution as s": "import solution as s\ndef test_add():\n    assert s.add(20, 3) == 23\n",
-    "from .solution import *": "from .solution import *\n" + ONE,
     "from main import add as f": "from main import add as f\ndef test_add():\n    assert f(20, 3) == 23\n",
     "check(candidate)": "METADATA = dict(author='x')\n" + CHECK,
-    "check(candidate) that is called": CHECK + "check(add)\n",
     "check(candidate) with a helper": ("def near(a, b): return abs(a - b) < 1e-6\n"
         + CHECK.replace("candidate(20, 3) == 23", "near(candidate(20, 3), 23)")),
     "a table": "for a, c in [(1, 4), (20, 23)]:\n    assert add(a, 3) == c\n",
@@ -148,8 +141,6 @@ REFUSED = {
     "a constant": ("add(20, 3)\nassert True", "could fail"),
     "output": ("if add(20, 3) == 23:\n    print('right')", "could fail"),
     "an unknown candidate": (CHECK, r"could fail: extra_info\['entry_point'\] must name"),
-    "a list": ("X = [1]", "could fail"),
-    "pass": ("pass", "could fail"),
     "unknown cases": ('{"ins": ["1"], "outs": ["2"]}', "must be Python text, or a list of"),
     "a fixture": ("def test_add(tmp_path):\n    assert add(20, 3) == 23", "the fixture 'tmp_path'"),
     "a fixture of a method": ("class TestA:\n    def test_add(self, pot):\n        assert pot", "the fixture 'pot'"),
@@ -157,13 +148,9 @@ REFUSED = {
     "pytest.mark.skip": (PYTEST + "@pytest.mark.skip\n" + ONE, "the tests use pytest.mark.skip,"),
     "from pytest import mark": ("from pytest import mark\n" + ONE, "the tests use pytest.mark as a name"),
     "a class with parameters": (PYTEST + "@pytest.mark.parametrize('a', [1])\nclass TestA: pass\n" + ONE, "of a class"),
-    "expectedFailure": (
-        SUITE.replace("    def", "    @unittest.expectedFailure\n    def") + "self.fail()",
-        "expectedFail",
-    ),
+    "expected failures": (SUITE.replace("    def", "    @unittest.expectedFailure\n    def") + "pass", "expectedF"),
     "skipTest": (SUITE + "self.skipTest('x')", "the tests use self.skipTest"),
     "a module": ("from nowhere.at import add\n" + ONE, "the tests import nowhere.at, which is not installed"),
-    "a relative module": ("from . import add\n" + ONE, "the tests import ., which is not installed"),
 }
 
 
@@ -287,7 +274,6 @@ CHEATS = {
     "ends at import": "import os\nos._exit(0)",
     "ends at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
     "exits in the function": "def add(a, b): raise SystemExit(0)",
-    "ends in the function": "import os\ndef add(a, b): os._exit(0)",
     "interrupts": "def add(a, b): raise KeyboardInterrupt",
     "skips": "import unittest\ndef add(a, b): raise unittest.SkipTest('x')",
     "equals everything": EVERYTHING + "def add(a, b): return Everything()",
@@ -339,16 +325,6 @@ CHEATS = {
     "skips all lines": "import sys\ndef skip(frame, event, argument):\n    try: frame.f_lineno += 1\n"
     "    except ValueError: pass\n    return skip\nsys.settrace(skip)\n" + NOTHING,
 }  # fmt: skip
-FRAMES = """
-import sys
-def add(a, b):
-    frame = sys._getframe(1)
-    while frame:
-        values = [*frame.f_locals.values(), *frame.f_code.co_consts]
-        found = [value for value in values if type(value) is int and value > 1 and value not in (a, b)]
-        if found: return found[0]
-        frame = frame.f_back
-"""
 
 
 @pytest.mark.feature(98)
@@ -365,7 +341,20 @@ def test_honest_program_passes(form):
     assert python_tests(fenced(RIGHT), None, {"tests": CHEATED[form], "entry_point": "add"}) == 1.0
 
 
-@pytest.mark.parametrize("form", ["literals", "unittest with literals"])
-def test_program_reading_frames_finds_no_literal(form):
-    tests = CHEATED.get(form, SUITE + "self.assertEqual(add(20, 3), 23)\n        assert add(1, 1) == 2\n")
+FRAMES = """
+import sys
+def add(a, b):
+    frame = sys._getframe(1)
+    while frame:
+        values = [*frame.f_locals.values(), *frame.f_code.co_consts]
+        found = [value for value in values if type(value) is int and value > 1 and value not in (a, b)]
+        if found: return found[0]
+        frame = frame.f_back
+"""
+
+
+@pytest.mark.parametrize(
+    "tests", [CHEATED["literals"], SUITE + "self.assertEqual(add(20, 3), 23)\n        assert add(1, 1) == 2\n"]
+)
+def test_program_reading_frames_finds_no_literal(tests):
     assert python_tests(fenced(FRAMES), None, {"tests": tests}) == 0.0

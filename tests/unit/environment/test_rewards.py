@@ -38,12 +38,11 @@ def slowly(completion, answer, extra_info):
 FUNCTIONS = {"length": length, "soon": soon}
 
 
-@pytest.mark.parametrize("way", ["now", "score"])
-def test_rewards_are_the_weighted_sum_of_functions(way):
+def test_rewards_are_the_weighted_sum_of_functions():
     rewards = WeightedRewards(FUNCTIONS, {"length": 0.5, "soon": -2.0})
     sample = Completed("four", None, {"soon": 3})
-    reward = asyncio.run(rewards.score(sample)) if way == "score" else rewards.now([sample])[0]
-    assert reward == Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
+    expected = Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
+    assert [*rewards.now([sample]), asyncio.run(rewards.score(sample))] == [expected, expected]
 
 
 def test_rewards_run_functions_side_by_side():
@@ -60,18 +59,15 @@ def test_rewards_abandoned_block_no_others_and_are_counted():
     fine = WeightedRewards({"length": length}, {"length": 1.0})
 
     async def many():
-        gone = await asyncio.gather(
-            *(asyncio.wait_for(hanging.score(Completed("x")), 0.2) for _ in range(50)), return_exceptions=True
-        )
+        scores = (asyncio.wait_for(hanging.score(Completed("x")), 0.2) for _ in range(50))
+        gone = await asyncio.gather(*scores, return_exceptions=True)
         async with asyncio.timeout(20):
-            return gone, count_abandoned() - before, await fine.score(Completed("four"))
+            return {*map(type, gone)}, count_abandoned() - before, (await fine.score(Completed("four"))).total
 
     try:
-        gone, abandoned, reward = asyncio.run(many())
+        assert asyncio.run(many()) == ({TimeoutError}, 50, 4.0)
     finally:
         stop.set()
-    assert all(isinstance(error, TimeoutError) for error in gone)
-    assert (abandoned, reward.total) == (50, 4.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -93,59 +89,41 @@ def test_rewards_refuse_text_and_name_the_function(tmp_path):
     assert readable_name("some.module:function") == "some.module:function"
 
 
-def test_reward_function_misses_columns_beforehand():
-    def graded(completion, grade): ...
-    def in_batch(completions, prompts, grade, **columns): ...
-    def at_will(completion, grade=1): ...
-
-    def whole(completions, prompt): ...
-    def first(completion, /, grade): ...
-
-    functions = [RewardFunction(function) for function in (graded, in_batch, first, at_will, by_position)]
-    assert [function.find_missing({"grade"}) for function in functions] == [""] * 5
-    messages = [function.find_missing({"grad"}) for function in functions]
-    assert ["did you mean 'grad'" in message for message in messages] == [True] * 3 + [False] * 2
-    assert "did you mean 'prompts'" in RewardFunction(whole).find_missing({"grade"})
-    assert RewardFunction(lambda completion, /, grade: grade).on(Completed("x", None, {"grade": 2.0})) == 2.0
+@pytest.mark.parametrize(
+    ("function", "nearest"),
+    [
+        (lambda completion, grade: ..., "grad"),
+        (lambda completions, prompts, grade, **columns: ..., "grad"),
+        (lambda completion, /, grade: ..., "grad"),
+        (lambda completions, prompt: ..., "prompts"),
+        (lambda completion, grade=1: ..., ""),
+        (lambda text, gold, info: ..., ""),
+    ],
+)
+def test_reward_function_misses_columns_beforehand(function, nearest):
+    message = RewardFunction(function).find_missing({"grad"})
+    assert f"did you mean '{nearest}'" in message if nearest else message == ""
+    assert nearest == "prompts" or RewardFunction(function).find_missing({"grade"}) == ""
 
 
 TALK = [{"role": "user", "content": "6 x 7?"}]
 SAMPLE = Completed("42", "42", {"difficulty": 3}, "6 x 7?")
 
 
-def by_position(text, gold, info):
-    return text, gold, info
-
-
-def by_column(text, difficulty, unknown=5):
-    return text, difficulty, unknown
-
-
 def by_keyword(*, prompt, completion, extra_info):
     return prompt, completion, extra_info
-
-
-def verls(data_source, solution_str, ground_truth, extra_info=None):
-    return data_source, solution_str, ground_truth, extra_info
-
-
-def verls_gsm8k(solution_str, ground_truth, method="strict", score=1.0):
-    return solution_str, ground_truth, method, score
-
-
-def by_the_rest(text, **columns):
-    return text, columns["difficulty"], columns["answer"], columns["prompt"]
 
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (by_position, ("42", "42", {"difficulty": 3})),
+        (lambda text, gold, info: (text, gold, info), ("42", "42", {"difficulty": 3})),
         (lambda text: text, "42"),
         (lambda completion, answer: (completion, answer), ("42", "42")),
-        (by_column, ("42", 3, 5)),
+        (lambda completion, /, difficulty: difficulty, 3),
+        (lambda text, difficulty, unknown=5: (text, difficulty, unknown), ("42", 3, 5)),
         (by_keyword, ("6 x 7?", "42", {"difficulty": 3})),
-        (by_the_rest, ("42", 3, "42", "6 x 7?")),
+        (lambda text, **columns: (text, columns["difficulty"], columns["prompt"]), ("42", 3, "6 x 7?")),
         (lambda *fields: fields, ("42", "42", {"difficulty": 3})),
     ],
 )
@@ -157,10 +135,12 @@ def test_reward_function_is_called_by_its_signature(function, arguments):
 def test_reward_function_of_verl_is_called_by_its_names():
     row = {"data_source": "gsm8k", "solution_str": "40"}
     sample = Completed("42", "43", row, "6 x 7?")
-    assert RewardFunction(verls).on(sample) == ("gsm8k", "42", "43", row)
-    assert RewardFunction(verls_gsm8k).on(sample) == ("42", "43", "strict", 1.0)
-    assert RewardFunction(verls).find_missing(row) == RewardFunction(verls_gsm8k).find_missing({}) == ""
-    assert "'data_source', which is not a column of its row" in RewardFunction(verls).find_missing({"level"})
+    verls = RewardFunction(lambda data_source, solution_str, ground_truth, extra_info=None: [*locals().values()])
+    of_gsm8k = RewardFunction(lambda solution_str, ground_truth, method="strict", score=1.0: [*locals().values()])
+    assert verls.on(sample) == ["gsm8k", "42", "43", row]
+    assert of_gsm8k.on(sample) == ["42", "43", "strict", 1.0]
+    assert verls.find_missing(row) == of_gsm8k.find_missing({}) == ""
+    assert "'data_source', which is not a column of its row" in verls.find_missing({"level"})
 
 
 def test_reward_function_column_of_null_has_its_default():
@@ -213,19 +193,13 @@ def test_reward_function_of_trl_gets_all_samples_at_once():
         WeightedRewards({"short": lambda completions: [1.0]}, {"short": 1.0}).now([SAMPLE, SAMPLE])
 
 
-async def later_as_one(completions):
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("function", "shown"),
     [
         (lambda completions: 0.5, "0.5"),
-        (lambda completions: None, "None"),
         (lambda completions: "0.5", "'0.5'"),
         (lambda completions: {"a": 1.0, "b": 2.0}, "{'a': 1.0, 'b': 2.0}"),
         (lambda completions: np.array(0.5), "array(0.5)"),
-        (later_as_one, "1.0"),
     ],
 )
 def test_reward_function_of_trl_must_return_a_list(function, shown):
@@ -246,13 +220,10 @@ def test_reward_function_of_trl_sees_messages(prompt, shown):
 def test_rewards_run_in_a_verifier_process_by_name():
     weights = {"tests.support.verifiers:length": 0.25, "tests.support.verifiers:awaited": 2.0}
     with DeadlineVerifier(weights, timeout_s=20) as verifier:
-        assert verifier.score_all([Completed("four", None, {"bonus": 4})]) == [
-            Reward(0.25 * 8 + 2.0 * 5, {"tests.support.verifiers:length": 8.0, "tests.support.verifiers:awaited": 5.0})
-        ]
+        (reward,) = verifier.score_all([Completed("four", None, {"bonus": 4})])
+        assert reward == Reward(0.25 * 8 + 2.0 * 5, dict(zip(weights, (8.0, 5.0), strict=True)))
         assert verifier("four", None) == 1.0 + 10.0
-    with pytest.raises(
-        VerifierError, match="tests.support.verifiers:length \\+ tests.support.verifiers:lenth could not be loaded"
-    ):
+    with pytest.raises(VerifierError, match=r"verifiers:length \+ tests.support.verifiers:lenth could not be loaded"):
         DeadlineVerifier({verifiers.length: 1.0, "tests.support.verifiers:lenth": 1.0}, timeout_s=20)
 
 
@@ -263,35 +234,20 @@ def test_verifier_process_is_asked_once_for_a_batch():
         for error in pool.score([Completed("a"), Completed("raise")]):
             assert str(error).startswith("tests.support.verifiers:place_in_batch raised ValueError: not this")
         for error in pool.score([Completed("one")]):
-            assert str(error).startswith(
-                "tests.support.verifiers:place_in_batch returned 1.0, not a list of 1: a function"
-            )
+            assert "place_in_batch returned 1.0, not a list of 1: a function" in str(error)
         assert pool.score([]) == []
     finally:
         pool.close()
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with the next of ``replies``, text or a status; the last one is repeated."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies, self.requests = [r"Good. \boxed{8}"], []
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
 class Handler(BaseHTTPRequestHandler):
+    """Answers with the next of the server's ``replies``, text or a status; the last one is repeated."""
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        server.requests.append((self.path, dict(self.headers), body))
-        reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+        self.server.requests.append((self.path, dict(self.headers), body))
+        replies = self.server.replies
+        reply = replies.pop(0) if len(replies) > 1 else replies[0]
         status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
         choice = {"message": {"content": text}, "finish_reason": "length" if text.endswith("...") else "stop"}
         content = json.dumps({"choices": [choice]} if status == 200 else {"error": text})
@@ -306,7 +262,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with Server() as running:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.daemon_threads, running.url = True, f"http://127.0.0.1:{running.server_port}/v1"
+        running.replies, running.requests = [r"Good. \boxed{8}"], []
+        threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
         yield running
         running.shutdown()
 
@@ -323,10 +282,8 @@ def test_judge_turns_a_mark_into_a_reward(server, monkeypatch):
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == "Bearer sk-1"
     assert (body["model"], body["temperature"]) == ("big", 0.0)
-    question = body["messages"][0]["content"]
-    assert "2+2?" in question
-    assert "It is {answer} \\boxed{10}" in question  # nothing of the completion is filled in
-    assert "Reference answer:\nfour" in question
+    for part in ("2+2?", "It is {answer} \\boxed{10}", "Reference answer:\nfour"):  # filled in once
+        assert part in body["messages"][0]["content"]
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     ask_judge(LLMJudge(server.url, "m"))
     assert "Authorization" not in server.requests[1][1]
@@ -367,17 +324,12 @@ def test_judge_is_a_reward_function_among_others(server):
 
 
 def test_judge_takes_no_mark_from_thoughts_or_cut_replies(server):
-    server.replies = [
-        r"The student says \boxed{10}. Let me see whether that is ...",
-        r"<think>\boxed{10}</think> \boxed{3}",
-    ]
+    server.replies = [r"The student says \boxed{10}. Let me see whether ...", r"<think>\boxed{10}</think> \boxed{3}"]
     assert ask_judge(LLMJudge(server.url, "judge")) == 0.3
-    server.replies = [r"<think>The student says \boxed{10}.</think> Wrong."]
-    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
-        ask_judge(LLMJudge(server.url, "judge", attempts=1))
-    server.replies = [r"<think>The student says \boxed{10}."]
-    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
-        ask_judge(LLMJudge(server.url, "judge", attempts=1))
+    for end in ("</think> Wrong.", ""):
+        server.replies = [rf"<think>The student says \boxed{{10}}.{end}"]
+        with pytest.raises(VerifierError, match="no mark from 0 to 10"):
+            ask_judge(LLMJudge(server.url, "judge", attempts=1))
 
 
 def test_judge_is_asked_about_the_answer_behind_thoughts(server):

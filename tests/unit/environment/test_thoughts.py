@@ -4,7 +4,6 @@
 import asyncio
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,13 +18,10 @@ from tests.support import some_tools
 
 ANSWERS = [  # completion, reference, reward where thoughts are scored, reward
     (r"<think>Is it \boxed{31}?</think>It is \boxed{46}.", "46", 1.0, 1.0),
-    (r"<think>Is it \boxed{31}?</think>It is 46.", "46", 0.0, 1.0),
     (r"<think>Is it \boxed{31}?</think>It is 46.", "31", 1.0, 0.0),
     (r"<think>Is it \boxed{31}? I check that once more", "31", 1.0, 0.0),
-    ("<think>So far 31.</think>I cannot tell.", "31", 1.0, 0.0),
     (r"Is it \boxed{31}?</think>It is 46.", "31", 1.0, 0.0),
     (r"So it is \boxed{46}.", "46", 1.0, 1.0),
-    (r"<think>\boxed{46}</think>", "46", 1.0, 0.0),
     ("<think>\\boxed{31}</think>Hm.\n<think>\\boxed{32}</think>It is 46.", "46", 0.0, 1.0),
     ("<think>\\boxed{31}</think>It is 46.\n<think>Or \\boxed{32}?", "32", 1.0, 0.0),
     ("<think>It may be `31`</think>`So` it is 46.", "46", 1.0, 1.0),
@@ -66,8 +62,8 @@ def test_python_tests_runs_no_program_of_thoughts(completion, expected):
     assert reward == expected
 
 
-def call(text, name="note"):
-    return "<tool_call>" + json.dumps({"name": name, "arguments": {"text": text}}) + "</tool_call>"
+def call(text):
+    return "<tool_call>" + json.dumps({"name": "note", "arguments": {"text": text}}) + "</tool_call>"
 
 
 A, B = call("a"), call("b")
@@ -87,16 +83,10 @@ ACTIONS = [  # action, calls, the episode ends
     ("<think>b?</think><tool_call>note(b)</tool_call>", ["error"], False),
 ]
 ARGUMENTS = [  # arguments of the calls of an action
-    ["plain"],
-    ["ends with </tool_call>"],
-    ["<tool_call>{}</tool_call>"],
-    ["x </tool_call> y", "z"],
-    ["opens <tool_call> only"],
-    ["a </think> b"],
-    ["<think>a</think>", "</tool_call>"],
-    ['a "quoted" </tool_call>\n\\', "{[</tool_call>"],
+    ["ends with </tool_call>"], ["<tool_call>{}</tool_call>"], ["x </tool_call> y", "z"], ["opens <tool_call> only"],
+    ["a </think> b"], ["<think>a</think>", "</tool_call>"], ['a "quoted" </tool_call>\n\\', "{[</tool_call>"],
     [{"deep": ["</tool_call>", {"</tool_call>": 1.5e-3}]}],
-]
+]  # fmt: skip
 
 
 def take_step(action, state):
@@ -160,7 +150,7 @@ def test_find_think_prefix_is_the_open_tag_at_the_end(prompt, prefix):
     assert split_thoughts("31", prefix) == (("", "31") if not prefix else (f"{prefix}31", None))
 
 
-def length(completion, answer, extra_info):
+def length(completion):
     return float(len(completion))
 
 
@@ -182,12 +172,13 @@ def test_user_functions_get_thoughts_unless_decorated(function, rewards):
 
 def test_game_gets_the_move_behind_thoughts():
     moves = []
-    world = SimpleNamespace(
-        reset=lambda seed: ("go", {}), step=lambda move: (moves.append(move) or "on", 0.0, False, False, {})
-    )
+
+    class World:
+        reset = staticmethod(lambda seed: ("go", {}))
+        step = staticmethod(lambda move: (moves.append(move) or "on", 0.0, False, False, {}))
 
     async def play():
-        pool, info = GymEnvironment(lambda: world, 1), {}
+        pool, info = GymEnvironment(World, 1), {}
         state = await pool.reset(info)
         await pool.step(state, "<think>left?</think>right", info)
         await pool.step(f"{state}<think>\n", "left?", info)

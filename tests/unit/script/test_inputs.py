@@ -22,6 +22,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
 from dlrover.rl.result import TrainResult
 from dlrover.rl.train import write_inputs
+from tests.support.run_files import read_lines, write_rows
 
 ROWS = [{"prompt": "a", "size": 1}, {"prompt": "ä", "size": np.int64(2)}]
 RECIPE = Path(launch.__file__).with_name("grpo.yaml")
@@ -48,10 +49,7 @@ def config(tmp_path):
 def test_rows_become_a_file_named_by_its_content(config):
     values = config(train=ROWS, eval=iter(ROWS[:1]))
     file = Path(values["data.train"])
-    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == [
-        {"prompt": "a", "size": 1},
-        {"prompt": "ä", "size": 2},
-    ]
+    assert read_lines(file) == [{"prompt": "a", "size": 1}, {"prompt": "ä", "size": 2}]
     assert config(train=ROWS)["data.train"] == str(file)
     assert config(train=ROWS[1:])["data.train"] != str(file)
     assert Path(values["data.eval"]).read_text(encoding="utf-8").count("\n") == 1
@@ -102,22 +100,14 @@ def test_nan_in_a_table_is_nothing(config):
 
 
 def test_nulls_of_plain_rows_stay(config):
-    rows = [{"messages": calling("at", place=None)}]
-    (row,) = rows_of(config(train=rows)["data.train"])
+    (row,) = rows_of(config(train=[{"messages": calling("at", place=None)}])["data.train"])
     assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"place": None}
 
 
 def test_values_of_python_are_text_as_in_files(config):
-    values = {
-        "on": date(2024, 1, 2),
-        "at": time(3, 4),
-        "in": timedelta(hours=1),
-        "price": Decimal("1.50"),
-        "id": UUID(int=7),
-    }
-    (row,) = rows_of(config(train=[{"prompt": "a", "more": [values]}])["data.train"])
-    texts = ("2024-01-02", "03:04:00", "1:00:00", "1.50", str(UUID(int=7)))
-    assert row["more"] == [dict(zip(values, texts, strict=True))]
+    values = [date(2024, 1, 2), time(3, 4), timedelta(hours=1), Decimal("1.50"), UUID(int=7)]
+    (row,) = rows_of(config(train=[{"prompt": "a", "more": [{"of": values}]}])["data.train"])
+    assert row["more"] == [{"of": ["2024-01-02", "03:04:00", "1:00:00", "1.50", str(UUID(int=7))]}]
 
 
 def test_a_lone_surrogate_is_an_error_of_its_row(config):
@@ -159,10 +149,8 @@ def test_rewards_are_named(config, reward, function):
 
 
 def test_a_reward_may_be_its_keys(config):
-    assert config(reward={"function": judge, "timeout_s": 9})["reward"] == {
-        "function": f"{__name__}:judge",
-        "timeout_s": 9,
-    }
+    reward = {"function": f"{__name__}:judge", "timeout_s": 9}
+    assert config(reward={**reward, "function": judge})["reward"] == reward
     values = config(reward={"model": "rm"})
     assert values["reward"] == {"model": "rm"}
     assert values["workload.reward"]["class"] == "ModelRewardWorkload"
@@ -179,20 +167,9 @@ def test_an_algorithm_may_be_a_class_or_made(config, algorithm, options):
 
 
 def test_keys_are_the_recipes_or_the_layouts(config):
-    local = config(
-        {
-            "steps": 3,
-            "name": "mine",
-            "rollout": {"max_new_tokens": 7},
-            "rollout.temperature": 0.5,
-            "optimizer": OptimizerConfig(lr=2e-3),
-            "workload": {"rollout": {"num": 2}},
-            "log": {"trackers": [Milder]},
-            "seed": 4,
-        },
-        env=lambda: None,
-    )
-    job = load_job_with(RECIPE, local, ())
+    keys = {"steps": 3, "name": "mine", "rollout": {"max_new_tokens": 7}, "rollout.temperature": 0.5, "seed": 4}
+    more = {"optimizer": OptimizerConfig(lr=2e-3), "workload": {"rollout": {"num": 2}}, "log": {"trackers": [Milder]}}
+    job = load_job_with(RECIPE, config({**keys, **more}, env=lambda: None), ())
     plain = to_plain(job.config)
     assert (job.name, job.workloads["ROLLOUT"].num, plain["steps"], plain["seed"]) == ("mine", 2, 3, 4)
     assert job.workloads["ROLLOUT"].class_ == "RolloutWorkload"
@@ -215,7 +192,7 @@ def written(tmp_path):
     def write(model, steps=None):
         (tmp_path / "summary.json").write_text(json.dumps({"eval/reward": 0.5, "model": str(model)}))
         if steps is not None:
-            (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+            write_rows(tmp_path / "metrics.jsonl", steps)
         return TrainResult(tmp_path)
 
     return write
@@ -225,8 +202,7 @@ def test_a_run_has_its_model_and_steps(written, tmp_path):
     (tmp_path / "model").mkdir()
     steps = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
     result = written(tmp_path / "moved" / "model", [{"step": 0, "eval/reward": 0.25}, *steps])
-    assert result.model == tmp_path / "model"
-    assert result.steps == steps
+    assert (result.model, result.steps) == (tmp_path / "model", steps)
     pytest.importorskip("pandas")
     assert list(result.metrics["loss"].index) == [0, 1, 2]
     assert result.metrics["eval/reward"].dropna().to_dict() == {0: 0.25}
