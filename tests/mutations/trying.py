@@ -17,8 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 
-from bug import Bug
-from seeded_bugs import BUGS, TESTS
+from seeded_bugs import BUGS, TESTS, Bug
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_LIMIT_S = 60
