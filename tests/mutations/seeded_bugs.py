@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs to be put into the package, and the tests that must see them, from the TOML files of this folder.
 
-A table has the name of a file below ``dlrover/python/rl``; ``tests`` are the files of ``tests/unit`` that are run against
-a bug in it, and each other entry is a bug: its name, the text that it replaces, and the new one.
+A table has the name of a file below ``dlrover/python/rl``; ``tests`` are the files of ``tests/unit`` that are run
+against a bug in it, and each other entry is a bug: its name, the text that it replaces, and the new one.
 """
 
 import tomllib
