@@ -118,8 +118,7 @@ class Job:
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""
         self.world.after(
-            self.world.rng.choice((0.0, 1.0)),
-            lambda: self.cluster.ask_master("resume", (), lambda answer, error: None),
+            self.world.rng.choice((0.0, 1.0)), lambda: self.cluster.ask_master("resume", (), lambda answer, error: None)
         )
 
     @property

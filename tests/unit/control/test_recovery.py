@@ -6,15 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
-from dlrover.python.rl.control.commands import (
-    Kill,
-    Place,
-    Release,
-    StartMembers,
-    StartStandby,
-    StartTrainer,
-    Wait,
-)
+from dlrover.python.rl.control.commands import Kill, Place, Release, StartMembers, StartStandby, StartTrainer, Wait
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
