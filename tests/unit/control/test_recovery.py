@@ -23,7 +23,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.machine import outstanding
 from dlrover.python.rl.control.recovery import MAX_CAUSES, blame, completed_recoveries
-from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
+from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, Phase, processes
 from tests.support.control_runs import (
     OPEN,
     ROLES,
@@ -102,11 +102,6 @@ def test_back_off_doubles_to_a_minute_until_progress():
     assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     run(started("ROLLOUT", 1, 11), Progressed(1, 2), lost("ROLLOUT", 1, 11))
     assert run.commands == (StartMembers("ROLLOUT", ((1, 12),)),)
-
-
-def test_each_member_has_its_own_back_off():
-    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 0), terms=ALONE)
-    assert run.commands == (StartMembers("ROLLOUT", ((0, 2),)),)
 
 
 def test_a_restart_of_the_job_ends_all_back_offs():
@@ -592,8 +587,3 @@ def test_back_offs_and_releases_go_on():
     restarting = Run(*up(), node_lost("a"))
     assert outstanding(restarting.state) == (Release(1, final=False),)
     assert outstanding(restarting(node_lost("b"), Released(1)).state) == restarting.commands == (Place(2, ("a", "b")),)
-
-
-def test_a_members_phase_says_where_it_is():
-    run = Run(*OPEN, lost("ROLLOUT", 1))
-    assert run.state.members[ProcessId("ROLLOUT", 1)].phase is MemberPhase.STARTING
