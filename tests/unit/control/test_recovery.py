@@ -248,27 +248,24 @@ def test_members_lost_with_node_are_charged_once():
     assert (run.state.recoveries, len(run.state.history["ROLLOUT"]), len(run.state.causes)) == ({"ROLLOUT": 2}, 1, 1)
 
 
-def test_a_lost_node_takes_the_trainer_too():
-    run = Run(*OPEN, node_lost("c"))
-    again = StartTrainer(2, False, 1, "job: it is gone", ("c",))
-    assert run.commands == (Kill(TRAINER_ID, 1), again)
-
-
-def test_a_lost_node_takes_the_standbys_too():
-    run = Run(*OPEN, node_lost("d"))
-    assert run.commands == (Kill(ProcessId.standby("ROLLOUT", 0)), StartStandby("ROLLOUT", 1, ("d",)))
-    assert run.state.recoveries == {}
+@pytest.mark.parametrize(
+    ("node", "commands", "recoveries"),
+    [
+        ("c", (Kill(TRAINER_ID, 1), StartTrainer(2, False, 1, "job: it is gone", ("c",))), {"trainer": 1}),
+        ("d", (Kill(ProcessId.standby("ROLLOUT", 0)), StartStandby("ROLLOUT", 1, ("d",))), {}),
+        ("z", (), {}),
+    ],
+    ids=["the trainer's", "a standby's", "an empty one"],
+)
+def test_lost_node_takes_the_trainer_and_standbys_too(node, commands, recoveries):
+    run = Run(*OPEN, node_lost(node))
+    assert (run.commands, run.state.recoveries, run.state.excluded) == (commands, recoveries, (node,))
 
 
 def test_lost_node_loses_member_of_standby_taking_over():
     run = Run(*OPEN, lost("ROLLOUT", 1), node_lost("d"), terms=LOOSE)
     assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
     assert run.state.standbys["ROLLOUT"] == {}
-
-
-def test_a_lost_node_with_nothing_on_it_is_only_excluded():
-    run = Run(*OPEN, node_lost("z"))
-    assert (run.state.excluded, run.commands) == (("z",), ())
 
 
 def test_a_lost_node_restarts_the_job_once_before_steps():

@@ -201,20 +201,12 @@ async def test_restarted_service_continues_from_its_store(tmp_path):
         assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
 
 
-@pytest.fixture
-def in_utc(monkeypatch):
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
 @pytest.mark.parametrize(
     ("place", "folder"),
     [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"folder": "/of/the/job"}, "/of/the/job")],
 )
-async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_utc, place, folder):
+async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_zone, place, folder):
+    in_zone("UTC")
     manager = JobManager(SqliteJobStore(tmp_path), StillRunner(), wall_s=lambda: 1e9)
     await manager.start()
     record = await begin(manager, **place)
