@@ -232,12 +232,8 @@ class Job:
     def left_over(self):
         groups = [row.name for row in self.cluster.groups.values() if row.state != "REMOVED"]
         replaced = [process.name for process in self.masters[:-1] if not process.is_dead]
-        return [
-            *self.cluster.actors,
-            *(each.name for each in self.cluster.everyone if each.is_alive),
-            *groups,
-            *replaced,
-        ]
+        alive = (each.name for each in self.cluster.everyone if each.is_alive)
+        return [*self.cluster.actors, *alive, *groups, *replaced]
 
     # -- the environment of the production classes ---------------------------------------------------------------------
 

@@ -125,24 +125,15 @@ CAUSE = {"kind": "internal", "who": "x", "message": "y", "detail": ""}
 @pytest.mark.parametrize(
     "fields",
     [
-        {**WHOLE, "v": 1},
-        {**WHOLE, "v": 3},
-        {name: value for name, value in WHOLE.items() if name != "v"},
-        {name: value for name, value in WHOLE.items() if name != "at_s"},
-        {name: value for name, value in WHOLE.items() if name != "incarnation"},
-        {**WHOLE, "event": "Replaced"},
-        {**WHOLE, "event": ["Placed"]},
-        {**WHOLE, "more": 1},
-        {**WHOLE, "incarnation": "1"},
-        {**WHOLE, "incarnation": 1.0},
-        {**WHOLE, "incarnation": True},
-        {**WHOLE, "at_s": "now"},
-        {**WHOLE, "event": "Failed"},
-        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "kind": "magic"}},
-        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "more": 1}},
-        {**WHOLE, "event": "Failed", "cause": "internal"},
-        [],
-        None,
+        *({**WHOLE, "v": version} for version in (1, 3)),
+        *({field: WHOLE[field] for field in WHOLE if field != missing} for missing in ("v", "at_s", "incarnation")),
+        *({**WHOLE, "event": name} for name in ("Replaced", ["Placed"], "Failed")),
+        *({**WHOLE, "incarnation": value} for value in ("1", 1.0, True)),
+        *({**WHOLE, "at_s": "now"}, {**WHOLE, "more": 1}, [], None),
+        *(
+            {**WHOLE, "event": "Failed", "cause": cause}
+            for cause in ({**CAUSE, "kind": "magic"}, {**CAUSE, "more": 1}, "internal")
+        ),
     ],
     ids=str,
 )

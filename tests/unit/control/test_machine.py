@@ -100,31 +100,12 @@ def test_progress_is_noted_once_and_not_for_every_step():
 @pytest.mark.parametrize(
     "event",
     [
-        Placed(1),
-        Placed(2),
-        Released(1),
-        started("ROLLOUT", 0),
-        started("ROLLOUT", 0, 2),
-        started("ROLLOUT", 0, node="elsewhere"),
-        started("CRITIC", 0),
-        lost("ROLLOUT", 0, 0),
-        lost("ROLLOUT", 0, 2),
-        lost("ROLLOUT", 7),
-        lost("CRITIC", 0),
-        ready(0, "elsewhere"),
-        ready(5),
-        ready(0, role="CRITIC"),
-        TrainerStarted(1, Process("elsewhere", 1)),
-        TrainerStarted(2),
-        StepsOpened(1),
-        StepsOpened(0),
-        Progressed(0, 99),
-        TrainerFinished(0),
-        trainer_lost(0),
-        trainer_lost(2),
-        Failed(0, cause("job")),
-        WaitOver("trainer#1"),
-        TERMS,
+        *(Placed(1), Placed(2), Released(1), StepsOpened(0), StepsOpened(1), WaitOver("trainer#1"), TERMS),
+        *(started("ROLLOUT", 0), started("ROLLOUT", 0, 2), started("ROLLOUT", 0, node="elsewhere")),
+        *(lost("ROLLOUT", 0, 0), lost("ROLLOUT", 0, 2), lost("ROLLOUT", 7), lost("CRITIC", 0), started("CRITIC", 0)),
+        *(ready(0, "elsewhere"), ready(5), ready(0, role="CRITIC")),
+        *(TrainerStarted(1, Process("elsewhere", 1)), TrainerStarted(2), trainer_lost(0), trainer_lost(2)),
+        *(Progressed(0, 99), TrainerFinished(0), Failed(0, cause("job"))),
     ],
     ids=repr,
 )
@@ -157,15 +138,9 @@ def test_a_restarted_job_has_new_numbers_throughout():
 
 def test_death_reported_often_restarts_job_once():
     run = Run(*up(), lost("ROLLOUT", 0))
-    for late in (
-        lost("ROLLOUT", 0),
-        trainer_lost(1, who="ROLLOUT[0]"),
-        node_lost("a"),
-        lost("ACTOR", 0),
-        Failed(1, cause("job")),
-    ):
-        run(late)
-    run(Released(1), Released(1), lost("ROLLOUT", 0), trainer_lost(1), Failed(1, cause("job")))
+    failed = Failed(1, cause("job"))
+    run(lost("ROLLOUT", 0), trainer_lost(1, who="ROLLOUT[0]"), node_lost("a"), lost("ACTOR", 0), failed)
+    run(Released(1), Released(1), lost("ROLLOUT", 0), trainer_lost(1), failed)
     assert (run.state.restarts, run.state.incarnation, run.state.phase) == (1, 2, Phase.CREATED)
 
 
