@@ -41,8 +41,8 @@ HANGS = {
 @pytest.mark.parametrize(("signs", "options", "expected"), HANGS.values(), ids=HANGS)
 def test_hangs_are_long_calls_and_silent_processes(signs, options, expected):
     limits, listening = options.get("limits", LIMITS), options.get("listening", LISTENING)
-    found = hangs(signs, limits, listening, options.get("now_s", 100.0))
-    assert {str(hung.process_id): why for hung, why in found} == expected
+    hanging = hangs(signs, limits, listening, options.get("now_s", 100.0))
+    assert {str(hung.process_id): why for hung, why in hanging} == expected
 
 
 # -- the odd one out --------------------------------------------------------------------------------------------------

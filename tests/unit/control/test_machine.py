@@ -144,9 +144,9 @@ def test_death_reported_often_restarts_job_once():
     assert (run.state.restarts, run.state.incarnation, run.state.phase) == (1, 2, Phase.CREATED)
 
 
-@pytest.mark.parametrize(("who", "role"), [("trainer", "trainer"), ("ROLLOUT[0]", "ROLLOUT")])
-def test_death_in_trainers_report_is_charged_to_its_role(who, role):
-    run = Run(*up(), trainer_lost(1, who=who))
+@pytest.mark.parametrize(("process", "role"), [("trainer", "trainer"), ("ROLLOUT[0]", "ROLLOUT")])
+def test_death_in_trainers_report_is_charged_to_its_role(process, role):
+    run = Run(*up(), trainer_lost(1, who=process))
     assert (run.state.restarts_by, set(run.state.history)) == ({role: 1}, {role, "job"})
 
 

@@ -192,8 +192,8 @@ def test_pause_of_the_master_is_no_silence_of_the_processes(job):
     assert beat_until(1005.0, clock, detector, state, lambda: [beat(process, 1) for process in PROCESSES]) == []
     clock.advance(10 * LIMIT_S)
     assert hangs(detector, state) == []
-    others, end_s = [beat(process, 1) for process in PROCESSES[1:]], clock() + 2 * LIMIT_S
-    (lost,) = beat_until(end_s, clock, detector, state, lambda: others)
+    awake, end_s = [beat(process, 1) for process in PROCESSES[1:]], clock() + 2 * LIMIT_S
+    (lost,) = beat_until(end_s, clock, detector, state, lambda: awake)
     assert lost.cause.who == "ACTOR[0]"
     assert LIMIT_S < clock() - 1005.0 - 10 * LIMIT_S <= LIMIT_S + 2 * BEATS.beat_s
 
