@@ -96,9 +96,9 @@ def test_a_standby_may_live_as_long_as_the_job_knows_of_it(job):
 @pytest.mark.parametrize(
     ("process", "number", "event"),
     [
-        ("ACTOR[1]", 1, MemberLost("ACTOR", 1, 1, DIED, "node-0")),
-        ("trainer", 1, TrainerLost(1, DIED)),
-        ("REWARD-standby[0]", 0, StandbyLost("REWARD", 0, DIED)),
+        ("ACTOR[1]", 1, MemberLost("ACTOR", 1, 1, DIED, node="node-0")),
+        ("trainer", 1, TrainerLost(1, DIED, node="node-0")),
+        ("REWARD-standby[0]", 0, StandbyLost("REWARD", 0, DIED, node="node-0")),
     ],
 )
 def test_process_in_a_long_call_hangs_once(job, process, number, event):
