@@ -17,8 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 
-from bug import Bug
-from seeded_bugs import BUGS, TESTS
+from seeded_bugs import BUGS, TESTS, Bug
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_LIMIT_S = 60
@@ -66,18 +65,8 @@ def caught_by(bug: Bug, folder: Path) -> str:
 
 def failure_of(tests: list[str], folder: Path) -> str:
     """The first of the fast tests that fails, in at most a minute of processor time."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not ray",
-        *tests,
-    ]
+    options = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *options, "-m", "not slow and not ray", *tests]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def limit() -> None:

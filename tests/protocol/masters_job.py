@@ -118,8 +118,7 @@ class Job:
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""
         self.world.after(
-            self.world.rng.choice((0.0, 1.0)),
-            lambda: self.cluster.ask_master("resume", (), lambda answer, error: None),
+            self.world.rng.choice((0.0, 1.0)), lambda: self.cluster.ask_master("resume", (), lambda answer, error: None)
         )
 
     @property
@@ -233,12 +232,8 @@ class Job:
     def left_over(self):
         groups = [row.name for row in self.cluster.groups.values() if row.state != "REMOVED"]
         replaced = [process.name for process in self.masters[:-1] if not process.is_dead]
-        return [
-            *self.cluster.actors,
-            *(each.name for each in self.cluster.everyone if each.is_alive),
-            *groups,
-            *replaced,
-        ]
+        alive = (each.name for each in self.cluster.everyone if each.is_alive)
+        return [*self.cluster.actors, *alive, *groups, *replaced]
 
     # -- the environment of the production classes ---------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from tests.protocol.loops_world import Violation
+
 ON_DISK = ("mkdir", "rename", "replace", "unlink", "fsync", "open", "rmdir")
 """Functions of ``os`` that are operations on the disk."""
 
@@ -24,10 +26,6 @@ _PATIENCE_S = 30.0  # of the real clock, for a thread that does not hand over
 
 class Killed(BaseException):
     """The thread's process is gone."""
-
-
-class Violation(AssertionError):
-    """Something happened that must never happen."""
 
 
 def _taken_lock() -> threading.Lock:

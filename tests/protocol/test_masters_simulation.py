@@ -62,24 +62,27 @@ def test_job_of_more_seeds_keeps_rules():
     assert not {f"{fault} / {situation}" for fault in FAULTS for situation in situations} - reached.keys()
 
 
-def test_node_lost_is_journaled_beside_other_losses(tmp_path):
+@pytest.fixture
+def job(tmp_path):
+    """A job in its simulated environment, without faults."""
     world = World(0)
     job = Job(world, tmp_path)
+    with job.environment():
+        yield job
+    job.close()
+    world.close()
 
+
+def test_node_lost_is_journaled_beside_other_losses(job):
     def noticed():
-        return [event for _, event in decode(read_lines(tmp_path / JOURNAL)) if isinstance(event, NodeLost)]
+        return [event.node for _, event in decode(read_lines(job.folder / JOURNAL)) if isinstance(event, NodeLost)]
 
-    try:
-        with job.environment():
-            job.begin()
-            world.run(lambda: job.committed >= 3, 60.0)
-            node = job.state().members[ProcessId("ACTOR", 0)].process.node
-            job.cluster.lose_node(node)
-            world.run(noticed, 120.0)
-            assert [event.node for event in noticed()] == [node]
-    finally:
-        job.close()
-        world.close()
+    job.begin()
+    job.world.run(lambda: job.committed >= 3, 60.0)
+    node = job.state().members[ProcessId("ACTOR", 0)].process.node
+    job.cluster.lose_node(node)
+    job.world.run(noticed, 120.0)
+    assert noticed() == [node]
 
 
 def fail_in(moment, job, failing):
@@ -99,37 +102,23 @@ def fail_in(moment, job, failing):
 @pytest.mark.parametrize("moment", ["start", "loss", "recovery"])
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 @pytest.mark.parametrize("number", TRANSIENT)
-def test_journal_disk_faltering_for_seconds_costs_nothing(tmp_path, moment, call, number):
-    world = World(0)
-    job = Job(world, tmp_path)
-    try:
-        with job.environment():
-            fail_in(moment, job, ((call,), number, 1.0))
-            world.after(10.0, lambda: setattr(job.disk, "failing", None))
-            world.run(job.is_over, 300.0)
-            job.check_end()
-            assert sum(job.state().recoveries.values()) == (moment != "start")
-    finally:
-        job.close()
-        world.close()
+def test_journal_disk_faltering_for_seconds_costs_nothing(job, moment, call, number):
+    fail_in(moment, job, ((call,), number, 1.0))
+    job.world.after(10.0, lambda: setattr(job.disk, "failing", None))
+    job.world.run(job.is_over, 300.0)
+    job.check_end()
+    assert sum(job.state().recoveries.values()) == (moment != "start")
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_journal_disk_faltering_for_a_minute_ends_job(tmp_path, call):
-    world = World(0)
-    job = Job(world, tmp_path)
-    try:
-        with job.environment():
-            fail_in("loss", job, ((call,), errno.EIO, 1.0))
-            world.run(job.is_over, 60.0)
-            state = job.master.rl_master._state
-            assert state.phase is Phase.FAILED and "Input/output error" in state.reason
-            job.disk.failing = None
-            assert job.state().phase is Phase.RUNNING  # for the next start, which continues after the last commit
-            assert fresh_journal(job.spec) == tmp_path / JOURNAL
-    finally:
-        job.close()
-        world.close()
+def test_journal_disk_faltering_for_a_minute_ends_job(job, call):
+    fail_in("loss", job, ((call,), errno.EIO, 1.0))
+    job.world.run(job.is_over, 60.0)
+    state = job.master.rl_master._state
+    assert state.phase is Phase.FAILED and "Input/output error" in state.reason
+    job.disk.failing = None
+    assert job.state().phase is Phase.RUNNING  # for the next start, which continues after the last commit
+    assert fresh_journal(job.spec) == job.folder / JOURNAL
 
 
 def test_seed_in_another_process_is_same_run():

@@ -11,33 +11,17 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common import log
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import (
     MOST_DETAIL,
     Cause,
     CauseKind,
     Event,
     Failed,
-    MasterStarted,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
     Placed,
     Process,
-    Progressed,
     RecoveryScope,
-    Released,
-    Resized,
     RoleSettings,
-    StandbyLost,
-    StandbyReady,
-    StepsOpened,
-    StopRequested,
-    Submitted,
-    TrainerFinished,
-    TrainerLost,
-    TrainerStarted,
-    Unplaced,
-    WaitOver,
 )
 from dlrover.python.rl.control.journal import decode, encode
 
@@ -45,25 +29,25 @@ GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "words ü \u2028", "line 1\nl
 WHERE = Process("f00d", 42, "host", "10.0.0.1", 29500, 3)
 ROLES = {RLRoleType.ACTOR: RoleSettings(2, RecoveryScope.GROUP, 1, 5), "JUDGE": RoleSettings(1)}
 EVENTS = [
-    Submitted("job", ROLES, "0a1b", 3, 2, 0.25, 60.0, 2),
-    MasterStarted("node", 7),
+    events.Submitted("job", ROLES, "0a1b", 3, 2, 0.25, 60.0, 2),
+    events.MasterStarted("node", 7),
     Placed(1),
-    MemberStarted(RLRoleType.ROLLOUT, 3, 2, WHERE, 4),
-    MemberLost("ROLLOUT", 3, 2, GONE, "f00d"),
-    StandbyReady("ROLLOUT", 4, WHERE),
-    StandbyLost("ROLLOUT", 4, GONE),
-    TrainerStarted(1, WHERE),
-    StepsOpened(1),
-    Progressed(1, 10),
-    TrainerFinished(1),
-    TrainerLost(1, GONE),
-    NodeLost("f00d", GONE),
+    events.MemberStarted(RLRoleType.ROLLOUT, 3, 2, WHERE, 4),
+    events.MemberLost("ROLLOUT", 3, 2, GONE, "f00d"),
+    events.StandbyReady("ROLLOUT", 4, WHERE),
+    events.StandbyLost("ROLLOUT", 4, GONE),
+    events.TrainerStarted(1, WHERE),
+    events.StepsOpened(1),
+    events.Progressed(1, 10),
+    events.TrainerFinished(1),
+    events.TrainerLost(1, GONE),
+    events.NodeLost("f00d", GONE),
     *(Failed(2, Cause(kind, "job", "words")) for kind in CauseKind),
-    Released(2),
-    WaitOver("ROLLOUT[1]#3"),
-    Resized("ROLLOUT", 3),
-    Unplaced("ROLLOUT", 1, 2, GONE),
-    StopRequested("enough\n"),
+    events.Released(2),
+    events.WaitOver("ROLLOUT[1]#3"),
+    events.Resized("ROLLOUT", 3),
+    events.Unplaced("ROLLOUT", 1, 2, GONE),
+    events.StopRequested("enough\n"),
 ]
 
 
@@ -141,24 +125,15 @@ CAUSE = {"kind": "internal", "who": "x", "message": "y", "detail": ""}
 @pytest.mark.parametrize(
     "fields",
     [
-        {**WHOLE, "v": 1},
-        {**WHOLE, "v": 3},
-        {name: value for name, value in WHOLE.items() if name != "v"},
-        {name: value for name, value in WHOLE.items() if name != "at_s"},
-        {name: value for name, value in WHOLE.items() if name != "incarnation"},
-        {**WHOLE, "event": "Replaced"},
-        {**WHOLE, "event": ["Placed"]},
-        {**WHOLE, "more": 1},
-        {**WHOLE, "incarnation": "1"},
-        {**WHOLE, "incarnation": 1.0},
-        {**WHOLE, "incarnation": True},
-        {**WHOLE, "at_s": "now"},
-        {**WHOLE, "event": "Failed"},
-        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "kind": "magic"}},
-        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "more": 1}},
-        {**WHOLE, "event": "Failed", "cause": "internal"},
-        [],
-        None,
+        *({**WHOLE, "v": version} for version in (1, 3)),
+        *({field: WHOLE[field] for field in WHOLE if field != missing} for missing in ("v", "at_s", "incarnation")),
+        *({**WHOLE, "event": name} for name in ("Replaced", ["Placed"], "Failed")),
+        *({**WHOLE, "incarnation": value} for value in ("1", 1.0, True)),
+        *({**WHOLE, "at_s": "now"}, {**WHOLE, "more": 1}, [], None),
+        *(
+            {**WHOLE, "event": "Failed", "cause": cause}
+            for cause in ({**CAUSE, "kind": "magic"}, {**CAUSE, "more": 1}, "internal")
+        ),
     ],
     ids=str,
 )

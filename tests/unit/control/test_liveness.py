@@ -14,45 +14,35 @@ def sign(name="ACTOR[0]", method="update", since_s=90.0, step=3, at_s=99.9):
     return Sign(ProcessId.parse(name), 1, method, since_s, step, at_s)
 
 
-def found(*signs, limits=LIMITS, listening=LISTENING, now_s=100.0):
-    return {str(sign.process_id): why for sign, why in hangs(signs, limits, listening, now_s)}
+IMPATIENT = {"listening": Listening(beat_s=0.5, since_s=0.0, silence_s=5.0)}
+LATE = {"listening": Listening(beat_s=0.5, since_s=95.0)}
+CALL, SHORT = sign(since_s=80.0), {"limits": {"ACTOR": 0.1}}
+WORKING = [sign(since_s=90.5), sign("ACTOR[1]", method="", since_s=0.0), sign("trainer", since_s=71.0)]
+HANGS = {
+    "work and idleness": (WORKING, {}, {}),
+    "a long call": ([CALL, sign("ACTOR[1]")], {}, {"ACTOR[0]": "in update without progress for 19.9 s"}),
+    "other limits": ([sign("trainer", since_s=75.0), sign("ROLLOUT[0]", since_s=0.0, at_s=0.0)], {}, {}),
+    "the call of a silent process": ([sign(since_s=85.0, at_s=92.0)], {}, {}),
+    "silence": ([sign(method="", at_s=89.0)], {}, {"ACTOR[0]": "no sign of life for 11.0 s"}),
+    "less silence": ([sign(method="", at_s=91.0)], {}, {}),
+    "a limit of silence": ([sign(at_s=94.0)], IMPATIENT, {"ACTOR[0]": "no sign of life for 6.0 s"}),
+    "a limit of silence and a long call": ([sign(since_s=91.0, at_s=99.0)], IMPATIENT, {}),
+    "less than three beats": ([sign(method="", at_s=98.6)], SHORT, {}),
+    "three beats": ([sign(method="", at_s=98.4)], SHORT, {"ACTOR[0]": "no sign of life for 1.6 s"}),
+    "silence before the listener": ([sign(method="", at_s=10.0)], LATE, {}),
+    "silence after it": (
+        [sign(method="", at_s=10.0)],
+        {**LATE, "now_s": 106.0},
+        {"ACTOR[0]": "no sign of life for 11.0 s"},
+    ),
+}
 
 
-def test_work_and_idleness_are_no_hangs():
-    assert found(sign(since_s=90.5), sign("ACTOR[1]", method="", since_s=0.0), sign("trainer", since_s=71.0)) == {}
-
-
-def test_call_longer_than_roles_limit_is_hang():
-    assert found(sign(since_s=80.0), sign("ACTOR[1]")) == {"ACTOR[0]": "in update without progress for 19.9 s"}
-
-
-def test_each_role_has_its_own_limit_and_one_without_has_none():
-    assert found(sign("trainer", since_s=75.0), sign("ROLLOUT[0]", since_s=0.0, at_s=0.0)) == {}
-
-
-def test_process_without_heartbeat_hangs():
-    stopped = sign(method="", at_s=89.0)
-    assert found(stopped) == {"ACTOR[0]": "no sign of life for 11.0 s"}
-    assert found(sign(method="", at_s=91.0)) == {}
-    impatient = Listening(beat_s=0.5, since_s=0.0, silence_s=5.0)
-    assert found(sign(at_s=94.0), listening=impatient) == {"ACTOR[0]": "no sign of life for 6.0 s"}
-    assert found(sign(since_s=91.0, at_s=99.0), listening=impatient) == {}
-
-
-def test_call_age_of_silent_process_is_its_last_report():
-    assert found(sign(since_s=85.0, at_s=92.0)) == {}
-
-
-def test_silence_of_under_three_beats_is_no_hang():
-    short = {"ACTOR": 0.1}
-    assert found(sign(method="", at_s=98.6), limits=short) == {}
-    assert found(sign(method="", at_s=98.4), limits=short) == {"ACTOR[0]": "no sign of life for 1.6 s"}
-
-
-def test_silence_before_listening_is_no_hang():
-    late = Listening(beat_s=0.5, since_s=95.0)
-    assert found(sign(method="", at_s=10.0), listening=late) == {}
-    assert found(sign(method="", at_s=10.0), listening=late, now_s=106.0) == {"ACTOR[0]": "no sign of life for 11.0 s"}
+@pytest.mark.parametrize(("signs", "options", "expected"), HANGS.values(), ids=HANGS)
+def test_hangs_are_long_calls_and_silent_processes(signs, options, expected):
+    limits, listening = options.get("limits", LIMITS), options.get("listening", LISTENING)
+    hanging = hangs(signs, limits, listening, options.get("now_s", 100.0))
+    assert {str(hung.process_id): why for hung, why in hanging} == expected
 
 
 # -- the odd one out --------------------------------------------------------------------------------------------------
@@ -62,9 +52,9 @@ def odd(*signs):
     return odd_one_out(signs, LISTENING, 100.0)
 
 
-def test_one_alone_is_not_odd():
-    assert odd(sign()) is None
-    assert odd() is None
+@pytest.mark.parametrize("signs", [[], [sign()], [sign(method="", step=-1), sign("ACTOR[1]", method="", step=-1)]])
+def test_odd_one_out_of_none_one_or_idle_ranks_is_none(signs):
+    assert odd(*signs) is None
 
 
 def test_the_silent_one_is_odd():
@@ -92,14 +82,7 @@ def test_odd_one_out_of_several_is_furthest_behind():
 
 def test_of_those_in_the_same_call_the_longest_is_odd():
     culprit, why_odd = odd(sign("ACTOR[0]", since_s=90.0), sign("ACTOR[1]", since_s=80.0))
-    assert (str(culprit.process_id), why_odd) == (
-        "ACTOR[1]",
-        "in update without progress for 20.0 s, the longest",
-    )
-
-
-def test_odd_one_out_of_idle_ranks_is_none():
-    assert odd(sign("ACTOR[0]", method="", step=-1), sign("ACTOR[1]", method="", step=-1)) is None
+    assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", "in update without progress for 20.0 s, the longest")
 
 
 def test_when_all_are_silent_where_they_were_decides():

@@ -15,6 +15,10 @@ from dlrover.python.rl.control.placement import plan
 from tests.support.placements import bundles_of, check, job_of, nodes_of, placed, refused
 
 
+def workers(num=1, per_node=None, standby=0, **resource):
+    return {"num": num, "per_node": per_node, "standby": standby, "resource": resource}
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("device_type", ["CPU", "GPU"])
@@ -61,74 +65,50 @@ def test_roles_outside_a_group_need_not_fill_a_node():
     assert bundles_of(placement, "REWARD") == [2]
 
 
-def test_an_instance_of_a_group_never_spans_two_nodes():
-    placement = placed({"ACTOR": 4, "CRITIC": 4}, [{"ACTOR": 2, "CRITIC": 2}], 2, 3)
-    assert nodes_of(placement, "ACTOR") == nodes_of(placement, "CRITIC") == [0, 0, 1, 1]
-
-
-def test_many_members_over_many_nodes():
-    placement = placed({"ACTOR": 8}, (), 12, 2)
-    assert nodes_of(placement, "ACTOR") == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [slot.local_rank for slot in placement.slots["ACTOR"]] == [0, 1] * 4
-
-
 def test_later_role_on_earlier_node_is_beside_others():
-    job = job_of({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 2}, (), 2, 4)
-    placement, _ = plan(job)
-    check(job, placement)
+    placement = placed({"ACTOR": workers(2, gpu=3), "ROLLOUT": 2}, (), 2, 4)
     assert [bundle.node for bundle in placement.bundles] == [0, 0, 1, 1]
     assert (bundles_of(placement, "ACTOR"), bundles_of(placement, "ROLLOUT")) == ([0, 2], [1, 3])
 
 
-def test_members_per_node_are_spread():
-    placement = placed({"ACTOR": {"num": 3, "per_node": 1}, "ROLLOUT": {"num": 4, "per_node": 2}}, (), 3, 8)
-    assert nodes_of(placement, "ACTOR") == [0, 1, 2]
-    assert nodes_of(placement, "ROLLOUT") == [0, 0, 1, 1]
+PAIR = [{"ACTOR": 1, "CRITIC": 1}]
+NODES = {
+    "an instance of a group is on one node": (
+        ({"ACTOR": 4, "CRITIC": 4}, [{"ACTOR": 2, "CRITIC": 2}], 2, 3),
+        {"ACTOR": [0, 0, 1, 1], "CRITIC": [0, 0, 1, 1]},
+    ),
+    "many over many nodes": (({"ACTOR": 8}, (), 12, 2), {"ACTOR": [0, 0, 1, 1, 2, 2, 3, 3]}),
+    "some on each node": (
+        ({"ACTOR": workers(3, per_node=1), "ROLLOUT": workers(4, per_node=2)}, (), 3, 8),
+        {"ACTOR": [0, 1, 2], "ROLLOUT": [0, 0, 1, 1]},
+    ),
+    "some of a group on each node": (({"ACTOR": workers(2, per_node=1), "CRITIC": 2}, PAIR, 2, 8), {"CRITIC": [0, 1]}),
+    "some without devices on each node": (
+        ({"ACTOR": workers(6, per_node=2, gpu=0), "CRITIC": workers(4, gpu=0)}, PAIR, 3, 8),
+        {"ACTOR": [0, 0, 1, 1, 2, 2]},
+    ),
+    "a gap on an earlier node": (({"ACTOR": workers(3, per_node=2), "ROLLOUT": workers(2, gpu=3)}, (), 3, 4), {}),
+    "a gap beside a larger one": (({"ROLLOUT": workers(1, gpu=3), "ACTOR": workers(3, per_node=2)}, (), 2, 4), {}),
+    "another order of roles": (
+        ({"REWARD": 2, "ROLLOUT": workers(2, gpu=3)}, (), 2, 4),
+        {"REWARD": [0, 1], "ROLLOUT": [0, 1]},
+    ),
+    "another order of equal roles": (
+        ({"ACTOR": 4, "ROLLOUT": workers(2, per_node=1, gpu=1)}, (), 2, 3),
+        {"ROLLOUT": [0, 1]},
+    ),
+    "none of the devices": (
+        ({"ACTOR": 4, "REWARD": workers(7, gpu=0, cpu=8)}, (), 3, 8),
+        {"ACTOR": [0] * 4, "REWARD": [0, 0, 0, 1, 1, 1, 2]},
+    ),
+}
 
 
-def test_members_per_node_hold_for_groups_too():
-    roles = {"ACTOR": {"num": 2, "per_node": 1}, "CRITIC": 2}
-    assert nodes_of(placed(roles, [{"ACTOR": 1, "CRITIC": 1}], 2, 8), "CRITIC") == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("roles", "nodes"),
-    [
-        ({"ACTOR": {"num": 3, "per_node": 2}, "ROLLOUT": {"num": 2, "resource": {"gpu": 3}}}, 3),
-        ({"ROLLOUT": {"num": 1, "resource": {"gpu": 3}}, "ACTOR": {"num": 3, "per_node": 2}}, 2),
-    ],
-)
-def test_ranks_filling_a_gap_follow_the_nodes(roles, nodes):
-    job = job_of(roles, (), nodes, 4)
-    placement, problems = plan(job)
-    assert not problems
-    check(job, placement)
-
-
-def test_roles_fitting_in_another_order_are_placed():
-    job = job_of({"REWARD": 2, "ROLLOUT": {"num": 2, "resource": {"gpu": 3}}}, (), 2, 4)
-    placement, _ = plan(job)
-    check(job, placement)
-    assert nodes_of(placement, "REWARD") == nodes_of(placement, "ROLLOUT") == [0, 1]
-    job = job_of({"ACTOR": 4, "ROLLOUT": {"num": 2, "per_node": 1, "resource": {"gpu": 1}}}, (), 2, 3)
-    placement, _ = plan(job)
-    check(job, placement)
-
-
-def test_members_without_a_device_are_spread_evenly():
-    roles = {"ACTOR": 4, "REWARD": {"num": 7, "resource": {"gpu": 0, "cpu": 8}}}
-    placement = placed(roles, (), 3, 8)
-    assert nodes_of(placement, "ACTOR") == [0] * 4
-    assert nodes_of(placement, "REWARD") == [0, 0, 0, 1, 1, 1, 2]
-
-
-def test_per_node_limit_holds_for_members_without_device():
-    group = [{"ACTOR": 1, "REWARD": 1}]
-    spec = {"resource": {"gpu": 0}}
-    job = job_of({"ACTOR": {"num": 6, "per_node": 2, **spec}, "REWARD": {"num": 4, **spec}}, group, 3, 8)
-    placement, problems = plan(job)
-    assert not problems
-    check(job, placement)
+@pytest.mark.parametrize(("job", "expected"), NODES.values(), ids=NODES)
+def test_ranks_are_on_the_nodes_that_fit_them(job, expected):
+    placement = placed(*job)
+    check(job_of(*job), placement)
+    assert {role: nodes_of(placement, role) for role in expected} == expected
 
 
 # -- strategies -------------------------------------------------------------------------------------------------------
@@ -162,12 +142,12 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
             "free are [0]",
         ),
         (
-            ({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 3}, (), 2, 4),
+            ({"ACTOR": workers(2, gpu=3), "ROLLOUT": 3}, (), 2, 4),
             "ACTOR x 2, ROLLOUT x 3 do not fit 2 node(s) x 4 GPU = 8; ROLLOUT needs 1 more on one node, "
             "free are [0, 0]",
         ),
         (
-            ({"ACTOR": {"num": 4, "standby": 1}, "ROLLOUT": 1}, (), 1, 5),
+            ({"ACTOR": workers(4, standby=1), "ROLLOUT": 1}, (), 1, 5),
             "ACTOR x 4 + 1 standby, ROLLOUT x 1 do not fit 1 node(s) x 5 GPU = 5; a standby of ACTOR needs 1 more on "
             "one node, free are [0]",
         ),
@@ -175,18 +155,18 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
             ({"ACTOR": 27}, (), 13, 2),
             "ACTOR x 27 do not fit 13 node(s) x 2 GPU = 26; ACTOR needs 1 more on one node, free are [0 on 13 nodes]",
         ),
-        (({"ACTOR": {"num": 1, "resource": {"gpu": 5}}},), "ACTOR needs 5 GPU on one node, which has 4"),
+        (({"ACTOR": workers(1, gpu=5)},), "ACTOR needs 5 GPU on one node, which has 4"),
         (({"ACTOR": 6, "CRITIC": 6}, [{"ACTOR": 6, "CRITIC": 6}]), "ACTOR+CRITIC needs 6 GPU on one node, which has 4"),
         (
-            ({"ACTOR": {"num": 1, "resource": {"gpu": 1.5}}},),
+            ({"ACTOR": workers(1, gpu=1.5)},),
             "workload.actor.resource.gpu: a worker would take 1.5 GPU; more than one must be a whole number",
         ),
         (
-            ({"ACTOR": {"num": 3, "per_node": 1}}, (), 2, 8),
+            ({"ACTOR": workers(3, per_node=1)}, (), 2, 8),
             "workload.actor.per_node: 3 workers, 1 on each node, need 3 nodes; trainer.node_number is 2",
         ),
         (
-            ({"ACTOR": {"num": 4, "per_node": 2}, "CRITIC": 4}, [{"ACTOR": 4, "CRITIC": 4}], 2, 8),
+            ({"ACTOR": workers(4, per_node=2), "CRITIC": 4}, [{"ACTOR": 4, "CRITIC": 4}], 2, 8),
             "workload.actor.per_node: is 2, but its group puts 4 together on one node",
         ),
     ],
@@ -243,7 +223,7 @@ def test_a_named_part_of_a_device_is_taken_as_it_is(resources, expected):
 
 
 def test_group_with_whole_devices_is_on_one_node():
-    specs = {role: {"num": 2, "resource": {"gpu": 2}} for role in ("ACTOR", "ROLLOUT")}
+    specs = {role: workers(2, gpu=2) for role in ("ACTOR", "ROLLOUT")}
     taken, placement = shares(specs, {"ACTOR": 1, "ROLLOUT": 1}, nodes=2)
     assert taken == {"ACTOR": 2.0, "ROLLOUT": 2.0}
     assert nodes_of(placement, "ACTOR") == nodes_of(placement, "ROLLOUT") == [0, 1]
@@ -275,7 +255,7 @@ def test_impossible_shares_are_refused(resources, message):
 
 
 def test_the_cpus_of_a_node_are_one_pool_for_groups_too():
-    specs = {role: {"num": 1, "resource": {"cpu": 0.75}} for role in ("ACTOR", "ROLLOUT")}
+    specs = {role: workers(1, cpu=0.75) for role in ("ACTOR", "ROLLOUT")}
     assert placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").total == {"cpu": 2.0}
     specs = {"ACTOR": {"resource": {"cpu": 1.5}}, "ROLLOUT": {}}
     (rollout,) = placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").slots["ROLLOUT"]
@@ -289,28 +269,28 @@ def test_the_cpus_of_a_node_are_one_pool_for_groups_too():
     ("fraction", "members", "devices"), [(0.1, 20, 2), (0.3, 6, 2), (0.5, 8, 4), (0.25, 12, 3), (1 / 3, 6, 2)]
 )
 def test_fractions_fill_devices_exactly(fraction, members, devices):
-    roles = {"ACTOR": {"num": members, "resource": {"gpu": fraction}}}
+    roles = {"ACTOR": workers(members, gpu=fraction)}
     assert plan(job_of(roles, (), 1, devices))[0] is not None
     roles["ACTOR"]["num"] += 1
     assert plan(job_of(roles, (), 1, devices))[0] is None
 
 
 def test_a_fraction_of_a_gpu_is_not_put_together_from_two():
-    roles = {"ACTOR": {"num": 3, "resource": {"gpu": 0.6}}}
+    roles = {"ACTOR": workers(3, gpu=0.6)}
     assert "ACTOR needs 0.6 more on one node, free are [0.8]" in refused(roles, (), 1, 2)
-    roles = {"ACTOR": {"num": 3, "resource": {"cpu": 0.6}}}
+    roles = {"ACTOR": workers(3, cpu=0.6)}
     assert placed(roles, (), 1, 2, "CPU").total == {"cpu": 1.8}
 
 
 def test_memory_and_custom_resources_are_reserved():
-    roles = {"ACTOR": {"num": 2, "resource": {"memory": 4096, "disk": 100, "cpu": 16}}}
+    roles = {"ACTOR": workers(2, memory=4096, disk=100, cpu=16)}
     placement = placed(roles, (), 1, 2)
     assert placement.slots["ACTOR"][0].resources == {"memory": 4096.0, "disk": 100.0, "cpu": 16.0, "gpu": 1.0}
     assert placement.total == {"memory": 8192.0, "disk": 200.0, "cpu": 32.0, "gpu": 2.0}
 
 
 def test_a_member_may_take_several_devices_or_none():
-    roles = {"ACTOR": {"num": 1, "resource": {"gpu": 2}}, "REWARD": {"num": 5, "resource": {"gpu": 0, "cpu": 1}}}
+    roles = {"ACTOR": workers(1, gpu=2), "REWARD": workers(5, gpu=0, cpu=1)}
     assert placed(roles, (), 1, 2).total == {"gpu": 2.0, "cpu": 5.0}
 
 
@@ -322,23 +302,23 @@ def standbys_of(placement, role):
 
 
 def test_standbys_are_on_different_nodes_than_rank_0():
-    placement = placed({"ACTOR": {"num": 2, "standby": 3}, "ROLLOUT": {"num": 1, "standby": 1}}, (), 4, 4)
+    placement = placed({"ACTOR": workers(2, standby=3), "ROLLOUT": workers(1, standby=1)}, (), 4, 4)
     assert nodes_of(placement, "ACTOR") == [0, 0]
     assert standbys_of(placement, "ACTOR") == [1, 2, 3]
     assert standbys_of(placement, "ROLLOUT") == [1]
 
 
 def test_a_standby_is_beside_rank_0_when_there_is_no_other_place():
-    placement = placed({"ACTOR": {"num": 1, "standby": 1}}, (), 1, 2)
+    placement = placed({"ACTOR": workers(1, standby=1)}, (), 1, 2)
     assert standbys_of(placement, "ACTOR") == [0]
-    placement = placed({"ACTOR": {"num": 3, "standby": 1}, "ROLLOUT": {"num": 2, "resource": {"gpu": 4}}}, (), 3, 4)
+    placement = placed({"ACTOR": workers(3, standby=1), "ROLLOUT": workers(2, gpu=4)}, (), 3, 4)
     assert (standbys_of(placement, "ACTOR"), nodes_of(placement, "ROLLOUT")) == ([0], [1, 2])
 
 
 @pytest.mark.parametrize(("nodes", "devices", "standby"), itertools.product([1, 2, 3], [1, 2, 4], [0, 1, 2, 3]))
 def test_standbys_take_devices_like_members(nodes, devices, standby):
     for num in range(1, nodes * devices + 1):
-        job = job_of({"ACTOR": {"num": num, "standby": standby}}, (), nodes, devices)
+        job = job_of({"ACTOR": workers(num, standby=standby)}, (), nodes, devices)
         placement, problems = plan(job)
         assert (placement is not None) == (num + standby <= nodes * devices), problems
         if placement is not None:
@@ -349,7 +329,7 @@ def test_standbys_take_devices_like_members(nodes, devices, standby):
 
 
 def test_standby_of_sharing_role_takes_its_share():
-    roles = {"ACTOR": {"num": 2, "standby": 1}, "ROLLOUT": 2}
+    roles = {"ACTOR": workers(2, standby=1), "ROLLOUT": 2}
     placement = placed(roles, [{"ACTOR": 1, "ROLLOUT": 1}], 1, 3)
     (slot,) = placement.standbys["ACTOR"]
     assert (slot.resources, placement.bundles[slot.bundle].resources) == ({"gpu": 0.5}, {"gpu": 0.5})
@@ -357,7 +337,7 @@ def test_standby_of_sharing_role_takes_its_share():
 
 
 def test_standbys_do_not_count_for_per_node():
-    placement = placed({"ACTOR": {"num": 2, "per_node": 2, "standby": 1}}, (), 1, 3)
+    placement = placed({"ACTOR": workers(2, per_node=2, standby=1)}, (), 1, 3)
     assert [slot.local_world_size for slot in placement.slots["ACTOR"]] == [2, 2]
 
 
@@ -416,9 +396,7 @@ def fits_somehow(sizes, free):
     st.integers(1, 7),
 )
 def test_members_of_1_2_or_4_devices_are_placed_if_possible(roles, nodes, devices):
-    job = job_of(
-        {role: {"num": num, "resource": {"gpu": size}} for role, (num, size) in roles.items()}, (), nodes, devices
-    )
+    job = job_of({role: workers(num, gpu=size) for role, (num, size) in roles.items()}, (), nodes, devices)
     sizes = sorted((size for num, size in roles.values() for _ in range(num)), reverse=True)
     assert (plan(job)[0] is not None) == fits_somehow(sizes, (devices,) * nodes)
 
@@ -428,11 +406,11 @@ def test_members_of_1_2_or_4_devices_are_placed_if_possible(roles, nodes, device
     [
         ({"ACTOR": 8000}, ()),
         ({"ACTOR": 4000, "ROLLOUT": 4000}, ()),
-        ({"ACTOR": {"num": 4000, "per_node": 4}, "ROLLOUT": 4000}, ()),
+        ({"ACTOR": workers(4000, per_node=4), "ROLLOUT": 4000}, ()),
         ({"ACTOR": 4000, "ROLLOUT": 4000}, [{"ACTOR": 8, "ROLLOUT": 8}]),
-        ({"ACTOR": {"num": 8000, "resource": {"gpu": 0.5}}}, ()),
-        ({"ACTOR": 4000, "REWARD": {"num": 4000, "resource": {"gpu": 0, "cpu": 1}}}, ()),
-        ({"ACTOR": {"num": 7900, "standby": 100}}, ()),
+        ({"ACTOR": workers(8000, gpu=0.5)}, ()),
+        ({"ACTOR": 4000, "REWARD": workers(4000, gpu=0, cpu=1)}, ()),
+        ({"ACTOR": workers(7900, standby=100)}, ()),
         ({f"ROLE_{index}": 1 for index in range(8000)}, ()),
     ],
 )

@@ -24,7 +24,7 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from dlrover.python.rl.control.machine import replay, step
-from dlrover.python.rl.control.state import JobState, Member, MemberMap, MemberPhase, Phase
+from dlrover.python.rl.control.state import Member, MemberMap, MemberPhase, Phase
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from tests.support.toy_jobs import toy_job
@@ -84,26 +84,19 @@ def test_ranks_count_from_0():
 
 
 NODES, PER_NODE = 1000, 8
-GROUP = 2000
 WITHIN_S = 1.0
 
 
-def running():
-    """A job of 8,000 workers, 2,000 of them one group, that does steps."""
-    members = NODES * PER_NODE
+def of_size(members, **limits):
+    """The events of a start with this number of workers, a quarter of them one group."""
+    group = max(members // 4, 1)
     roles = {
-        "ACTOR": RoleSettings(GROUP, RecoveryScope.GROUP, max_restart=10_000),
-        "ROLLOUT": RoleSettings(members - GROUP, max_restart=10_000),
+        "ACTOR": RoleSettings(group, RecoveryScope.GROUP, **limits),
+        "ROLLOUT": RoleSettings(members - group, **limits),
     }
-    ranks = [("ACTOR", rank) for rank in range(GROUP)] + [("ROLLOUT", rank) for rank in range(members - GROUP)]
-    where = {rank: f"n{number // PER_NODE}" for number, rank in enumerate(reversed(ranks))}
-    state, _ = step(JobState(), Submitted("big", roles), 0.0)
-    state, _ = step(state, Placed(1), 0.0)
-    for (role, rank), node in where.items():
-        state, _ = step(state, MemberStarted(role, rank, 1, Process(node, rank + 1)), 1.0)
-    for event in (TrainerStarted(1, Process("head", 1)), StepsOpened(1)):
-        state, _ = step(state, event, 2.0)
-    return state, where
+    ranks = [(role, rank) for role, settings in roles.items() for rank in range(settings.num)]
+    started = [MemberStarted(role, rank, 1, Process(f"n{at // PER_NODE}", at)) for at, (role, rank) in enumerate(ranks)]
+    return [Submitted("big", roles), Placed(1), *started, TrainerStarted(1, Process("head", 1)), StepsOpened(1)]
 
 
 def fastest(work, tries=3):
@@ -117,10 +110,11 @@ def fastest(work, tries=3):
 
 
 def test_800_members_and_100_nodes_lost_take_under_a_second():
-    state, where = running()
+    state = replay((0.0, event) for event in of_size(NODES * PER_NODE, max_restart=10_000))
     lost_nodes = {f"n{10 * number}" for number in range(NODES // 10)}
     died = Cause(CauseKind.PROCESS_DIED, "job", "gone")
-    events = [MemberLost(role, rank, 1, died) for (role, rank), node in where.items() if node in lost_nodes]
+    lost = [each for each, member in state.members.items() if member.process.node in lost_nodes]
+    events = [MemberLost(each.role, each.rank, 1, died) for each in lost]
     events += [NodeLost(node, Cause(CauseKind.NODE_LOST, "job", "gone")) for node in sorted(lost_nodes)]
     assert len(events) == 900
 
@@ -133,18 +127,9 @@ def test_800_members_and_100_nodes_lost_take_under_a_second():
 
     took_s, (after, started) = fastest(recover)
     assert (after.phase, after.recoveries["ACTOR"]) == (Phase.RUNNING, 1)
-    assert started == GROUP + after.recoveries["ROLLOUT"]
+    assert started == NODES * PER_NODE // 4 + after.recoveries["ROLLOUT"]
     assert set(after.excluded) == lost_nodes
     assert took_s < WITHIN_S
-
-
-def of_size(members):
-    """The events of a start with this number of workers, a quarter of them one group."""
-    group = max(members // 4, 1)
-    roles = {"ACTOR": RoleSettings(group, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(members - group)}
-    ranks = [(role, rank) for role, settings in roles.items() for rank in range(settings.num)]
-    started = [MemberStarted(role, rank, 1, Process(f"n{at // PER_NODE}", at)) for at, (role, rank) in enumerate(ranks)]
-    return [Submitted("big", roles), Placed(1), *started, TrainerStarted(1, Process("head", 1)), StepsOpened(1)]
 
 
 def test_the_start_of_10000_members_is_replayed_in_a_second():

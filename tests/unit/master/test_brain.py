@@ -9,7 +9,7 @@ import pytest
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import RestartSpec
-from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartTrainer
+from dlrover.python.rl.control.commands import Place, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -101,17 +101,6 @@ def test_event_without_effect_is_not_saved():
     assert saved(store) == [SUBMITTED, Placed(1)]
 
 
-def test_a_restart_of_all_passes_through_the_journal():
-    store = StateStore()
-    brain = Brain(store)
-    for event in (SUBMITTED, Placed(1)):
-        brain.handle(event)
-    assert brain.handle(LOST) == (Release(1, final=False),)
-    assert brain.handle(LOST) == ()
-    assert brain.handle(Released(1)) == (Place(2),)
-    assert saved(store) == [SUBMITTED, Placed(1), LOST, Released(1)]
-
-
 def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     brain = Brain(FileStateStore(tmp_path / "journal"))
     for event in (*RUNNING, StepsOpened(1), LOST):
@@ -147,36 +136,18 @@ def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s
 # -- submissions ------------------------------------------------------------------------------------------------------
 
 
-def test_submission_has_roles_limits_and_its_run(tmp_path):
-    brain, run = Brain(StateStore()), new_run()
-    event = submission(toy_job(tmp_path), run, Inspection(), brain)
+def test_submission_has_scopes_standbys_limits_and_its_run(tmp_path):
+    brain, run, job = Brain(StateStore()), new_run(), toy_job(tmp_path)
+    workloads = {role: replace(spec, standby=int(role == "REWARD")) for role, spec in job.workloads.items()}
+    job = replace(job, workloads=workloads, restart=RestartSpec(2, 3, {"reward": 4}, 0.5, 60.0, 5))
+    event = submission(job, run, Inspection(collectives=("ACTOR",)), brain)
+    roles = {"ACTOR": RoleSettings(2, RecoveryScope.GROUP), "REWARD": RoleSettings(2, standby=1, max_restart=4)}
     assert event == Submitted(
-        job="toy",
-        run=run,
-        roles={"ACTOR": RoleSettings(2), "REWARD": RoleSettings(2)},
-        job_max_restart=10,
-        trainer_max_restart=10,
-        backoff_s=1.0,
-        window_s=3600.0,
-        node_max_failures=3,
+        "toy", roles, run, job_max_restart=2, trainer_max_restart=3, backoff_s=0.5, window_s=60.0, node_max_failures=5
     )
     brain.handle(event)
     with pytest.raises(JobConflict, match="already holds a run of 'toy'"):
-        submission(toy_job(tmp_path), run, Inspection(), brain)
-
-
-def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
-    job = toy_job(tmp_path)
-    workloads = {role: replace(spec, standby=int(role == "REWARD")) for role, spec in job.workloads.items()}
-    limits = RestartSpec(2, 3, {"reward": 4}, 0.5, 60.0, 5)
-    job = replace(job, workloads=workloads, restart=limits)
-    event = submission(job, "run", Inspection(collectives=("ACTOR",)), Brain(StateStore()))
-    assert event.roles == {
-        "ACTOR": RoleSettings(2, RecoveryScope.GROUP),
-        "REWARD": RoleSettings(2, standby=1, max_restart=4),
-    }
-    assert (event.job_max_restart, event.trainer_max_restart, event.backoff_s) == (2, 3, 0.5)
-    assert (event.window_s, event.node_max_failures) == (60.0, 5)
+        submission(job, run, Inspection(), brain)
 
 
 # -- a restarted master -----------------------------------------------------------------------------------------------

@@ -9,15 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    InvalidJob,
-    JobConflict,
-    JobFailed,
-    JournalCorrupt,
-    PlacementTimeout,
-    StaleEpoch,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import seal
@@ -161,7 +153,7 @@ async def test_master_without_its_journal_fails_and_releases_all(make_master, mo
     assert await master.beat(Heartbeat(FIRST, 1)) is BeatAnswer.CURRENT
     await settle(master)
     assert master._executor.commands == [Release(1, final=True)]
-    assert master._state.phase is Phase.FAILED and JournalCorrupt.__name__ in master._state.failure.message
+    assert master._state.phase is Phase.FAILED and errors.JournalCorrupt.__name__ in master._state.failure.message
     assert master.notes == ["failed", "ends"]
 
 
@@ -175,7 +167,7 @@ async def test_master_restarted_after_the_end_adopts_nothing(make_master):
 
 async def test_replaced_master_leaves(make_master):
     def refuse(events):
-        raise StaleEpoch("another process writes the journal")
+        raise errors.StaleEpoch("another process writes the journal")
 
     master = make_master(*runs.OPEN)
     master._run.brain.handle_all = refuse
@@ -200,7 +192,7 @@ async def test_hung_member_is_killed_and_its_successor_knows_why(make_master):
 async def test_renew_for_a_replaced_trainer_is_refused(make_master):
     master = make_master(*runs.OPEN, runs.trainer_lost())
     await has_begun(master)
-    with pytest.raises(JobFailed, match="this trainer has been replaced by a later one"):
+    with pytest.raises(errors.JobFailed, match="this trainer has been replaced by a later one"):
         await master.renew(1, "ROLLOUT", 0, 1, runs.cause(), 0.0)
 
 
@@ -239,7 +231,7 @@ async def test_refused_resize_is_an_error(make_master, monkeypatch, outcome, err
 
     async def enlarge(*arguments):
         if outcome == "no place":
-            raise PlacementTimeout("the cluster is full")
+            raise errors.PlacementTimeout("the cluster is full")
 
     master = make_master(*runs.OPEN)
     await has_begun(master)
@@ -250,7 +242,7 @@ async def test_refused_resize_is_an_error(make_master, monkeypatch, outcome, err
         assert event == Resized("ROLLOUT", 3)
         master._run.brain.handle(event if outcome == "done" else StopRequested("restarted"))
         await master._notify_followers()
-    with pytest.raises(CallError, match=error) if error else nullcontext():
+    with pytest.raises(errors.CallError, match=error) if error else nullcontext():
         await resizing
 
 
@@ -312,7 +304,7 @@ async def test_begin_with_an_unusable_folder_names_it_and_frees_it(tmp_path, mon
 
     monkeypatch.setattr(rl_master, "current_address", lambda: "127.0.0.1:1")
     monkeypatch.setattr(rl_master.brain, "fresh_journal", fail)
-    with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"):
+    with pytest.raises(errors.InvalidJob, match="job_dir: the master cannot use it: .*simulated"):
         await hold_of(tmp_path).begin()
     assert not in_use(tmp_path)
     assert (tmp_path / "cluster").read_text() == "127.0.0.1:1"
@@ -321,14 +313,14 @@ async def test_begin_with_an_unusable_folder_names_it_and_frees_it(tmp_path, mon
 @pytest.mark.parametrize(("owner", "leaves"), [("1", True), ("2", False)])
 async def test_hold_of_a_run_taken_by_its_next_master_leaves(tmp_path, monkeypatch, owner, leaves):
     def refuse():
-        raise JobConflict("another process has the folder")
+        raise errors.JobConflict("another process has the folder")
 
     departures, hold = [], hold_of(tmp_path)
     monkeypatch.setattr(rl_master.run_folder, "BEAT_S", 0.0)
     monkeypatch.setattr(rl_master, "leave", departures.append)
     monkeypatch.setattr(rl_master.run_folder, "newest_owner", lambda folder: SimpleNamespace(run=owner))
     hold._claim = SimpleNamespace(beat=refuse)
-    with pytest.raises(JobConflict):
+    with pytest.raises(errors.JobConflict):
         await hold.hold(lambda: False)
     assert bool(departures) is leaves
 
@@ -373,5 +365,5 @@ def test_replacement_of_a_group_is_known_once_all_are_up():
 
 def test_replacement_in_an_ending_job_is_an_error():
     state = after(runs.lost("ROLLOUT", 0), StopRequested("enough"))
-    with pytest.raises(JobFailed, match=r"ROLLOUT\[0\] is not replaced: the job is ending. enough"):
+    with pytest.raises(errors.JobFailed, match=r"ROLLOUT\[0\] is not replaced: the job is ending. enough"):
         replaced(state, "ROLLOUT", 0, 1)

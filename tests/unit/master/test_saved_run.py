@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +18,7 @@ from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client import jobs, resume, supervisor
 from dlrover.python.rl.master.client.jobs import SavedRuns, read_history
-from dlrover.python.rl.master.client.resume import (
-    describe_start,
-    evaluation_name,
-    evaluation_overrides,
-    find_saved_run,
-    how_to_go_on,
-    saved_job,
-    wait_for_lost_owner,
-)
+from dlrover.python.rl.master.client.resume import find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.brain import JOURNAL, Brain
 from dlrover.python.rl.master.process.status import JobStatus
@@ -46,6 +37,7 @@ from dlrover.python.rl.runtime.run.folder import (
     in_use,
     newest_owner,
 )
+from tests.support.commands import is_alive
 from tests.support.toy_jobs import toy_job
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, config: {model: m}}"
@@ -115,7 +107,7 @@ def test_find_saved_run_with_damaged_record_resumes(started, content):
     run = find_saved_run(str(started.job_dir))
     resumed = saved_job(run)
     assert (resumed.name, resumed.checkpoint.resume) == ("job", "latest")
-    assert describe_start(run, resumed, "out") == f"job: resuming in {started.job_dir}, after step 10"
+    assert resume.describe_start(run, resumed, "out") == f"job: resuming in {started.job_dir}, after step 10"
     assert SavedRuns().get(str(started.job_dir)).phase == "lost"
 
 
@@ -173,13 +165,13 @@ def test_saved_job_keeps_its_folder_and_name(ended, override):
 
 
 def test_evaluation_overrides_prefer_the_given_model(ended):
-    changes = evaluation_overrides(JOB, ended.job_dir, True, ["config.model=other"])
+    changes = resume.evaluation_overrides(JOB, ended.job_dir, True, ["config.model=other"])
     assert [change for change in changes if "config.model=" in change][-1] == "config.model=other"
 
 
 @pytest.mark.parametrize("length", [1, 58, 59, 63])
 def test_an_evaluation_has_a_name_of_a_job(length):
-    name = evaluation_name("a" * length)
+    name = resume.evaluation_name("a" * length)
     assert len(name) <= 63 and name.endswith("a-eval")
 
 
@@ -196,14 +188,14 @@ def test_an_evaluation_has_a_name_of_a_job(length):
 )
 def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, commit, line):
     monkeypatch.setattr(resume, "last_commit", lambda *_: commit)
-    start = describe_start(find_saved_run("out"), ended, "job")
+    start = resume.describe_start(find_saved_run("out"), ended, "job")
     assert start.startswith(f"job: resuming in {ended.job_dir}{line}")
 
 
 def test_finished_run_without_commits_is_not_resumed(ended):
     run = find_saved_run("out")
     with pytest.raises(InvalidJob, match="there is nothing to resume"):
-        describe_start(replace(run, owner=replace(run.owner, state=FINISHED)), ended, "job")
+        resume.describe_start(replace(run, owner=replace(run.owner, state=FINISHED)), ended, "job")
 
 
 @pytest.mark.parametrize(("machine", "waits"), [("another", True), (None, False)])
@@ -222,7 +214,7 @@ def test_an_owner_elsewhere_is_waited_for_as_long_as_its_lease(tmp_path, monkeyp
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
-    wait_for_lost_owner(job)
+    resume.wait_for_lost_owner(job)
     assert (29.0 < sum(slept) < 31.0 and not in_use(job.job_dir)) if waits else not slept
 
 
@@ -318,15 +310,8 @@ def test_supervisor_survives_lost_children(tmp_path, monkeypatch):
     status = supervisor.run_supervised(checked, lambda report: None, lines.append)
     assert status.phase is Phase.FINISHED and lines == ["resuming from the beginning"] * 2
     pids = tries.read_text().split()
-    assert len(pids) == 3 and not [pid for pid in pids if is_running(pid)]
+    assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
     assert newest_owner(job.job_dir).state == FINISHED
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_pump_reads_on_after_its_output_was_closed(monkeypatch):

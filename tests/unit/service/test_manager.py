@@ -7,15 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    InvalidJob,
-    JobConflict,
-    JournalCorrupt,
-    ServiceBusy,
-    ServiceUnavailable,
-    UnknownJob,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.service import manager as manager_module
 from dlrover.python.rl.service.jobs.ledger import QueueLimits
 from dlrover.python.rl.service.jobs.records import JobPhase, StopJob
@@ -63,7 +55,7 @@ async def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
 async def test_a_token_stands_for_one_request(tmp_path):
     async with serving(tmp_path) as manager:
         await manager.ask(submission())
-        with pytest.raises(CallError, match="client_token 'token-job' was used for another submission"):
+        with pytest.raises(errors.CallError, match="client_token 'token-job' was used for another submission"):
             await manager.ask(submission(fingerprint="of another"))
         other = await manager.ask(submission("job-2", token="token-job", owner="bob"))
         assert other.name == "job-2"
@@ -72,7 +64,7 @@ async def test_a_token_stands_for_one_request(tmp_path):
 async def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
     async with serving(tmp_path, StillRunner()) as manager:
         first = await manager.ask(submission())
-        with pytest.raises(JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
+        with pytest.raises(errors.JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
             await manager.ask(submission(token="another"))
         manager._runner.report(first, JobPhase.FINISHED)
         await manager.wait("job", WITHIN_S)
@@ -118,10 +110,10 @@ async def test_a_full_queue_refuses_in_one_line(tmp_path):
     async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
         await manager.ask(submission("one"))
         await manager.ask(submission("two"))
-        with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, the limit"):
+        with pytest.raises(errors.ServiceBusy, match="'ann' has 2 jobs in the queue, the limit"):
             await manager.ask(submission("three"))
         await manager.ask(submission("three", owner="bob"))
-        with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
+        with pytest.raises(errors.ServiceBusy, match="the queue is full: 3 jobs wait"):
             await manager.ask(submission("four", owner="eve"))
 
 
@@ -149,10 +141,10 @@ async def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     async with serving(tmp_path, StillRunner()) as manager:
         await manager.ask(submission("train-7b"))
         for ask in (lambda: manager.get("train-7"), lambda: manager.ask(StopJob("train-7", "", "asked to"))):
-            with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
+            with pytest.raises(errors.UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
                 answer = ask()
                 await answer
-        with pytest.raises(UnknownJob):
+        with pytest.raises(errors.UnknownJob):
             await events(manager, "train-7")
 
 
@@ -160,13 +152,13 @@ async def test_a_role_is_resized_while_the_job_runs(tmp_path):
     async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
         await begin(manager)
         assert (await manager.resize("job", "ROLLOUT", 3)).roles == {"ROLLOUT": 3}
-        with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
+        with pytest.raises(errors.InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
             await manager.resize("job", "ROLOUT", 3)
-        with pytest.raises(InvalidJob, match="0 is not between 1 and"):
+        with pytest.raises(errors.InvalidJob, match="0 is not between 1 and"):
             await manager.resize("job", "ROLLOUT", 0)
         await manager.ask(stopping(manager))
         await manager.wait("job", WITHIN_S)
-        with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
+        with pytest.raises(errors.CallError, match="'job' is stopped: only a running job can be resized"):
             await manager.resize("job", "ROLLOUT", 2)
 
 
@@ -209,20 +201,12 @@ async def test_restarted_service_continues_from_its_store(tmp_path):
         assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
 
 
-@pytest.fixture
-def in_utc(monkeypatch):
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
 @pytest.mark.parametrize(
     ("place", "folder"),
     [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"folder": "/of/the/job"}, "/of/the/job")],
 )
-async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_utc, place, folder):
+async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_zone, place, folder):
+    in_zone("UTC")
     manager = JobManager(SqliteJobStore(tmp_path), StillRunner(), wall_s=lambda: 1e9)
     await manager.start()
     record = await begin(manager, **place)
@@ -263,7 +247,7 @@ async def test_unsaved_resize_is_an_error(tmp_path):
     async with serving(tmp_path, MemoryRunner(step_s=60), store=store) as manager:
         await begin(manager)
         store.full = True
-        with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+        with pytest.raises(errors.ServiceUnavailable, match="cannot save: disk full"):
             await manager.resize("job", "ROLLOUT", 3)
         store.full = False
 
@@ -275,9 +259,9 @@ async def test_unsaved_change_has_not_happened(tmp_path):
         before = await events(manager, follow=False)
         store.full = True
         for name in ("two", "three"):  # the second is decided after the pause that follows the first
-            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+            with pytest.raises(errors.ServiceUnavailable, match="cannot save: disk full"):
                 await manager.ask(submission(name))
-        with pytest.raises(UnknownJob):
+        with pytest.raises(errors.UnknownJob):
             manager.get("two")
         manager._runner.report(record, step=1)
         store.full = False
@@ -302,7 +286,7 @@ async def test_reports_during_a_full_disk_keep_their_order(tmp_path):
         for step in (1, 2):
             manager._runner.report(record, step=step, metrics={"reward": step}, roles={"ROLLOUT": 2 + step})
         await until(lambda: store.refused)
-        with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+        with pytest.raises(errors.ServiceUnavailable, match="cannot save: disk full"):
             await manager.ask(submission("two"))
         manager._runner.report(record, step=3, metrics={"reward": 3.0}, roles={"ROLLOUT": 5})
         manager._runner.report(record, JobPhase.FINISHED)
@@ -419,7 +403,7 @@ async def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
         new, refused = await asyncio.gather(
             manager.ask(submission(token="another", owner="ann")), manager.ask(stop), return_exceptions=True
         )
-        assert isinstance(refused, CallError) and "a new job has taken the name 'job'" in str(refused)
+        assert isinstance(refused, errors.CallError) and "a new job has taken the name 'job'" in str(refused)
         await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
         assert manager.get("job").run == new.run
 
@@ -428,7 +412,7 @@ async def test_an_ended_job_keeps_no_description(tmp_path):
     async with serving(tmp_path) as manager:
         record = await manager.ask(submission())
         await manager.wait("job", WITHIN_S)
-        with pytest.raises(JournalCorrupt, match="no description"):
+        with pytest.raises(errors.JournalCorrupt, match="no description"):
             manager._store.description(record.run)
 
 

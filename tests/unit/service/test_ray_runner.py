@@ -190,19 +190,6 @@ def test_sweep_of_a_run_removes_its_actors_and_groups(monkeypatch):
 # -- the folder of a run ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def in_zone(monkeypatch):
-    """Puts this process into a time zone."""
-
-    def enter(zone):
-        monkeypatch.setenv("TZ", zone)
-        time.tzset()
-
-    yield enter
-    monkeypatch.undo()
-    time.tzset()
-
-
 @pytest.mark.parametrize("fixed", ["folder", "results"])
 def test_recorded_folder_is_used_in_every_time_zone(driven, in_zone, fixed):
     in_zone("UTC")

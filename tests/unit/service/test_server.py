@@ -18,15 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlrover.python.rl.cli.remote import _target, fetch
-from dlrover.python.rl.common.errors import (
-    AccessDenied,
-    CallError,
-    InvalidJob,
-    JobConflict,
-    ServiceBusy,
-    ServiceUnavailable,
-    UnknownJob,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.service import client as client_module
 from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
@@ -76,17 +68,17 @@ def test_errors_come_back_as_their_classes(tmp_path):
         first, again = (client.submit(JOB, name="one", client_token="mine") for _ in range(2))
         assert first.run == again.run
         for error, use in (
-            (UnknownJob, lambda: client.get("on")),
-            (JobConflict, lambda: client.submit(JOB, name="one")),
-            (CallError, lambda: client.submit(JOB, name="other", client_token="mine")),
-            (InvalidJob, lambda: client.submit("trainer: 3", name="two")),
-            (InvalidJob, lambda: client.get("../one")),
-            (InvalidJob, lambda: client.resize("one", "ROLLUOT", 3)),
+            (errors.UnknownJob, lambda: client.get("on")),
+            (errors.JobConflict, lambda: client.submit(JOB, name="one")),
+            (errors.CallError, lambda: client.submit(JOB, name="other", client_token="mine")),
+            (errors.InvalidJob, lambda: client.submit("trainer: 3", name="two")),
+            (errors.InvalidJob, lambda: client.get("../one")),
+            (errors.InvalidJob, lambda: client.resize("one", "ROLLUOT", 3)),
         ):
             with pytest.raises(error):
                 use()
         client.submit(JOB, name="two")
-        with pytest.raises(ServiceBusy, match="the queue is full: 1 jobs wait"):
+        with pytest.raises(errors.ServiceBusy, match="the queue is full: 1 jobs wait"):
             client.submit(JOB, name="three")
         client.stop("one", hard=True)
         client.close()
@@ -119,7 +111,7 @@ def test_requests_wait_for_a_restart_without_losing_events(tmp_path):
         assert events[-1].kind == "stopped"
         assert has_ended(client.get("job"))
     service.stop()
-    with service.client() as client, pytest.raises(ServiceUnavailable):
+    with service.client() as client, pytest.raises(errors.ServiceUnavailable):
         client.get("job")
 
 
@@ -131,7 +123,7 @@ def test_streams_end_once_the_patience_is_over(tmp_path, monkeypatch, end):
     ends = queue.Queue()
 
     def read(stream):
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(errors.ServiceUnavailable):
             deque(stream)
         ends.put(stream)
 
@@ -204,7 +196,7 @@ def test_a_watcher_gives_up_where_each_stream_opens_and_fails():
     with ServiceClient("127.0.0.1:1", token="x" * 43, patience_s=0.5) as client:
         client._calls["Watch"] = lambda *args, **metadata: _Failing()
         began_s = time.monotonic()
-        with pytest.raises(ServiceUnavailable, match="cannot read its state"):
+        with pytest.raises(errors.ServiceUnavailable, match="cannot read its state"):
             deque(client.watch("job"))
         assert 0.5 <= time.monotonic() - began_s < WITHIN_S
 
@@ -277,7 +269,7 @@ def test_method_without_a_right_is_refused(tmp_path):
             return ()
 
     server._enter("List", Context())
-    with pytest.raises(AccessDenied, match="Delete cannot be called"):
+    with pytest.raises(errors.AccessDenied, match="Delete cannot be called"):
         server._enter("Delete", Context())
 
 
@@ -460,65 +452,53 @@ def test_too_large_headers_are_refused(shared):
 
 
 def test_client_sends_no_clear_token_beyond_loopback():
-    with pytest.raises(CallError, match="beyond loopback"):
+    with pytest.raises(errors.CallError, match="beyond loopback"):
         ServiceClient("10.0.0.1:8470", "token")
 
 
 # -- TLS --------------------------------------------------------------------------------------------------------------
 
 
+def answers(service, tls):
+    with service.client(tls=tls) as client:
+        try:
+            return client.list_jobs() == []
+        except errors.ServiceUnavailable:
+            return False
+
+
 def test_tls_service_answers_clients_with_its_ca_only(tmp_path):
     own, key = write_certificate(tmp_path / "certs", "own")
     other, _ = write_certificate(tmp_path / "certs", "other")
     with serving(tmp_path, tls=[str(own), str(key)]) as service:
-        with service.client(tls=ClientTls(own)) as client:
-            assert client.list_jobs() == []
-        for tls in (ClientTls(other), None):
-            with service.client(tls=tls) as client, pytest.raises(ServiceUnavailable):
-                client.list_jobs()
+        assert [answers(service, tls) for tls in (ClientTls(own), ClientTls(other), None)] == [True, False, False]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_in_days", [1, -1])
 def test_client_refuses_an_expired_certificate(tmp_path, ends_in_days):
     own, key = write_certificate(tmp_path, "dated", ends_in_days)
-    with serving(tmp_path, tls=[str(own), str(key)]) as service, service.client(tls=ClientTls(own)) as client:
-        if ends_in_days > 0:
-            assert client.list_jobs() == []
-        else:
-            pytest.raises(ServiceUnavailable, client.list_jobs)
+    with serving(tmp_path, tls=[str(own), str(key)]) as service:
+        assert answers(service, ClientTls(own)) == (ends_in_days > 0)
 
 
 def test_a_new_certificate_is_used_without_a_restart(tmp_path):
     (own, key), (new, new_key) = (write_certificate(tmp_path / "certs", name) for name in ("own", "new"))
-    old = own.with_name("old.pem")
-    old.write_bytes(own.read_bytes())
-
-    def answers(ca):
-        with service.client(tls=ClientTls(ca)) as client:
-            try:
-                return client.list_jobs() == []
-            except ServiceUnavailable:
-                return False
-
+    (old := own.with_name("old.pem")).write_bytes(own.read_bytes())
     with serving(tmp_path, tls=[str(own), str(key)]) as service:
-        assert answers(old) and not answers(new)
+        assert [answers(service, ClientTls(ca)) for ca in (old, new)] == [True, False]
         key.unlink()
-        assert answers(old)
+        assert answers(service, ClientTls(old))
         new_key.replace(key)
-        assert answers(old)  # the certificate still belongs to another key
+        assert answers(service, ClientTls(old))  # the certificate still belongs to another key
         own.write_bytes(new.read_bytes())
-        assert answers(new) and not answers(old)
+        assert [answers(service, ClientTls(ca)) for ca in (old, new)] == [False, True]
 
 
 def test_service_with_a_client_ca_refuses_clients_without_one(tmp_path):
-    own, key = write_certificate(tmp_path / "certs", "own")
-    client_certificate, client_key = write_certificate(tmp_path / "certs", "client")
-    with serving(tmp_path, tls=[str(own), str(key), str(client_certificate)]) as service:
-        with service.client(tls=ClientTls(own, client_certificate, client_key)) as client:
-            assert client.list_jobs() == []
-        with service.client(tls=ClientTls(own)) as client, pytest.raises(ServiceUnavailable):
-            client.list_jobs()
+    (own, key), client = (write_certificate(tmp_path / "certs", name) for name in ("own", "client"))
+    with serving(tmp_path, tls=[str(own), str(key), str(client[0])]) as service:
+        assert [answers(service, tls) for tls in (ClientTls(own, *client), ClientTls(own))] == [True, False]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -553,7 +533,7 @@ def test_results_are_listed_and_fetched_without_internal_files(files):
     copy = io.BytesIO()
     assert files.fetch("job", "model/weights", copy) == 768_000
     assert copy.getvalue() == FILES["model/weights"]
-    with pytest.raises(InvalidJob, match="model/weight: no such file; did you mean 'model/weights'"):
+    with pytest.raises(errors.InvalidJob, match="model/weight: no such file; did you mean 'model/weights'"):
         files.fetch("job", "model/weight", copy)
 
 
@@ -568,20 +548,12 @@ def test_fetch_of_a_missing_path_leaves_no_folder(files, tmp_path, monkeypatch):
 
 
 def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
-    paths = [
-        "link",
-        "linked/outside",
-        "linked",
-        "model",
-        *INTERNAL,
-        *PATHS,
-        f"../{tmp_path.name}/outside",
-        str(tmp_path / "outside"),
-    ]
+    outside = [f"../{tmp_path.name}/outside", str(tmp_path / "outside")]
+    paths = ["link", "linked/outside", "linked", "model", *INTERNAL, *PATHS, *outside]
     assert len(paths) > 200
     for path in paths:
         copy = io.BytesIO()
-        with pytest.raises(InvalidJob) as refused:
+        with pytest.raises(errors.InvalidJob) as refused:
             files.fetch("job", path, copy)
         assert copy.getvalue() == b"" and "secret" not in str(refused.value), path
 
@@ -615,7 +587,7 @@ def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
             lambda: reader.fetch("job", "token", io.BytesIO()),
             lambda: [*reader.logs("job", "trainer")],
         ):
-            with pytest.raises(InvalidJob, match="behind a link that was added later"):
+            with pytest.raises(errors.InvalidJob, match="behind a link that was added later"):
                 use()
         reader.close()
 
@@ -623,10 +595,10 @@ def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
 def test_no_name_of_a_job_or_process_is_a_path(shared):
     with shared.client() as client:
         for path in PATHS:
-            with pytest.raises((InvalidJob, UnknownJob)) as refused:
+            with pytest.raises((errors.InvalidJob, errors.UnknownJob)) as refused:
                 client.get(path)
-            assert isinstance(refused.value, InvalidJob) or path.isalnum(), path
-            with suppress(InvalidJob):
+            assert isinstance(refused.value, errors.InvalidJob) or path.isalnum(), path
+            with suppress(errors.InvalidJob):
                 assert not set(check_process(path)) - set(f"{ascii_lowercase}{digits}-_"), path
 
 
@@ -637,7 +609,7 @@ def test_no_folder_of_a_submission_is_outside_the_root(tmp_path):
     (root / "link").symlink_to(tmp_path / "outside")
     for path in ["inside", "link", str(tmp_path / "outside"), *PATHS]:
         request = wire.SubmitRequest(client_token="t", job_file=JOB, folder=path)
-        with suppress(InvalidJob):
+        with suppress(errors.InvalidJob):
             folder = check_submission(request, "me", root).description.folder
             assert folder in (str(root), str(root / "inside")), path
 
@@ -647,7 +619,7 @@ def test_a_service_does_not_choose_where_its_files_are_written(tmp_path):
     out.mkdir()
     (out / "link").symlink_to(tmp_path)
     for path in ["link/outside", *PATHS]:
-        with suppress(InvalidJob):
+        with suppress(errors.InvalidJob):
             assert _target(out, path).parent.is_relative_to(out), path
 
 
@@ -658,9 +630,9 @@ def test_logs_of_one_process_of_all_and_only_the_last_lines(files):
     ]
     assert [chunk.text for chunk in files.logs("job", "trainer", tail=2)] == ["two\nthree\n"]
     for follow in (False, True):
-        with pytest.raises(InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
+        with pytest.raises(errors.InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
             list(files.logs("job", "trainr", follow))
-    with pytest.raises(InvalidJob, match="is not a process such as"):
+    with pytest.raises(errors.InvalidJob, match="is not a process such as"):
         list(files.logs("job", "../outside"))
 
 

@@ -28,6 +28,7 @@ from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionRead
 from dlrover.python.rl.service.messages import details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, SERVICE
+from tests.support.commands import is_alive
 from tests.support.served import JOB, serving, until
 
 REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)
@@ -38,13 +39,6 @@ def reader_of(service):
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text().split()
     (pid,) = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return int(pid)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow
@@ -93,9 +87,8 @@ def test_slow_job_file_is_refused(tmp_path, monkeypatch):
 
 
 def test_overrides_are_limited_together(tmp_path):
-    request = wire.SubmitRequest(
-        client_token="t", job_file=JOB, overrides=[f"config.k{at}={'1' * 9000}" for at in range(8)]
-    )
+    long = [f"config.k{at}={'1' * 9000}" for at in range(8)]
+    request = wire.SubmitRequest(client_token="t", job_file=JOB, overrides=long)
     with pytest.raises(InvalidJob, match="overrides: have more than .* characters together"):
         check_submission(request, "ann", tmp_path)
 
@@ -154,13 +147,10 @@ EACH_S = 1.0  # of processor time: how long it takes depends on what else the ma
 LONG_S = 20.0
 LENGTHS = [pytest.param(1.2, id="short"), pytest.param(LONG_S, marks=pytest.mark.slow, id="long")]
 REFUSALS = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
+    getattr(grpc.StatusCode, name)
+    for name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ALREADY_EXISTS", "PERMISSION_DENIED",
+                 "RESOURCE_EXHAUSTED")
+}  # fmt: skip
 
 words = st.sampled_from(
     ["name", "trainer", "workload", "actor", "config", "env", "class", "${a}", "${oc.env:A}", "../x"]
