@@ -93,12 +93,7 @@ def test_twenty_crews_started_at_once_have_twenty_ports(session):
     workload = "dlrover.python.rl.trainer.workload:BaseWorkload"
     try:
         with ThreadPoolExecutor(len(names)) as pool:
-            started = list(
-                pool.map(
-                    lambda name: session.hosting.start(name, [(0,)], workload),
-                    names,
-                )
-            )
+            started = list(pool.map(lambda name: session.hosting.start(name, [(0,)], workload), names))
         assert len({process.port for (process,) in started} - {0}) == 20
         assert len({process.pid for (process,) in started}) == 20
     finally:

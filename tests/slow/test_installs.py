@@ -35,11 +35,7 @@ JOB = """
 trainer: {module: hello, class: Loop, device_type: CPU, device_per_node: 1}
 workload: {actor: {module: hello, class: Adder}}
 """
-RUN_OURS = (
-    "-c",
-    "from dlrover.python.rl.master.main import main; main()",
-    *("run", "hello.yaml", "--local"),
-)
+RUN_OURS = ("-c", "from dlrover.python.rl.master.main import main; main()", *("run", "hello.yaml", "--local"))
 RUN_UPSTREAM = ("-c", "from dlrover.trainer.torch.elastic_run import parse_args; print(parse_args(['script.py']))")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
