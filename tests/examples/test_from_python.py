@@ -14,7 +14,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.trainer import trainer as trainer_module
 from dlrover.python.rl.trainer import workload as workload_module
-from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, trainer_invocation
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 from docs.generate import remove_generated
 from tests.support.commands import run_python
 
@@ -141,14 +141,3 @@ def test_trainer_invocation_has_the_defaults_of_the_table():
         "post_func": None,
     }  # fmt: skip
     assert {name: getattr(DEFAULT_OPTIONS, name) for name in table} == table
-
-
-def test_trainer_invocation_takes_pre_func_not_pre_function():
-    with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
-        trainer_invocation(is_async=True, timeout=30, pre_function=abs)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, "10", True])
-def test_timeout_of_trainer_invocation_is_above_zero(timeout):
-    with pytest.raises((TypeError, ValueError), match="timeout"):
-        trainer_invocation(timeout=timeout)

@@ -9,8 +9,8 @@ import time
 import pytest
 import ray
 
-from tests.ray.toy_job import expected_totals, toy_text
 from tests.support.commands import Desk, is_alive, process_table, processes_below, wait_for
+from tests.support.toy_job import expected_totals, toy_text
 
 pytestmark = pytest.mark.ray
 
@@ -237,15 +237,6 @@ def sizes_of(folder, steps):
     sizes = result["sizes"]
     assert len(sizes) == steps
     return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
-
-
-@pytest.mark.slow
-def test_resize_grows_and_shrinks_a_role_of_a_running_job(desk_on_ray):
-    start_resizable(desk_on_ray, "growing", 150)
-    resize(desk_on_ray, "growing", 3)
-    resize(desk_on_ray, "growing", 2)
-    desk_on_ray.run("wait", "growing", "--timeout", "90")
-    assert sizes_of(desk_on_ray.folder, 150) == [2, 3, 2]
 
 
 @pytest.mark.slow

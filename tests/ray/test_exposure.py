@@ -13,9 +13,9 @@ import pytest
 
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.health import find_risk
-from tests.ray.toy_job import toy_text
 from tests.support.commands import Desk, listening, processes_below, wait_for
 from tests.support.processes import free_port
+from tests.support.toy_job import toy_text
 
 pytestmark = pytest.mark.ray
 

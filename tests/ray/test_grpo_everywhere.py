@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
-from tests.ray.recipe_jobs import JOB, grpo_job, inputs, samples
-from tests.support.commands import run_python
+from tests.ray.recipe_jobs import grpo_job, samples
 
 pytestmark = pytest.mark.ray
 
@@ -79,15 +78,6 @@ def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
     run_in("ray-split", folder, 2, 1, SPLIT)
     assert samples(folder / "ray-split") == samples(folder / "local")
     assert_same_end(folder, "local", "ray-split")
-
-
-@pytest.mark.slow
-def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
-    settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT, *JUMBLED]
-    run_python(folder, *launcher, *settings)
-    assert samples(folder / "torchrun") == samples(folder / "local")
-    assert_same_end(folder, "local", "torchrun")
 
 
 @pytest.mark.feature(109)

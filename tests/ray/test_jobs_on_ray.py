@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import ray
 
-from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost, StaleCall, StaleEpoch
+from dlrover.python.rl.common.errors import JobConflict, StaleCall, StaleEpoch
 from dlrover.python.rl.common.names import NAMESPACE, master_name
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
@@ -28,8 +28,8 @@ from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 from dlrover.python.rl.runtime.run.folder import begin
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
 from tests.ray.recovery_stage import HANG_AFTER_S, Shape, Stage, describe
-from tests.ray.toy_job import mark_of
 from tests.support.commands import wait_for
+from tests.support.toy_job import mark_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -211,28 +211,6 @@ def test_hung_process_is_noted_with_its_stack_and_replaced(stage):
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_deaths_at_the_same_time_are_one_recovery_each(stage):
-    """Both rollouts in one call; then a rollout and the trainer."""
-    faults = ("ROLLOUT-0:generate:2:kill", "ROLLOUT-1:generate:2:kill", hold := "trainer:end:4:hold")
-    job = stage("together", *faults)
-
-    def strike(job, step):
-        if step == 3:
-            job.held(hold)
-            pids = job.pids()
-            job.kill(pids["ROLLOUT[0]"], pids["trainer"])
-
-    job.run(strike)
-    assert undisturbed(job)
-    ROLLOUT_0 = {("ROLLOUT-0", method, step) for method in ("receive", "generate") for step in (2, 4)}
-    assert job.repeated() == ROLLOUT_1_STEP_2 | ROLLOUT_0
-    died = "process_died"
-    assert job.losses() == [("ROLLOUT[0]", died), ("ROLLOUT[0]", died), ("ROLLOUT[1]", died), ("trainer", died)]
-    assert job.status.recoveries == {"ROLLOUT": 3, "trainer": 1}
-    assert job.epochs() == [1, 2]
-
-
 # -- errors of the machine --------------------------------------------------------------------------------------------
 
 
@@ -265,23 +243,6 @@ def test_unknown_error_is_tried_once_in_fresh_processes(stage):
     assert job.nothing_is_left()
 
 
-@pytest.mark.slow
-def test_master_without_its_journal_fails_and_frees_the_job(stage):
-    job = stage("no-journal", "trainer:middle:3:hold")
-
-    def strike(job, step):
-        if step == 2:
-            job.pids()
-            master = job.master_pid()
-            job.journal.unlink()
-            job.kill(master)
-
-    job.run(strike)
-    assert job.status.phase is Phase.FAILED
-    assert "the journal of this run is not in" in job.status.reason
-    assert job.nothing_is_left()
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 OWN_ERRORS = [
@@ -306,15 +267,6 @@ def test_job_with_a_users_error_ends_at_once(stage, fault, process, message):
     assert "leave" in fault or "commit_fault" in job.status.cause.detail
     assert (job.starts(), job.repeated()) == (1, set())
     assert job.nothing_is_left()
-
-
-@pytest.mark.slow
-def test_job_whose_worker_cannot_start_fails(stage):
-    job = stage("broken", "ACTOR-1:start:0:error").run()
-    assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
-    assert job.status.cause.who == "ACTOR[1]"
-    assert "the user's own mistake" in job.status.cause.message
-    assert job.starts() == 0
 
 
 @pytest.mark.slow
@@ -344,29 +296,6 @@ def test_job_without_durable_steps_restarts_once(stage, trainer, fault):
     assert (job.starts(), job.epochs()) == (2, [1, 2])
     assert [event.incarnation for event in job.events(Released)] == [1, 2]
     assert [event.cause.kind for event in job.events() if hasattr(event, "cause")] == [CauseKind.PROCESS_DIED]
-    assert job.nothing_is_left()
-
-
-@pytest.mark.slow
-def test_job_dying_forever_ends_at_its_limit(stage):
-    job = stage("crash-loop", "ACTOR-0:update:2:die", trainer="Plain", rollouts=0, job_restarts=2).run()
-    assert (job.status.phase, job.status.restarts) == (Phase.FAILED, 2)
-    assert "the limit of 2 restarts" in job.status.reason
-    assert job.status.cause.kind is CauseKind.PROCESS_DIED
-    assert job.starts() == 3
-
-
-@pytest.mark.slow
-def test_master_without_restarts_left_ends_the_job(stage):
-    job = stage("last-master", hold := "trainer:end:3:hold", master_restarts=0)
-
-    def strike(job, step):
-        if step == 2:
-            job.held(hold)
-            job.kill(job.master_pid())
-
-    with pytest.raises(MasterLost, match="the master is gone"):
-        job.run(strike)
     assert job.nothing_is_left()
 
 
@@ -442,14 +371,6 @@ def test_results_taken_by_ray_survive_a_dead_worker(stage):
 
 
 @pytest.mark.slow
-def test_late_workers_are_replaced(stage):
-    job = stage("late", trainer="ReplacesLate", rollouts=0, steps=2).run()
-    assert (job.status.phase, job.status.restarts) == (Phase.FINISHED, 0), job.status.cause
-    assert sum(job.status.recoveries.values()) == 2
-    assert job.result_is_exact()
-
-
-@pytest.mark.slow
 def test_relative_paths_start_at_the_folder_of_the_description(stage):
     job = stage("relative", rollouts=0)
     job.job.config.folder = "relative"
@@ -497,12 +418,6 @@ def test_job_too_large_for_the_cluster_fails_with_need_and_free(stage):
     assert "needed {'cpu': 200.0}" in status.cause.message
     assert "free {" in status.cause.message
     assert job.nothing_is_left()
-
-
-def test_job_too_large_for_its_nodes_is_refused(stage):
-    job = stage("never", rollouts=0).job
-    with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
-        check_job(replace(job, trainer=replace(job.trainer, device_per_node=1)))
 
 
 @pytest.mark.slow

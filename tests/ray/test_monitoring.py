@@ -18,8 +18,8 @@ from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from tests.ray.toy_job import toy_text
 from tests.support.commands import Desk, debian_programs, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

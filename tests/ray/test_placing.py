@@ -102,13 +102,6 @@ def test_remove_groups_gives_back_all_of_a_prefix(prefix):
     assert find_groups(CLUSTER, prefix) == again != groups
 
 
-def test_remove_groups_leaves_a_longer_name(prefix):
-    placement = planned()
-    groups = reserve(CLUSTER, placement, f"{prefix}0")
-    assert remove_groups(CLUSTER, f"{prefix}/") == []
-    assert find_groups(CLUSTER, f"{prefix}0") == groups
-
-
 def test_workers_and_standbys_are_put_into_their_bundles(prefix):
     placement, groups = reserved(prefix, standby=1, resource={"cpu": 0.5, "memory": 16})
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])

@@ -26,8 +26,8 @@ from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.ray.toy_job import toy_text
 from tests.support.commands import Desk, environment, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = pytest.mark.ray
 

@@ -25,9 +25,9 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
-from tests.ray import toy_job
-from tests.ray.toy_job import toy_text
+from tests.support import toy_job
 from tests.support.commands import Desk, processes_below, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -307,30 +307,3 @@ def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, 
     assert [event.number for event in watcher.events] == list(range(1, len(events) + 1))
     assert [event.SerializeToString() for event in watcher.events] == [event.SerializeToString() for event in events]
     assert sum(event.kind == "submitted" for event in events) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_twenty_jobs_run_once_each_when_a_service_is_killed(service_on_session, tmp_path):
-    service = service_on_session
-    with service.client() as client:
-        for number in range(20):
-            client.submit(small_job(tmp_path / f"notes-{number}", 5, 0.1), name=f"job-{number}")
-        wait_for(lambda: phase_of(client.get("job-2")).ended, 300)  # ten jobs start at once, on a few cores
-    service.kill()
-    service.start()
-    with service.client() as client:
-        wait_for(lambda: phase_of(client.get("job-8")) is JobPhase.RUNNING or phase_of(client.get("job-8")).ended, 200)
-        began_s = time.monotonic()
-        stopped = [client.stop(f"job-{number}").name for number in (17, 19)]
-        for name in stopped:
-            assert phase_of(client.wait(name, 20)).ended
-        assert time.monotonic() - began_s < 5
-        for number in range(20):
-            job = client.wait(f"job-{number}", 300)
-            if job.name not in stopped:
-                assert (phase_of(job), job.step) == (JobPhase.FINISHED, 5), job
-                assert (tmp_path / f"notes-{number}/starts").read_text() == "started\n"
-        events = list(client.watch(follow=False))
-    assert sum(event.kind == "submitted" for event in events) == 20
-    assert [event.number for event in events] == list(range(1, len(events) + 1))

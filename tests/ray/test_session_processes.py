@@ -73,20 +73,6 @@ def test_engines_fill_the_slots_and_share_them(session):
 
 
 @pytest.mark.feature(12)
-def test_engines_started_side_by_side_have_separate_ports(session):
-    engines = [rl.InferenceEngine("anything", EchoEngine) for _ in range(2)]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda engine: engine.build(data_parallel_size=1), engines))
-    try:
-        assert len({engine.name for engine in engines}) == 2
-        assert len({engine._members.processes[0].port for engine in engines}) == 2
-        assert [engine.generate("a")[0].outputs[0].token_ids for engine in engines] == [[97], [97]]
-    finally:
-        for engine in engines:
-            engine.release()
-
-
-@pytest.mark.feature(12)
 def test_twenty_crews_started_at_once_have_twenty_ports(session):
     """Each holds something that needs no torch: it is about their processes."""
     names = [f"CROWD_{number}" for number in range(20)]

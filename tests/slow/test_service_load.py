@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-import socket
 import statistics
 import time
 from collections import Counter
@@ -192,18 +191,3 @@ def test_idle_connections_beyond_the_limit_slow_no_client(tmp_path):
         close_idle(idle)
     _LOG.info("p99 of Get %.1f ms, of a quiet service %.1f ms", p99(seconds) * 1000, p99(at_best) * 1000)
     assert p99(seconds) < max(MOST_GET_S, 1.5 * p99(at_best))
-
-
-def test_two_hundred_silent_connections_leave_the_service_alive(tmp_path):
-    with serving(tmp_path) as service:
-        silent = [socket.create_connection(("127.0.0.1", service.port), timeout=5) for _ in range(200)]
-        for number, connection in enumerate(silent):
-            if number % 2:
-                connection.sendall(b"PRI * HTTP/2.0\r\n")  # and no more of it
-        with service.client() as client:
-            began_s = time.monotonic()
-            client.submit(JOB, name="first")
-            assert client.wait("first", 20).step == 3
-            assert time.monotonic() - began_s < 20
-        for connection in silent:
-            connection.close()
