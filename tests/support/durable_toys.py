@@ -3,12 +3,13 @@
 
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType, member_name
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
@@ -193,11 +194,7 @@ def kill_trainer(port):
 def both(*faults):
     """Several faults at once; the trainer's comes last."""
 
-    def strike(port):
-        for fault in faults:
-            fault(port)
-
-    return strike
+    return lambda port: [fault(port) for fault in faults]
 
 
 class Stage:
@@ -209,35 +206,26 @@ class Stage:
         spread: whether each node's are also in the memory of the next one.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        path,
-        trainer=Training,
-        steps=3,
-        every=2,
-        port=FaultyPort,
-        classes=CLASSES,
-        nodes=None,
-        shared=False,
-        commit_every=1,
-        spread=False,
-    ):
+    collocation = ""
+
+    def __init__(
+        self, path, trainer=Training, steps=3, every=2, classes=CLASSES, nodes=None, shared=False, commit_every=1,
+        spread=False, config=None, sizes=None,
+    ):  # fmt: skip
         self.nodes, self.shared, self.spread = nodes, shared, spread
         self.path, self.trainer_class, self.classes = path, trainer, classes
-        self.sizes = dict.fromkeys(classes, 2)
-        self.config = {"steps": steps, "end": []}
-        self.every, self.commit_every, self.epoch, self.logs, self.attempts = every, commit_every, 0, {}, []
-        self.progress = []
-        self.on_opened = lambda: None
+        self.sizes, self.config = sizes or dict.fromkeys(classes, 2), config or {"steps": steps, "end": []}
+        self.every, self.commit_every, self.epoch, self.logs = every, commit_every, 0, {}
+        self.attempts, self.progress, self.on_opened = [], [], lambda: None
         members = {RLRoleType(role): [] for role in self.sizes}
-        self.port = port(members)
+        self.port = FaultyPort(members)
         for role, size in self.sizes.items():
             members[role] += [self.member(role, rank, 1) for rank in range(size)]
 
     def member(self, role, rank, incarnation, why=""):
-        context = MemberContext(
-            f"{role}-{rank}", RLRoleType(role), rank, self.sizes[role], restart=RestartInfo(incarnation - 1, why)
-        )
+        name, restart = member_name("job", "run1", role, rank, incarnation), RestartInfo(incarnation - 1, why)
+        size, together = self.sizes[role], self.collocation
+        context = MemberContext(name, RLRoleType(role), rank, size, collocation=together, restart=restart)
         host = MemberHost(incarnation, self.node((str(role), rank)))
         host.start(self.classes[role], context, None, self.config)
         env = self.memory((str(role), rank))
@@ -271,24 +259,15 @@ class Stage:
 
     def link(self, fresh=True):
         self.epoch += 1
-        return TrainerLink(
-            self.port,
-            lambda report: self.logs.update({report.step: dict(report.metrics)}),
-            "job",
-            self.path,
-            recovery=LocalRecovery(
-                self.port,
-                self.member,
-                epoch=self.epoch,
-                fresh=fresh,
-                restart_info=RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else ""),
-                opened=lambda: self.on_opened(),
-                progressed=self.progress.append,
-            ),
-            checkpoints=StoreCheckpoints(
-                self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread
-            ),
-        )
+        restart = RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else "")
+        noted = {"opened": lambda: self.on_opened(), "progressed": self.progress.append}
+        recovery = LocalRecovery(self.port, self.member, self.epoch, fresh, restart, **noted)
+        stride = Stride(self.commit_every)
+        checkpoints = StoreCheckpoints(self.roots(), self.every, stride=stride, spread=self.spread)
+        return TrainerLink(self.port, self.note, "job", self.path, recovery=recovery, checkpoints=checkpoints)
+
+    def note(self, report):
+        self.logs[report.step] = dict(report.metrics)
 
     def restarted_after(self):
         """The step that each trainer has begun after."""
@@ -313,14 +292,14 @@ class Stage:
 
     def run(self, faults=None, deaths=10):
         """Run it; a trainer that was killed is started again."""
+        self.run_to_end(faults, deaths)
+        return self.outcome()
+
+    def run_to_end(self, faults, deaths):
         self.port.faults = dict(faults or {})
         for _ in range(deaths):
-            try:
-                with process_environment(self.memory("trainer")):
-                    run_trainer(self.make, self.link(fresh=self.epoch == 0))
-            except TrainerKilled:
-                continue
-            return self.outcome()
+            with suppress(TrainerKilled), process_environment(self.memory("trainer")):
+                return run_trainer(self.make, self.link(fresh=self.epoch == 0))
         raise AssertionError("the trainer never came to its end")
 
     def outcome(self):
