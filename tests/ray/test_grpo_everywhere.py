@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
-from tests.ray.recipe_jobs import grpo_job, samples
+from tests.support.policy_jobs import grpo_job
+from tests.support.run_files import read_lines
 
 pytestmark = pytest.mark.ray
 
@@ -47,6 +48,12 @@ def folder(tmp_path_factory, ray_session):
     for place, (actors, rollouts) in PLACES.items():
         run_in(place, path, actors, rollouts)
     return path
+
+
+def samples(job_dir):
+    """Prompt, index and reward of the first step's samples."""
+    names = ("prompt_id", "sample_index", "completion", "reward")
+    return [tuple(row[name] for name in names) for row in read_lines(job_dir / "samples.jsonl") if row["step"] == 1]
 
 
 def weights_of(model):
