@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from tests.chaos.faults import Kind
 from tests.chaos.tables import markdown, percentile
+from tests.support.commands import ROOT as REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "fault-table.md"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "chaos.json"
 OUTSIDE = REPOSITORY / "benchmarks" / "results" / "chaos-outside.json"

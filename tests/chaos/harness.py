@@ -37,8 +37,7 @@ from tests.chaos.tables import confusion_table, fault_table
 from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS
 from tests.ray.two_nodes import TwoNodes
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.commands import ROOT as REPOSITORY
 
 HANG_S = 10.0
 """Seconds without progress after which a process is treated as hung; loading a model on busy cores takes some of it."""

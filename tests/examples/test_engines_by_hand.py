@@ -7,14 +7,12 @@ import shlex
 import shutil
 import subprocess
 import textwrap
-from pathlib import Path
 
 import pytest
 
 import dlrover.rl as rl
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines-by-hand.md"
 GUIDE = ROOT / "docs" / "guides" / "from-rlite.md"
 FOLDER = ROOT / "examples" / "engines_by_hand"

@@ -4,7 +4,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import plan_of
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 from tests.support.documented_metrics import undocumented
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/extending/examples"
 ALGORITHM = ROOT / "docs/guides/own_algorithm"
 DATA = ROOT / "docs/guides/own_data"

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import make_dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +22,9 @@ from dlrover.python.rl.data.conversation import SFT_ROWS
 from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
 DATA = GUIDES / "from_rl2"
 COMMANDS = re.findall(r"^torchrun (.*)$", (GUIDES / "from-rl2.md").read_text(encoding="utf-8"), re.MULTILINE)

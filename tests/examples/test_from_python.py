@@ -16,9 +16,8 @@ from dlrover.python.rl.trainer import trainer as trainer_module
 from dlrover.python.rl.trainer import workload as workload_module
 from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 from docs.generate import remove_generated
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
 SMALL = "prompts_per_step=4, rollout={'samples_per_prompt': 2, 'max_new_tokens': 4}"
 

@@ -4,7 +4,6 @@
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
+from tests.support.commands import ROOT
 from tests.support.policy_jobs import grpo_job
 from tests.support.run_files import read_lines
 
 pytestmark = pytest.mark.ray
 
-ROOT = Path(__file__).parents[2]
 SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0")
 JUMBLED = ("reward.function=tests.support.policy_rewards:jumble",)
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""

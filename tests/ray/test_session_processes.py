@@ -23,7 +23,6 @@ from tests.support.session_toys import EchoEngine, Policy, TwoLayers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT
+
 UPSTREAM = "dlrover==0.6.1"
 UPSTREAM_NEEDS = ("psutil", "nvidia-ml-py", "pynvml", "deprecated", "wrapt")
 TRAINER = """

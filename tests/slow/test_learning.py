@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT
+
 REAL_MODEL = ROOT / ".venv-real_model" / "bin" / "python"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

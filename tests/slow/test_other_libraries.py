@@ -18,9 +18,8 @@ import torch
 from dlrover.python.rl.algorithm.losses.columns import group_advantages
 from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.runtime.checkpoint.state_file import read_state
-from tests.support.commands import processes_below, wait_for
+from tests.support.commands import ROOT, processes_below, wait_for
 
-ROOT = Path(__file__).parents[2]
 STEPS = 60
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

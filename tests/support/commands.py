@@ -23,19 +23,18 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())]), **more}
 
 
-def run_python(folder, *arguments, code=0, within_s=250.0, **env):
-    """Run Python in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment(**{"OMP_NUM_THREADS": "1", **env}),
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
+def run(folder, *command, code=0, within_s=250.0, typed=None, **env):
+    """Run a command in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
+    options = {"cwd": folder, "env": environment(**{"OMP_NUM_THREADS": "1", **env}), "input": typed}
+    command = list(map(str, command))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False, **options)
     assert code in (done.returncode, None), done.stdout[-4000:] + done.stderr[-4000:]
     return done
+
+
+def run_python(folder, *arguments, **options):
+    """Run Python likewise."""
+    return run(folder, sys.executable, *arguments, **options)
 
 
 def debian_programs(folder, package, *programs):

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
+from tests.support.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
 DEADLINE_S = 240.0
 TORCHRUN = "-m torch.distributed.run"
