@@ -126,8 +126,6 @@ class Ledger:
         """The process; a standby that has become a worker is still found by what it was."""
         return next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
 
-    # -- what it tells ------------------------------------------------------------------------------------------------
-
     def complete(self) -> bool:
         """Return True if all workers, standbys and the trainer are up."""
         if self.submitted is None:
@@ -172,9 +170,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-# -- commits ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, order=True)
 class Generation:
     """A committed generation in the memory of this machine."""
@@ -195,8 +190,6 @@ def _generations(root: Path) -> Iterator[Generation]:
         if step.isdigit() and epoch.isdigit():
             yield Generation(int(step), int(epoch), manifest.parent)
 
-
-# -- watching a run ---------------------------------------------------------------------------------------------------
 
 _LOOK_S = 0.01
 _JOURNAL_EVERY = 5

@@ -37,9 +37,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
 
 
-# -- the same end -----------------------------------------------------------------------------------------------------
-
-
 def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
     """Return the differences of two job directories; none if they hold the same run, bit for bit."""
     return [
@@ -146,9 +143,6 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
         yield f"state {at} differs: {str(left)[:80]} and {str(right)[:80]}"
 
 
-# -- rollouts that run ahead ------------------------------------------------------------------------------------------
-
-
 def violations(job_dir: Path, config: Any) -> list[str]:
     """Return the violations of a finished run whose rollouts ran ahead. Which samples a step trains on depends on what
     was fast there, so its bits are its own; but each problem is trained on once, in time, and every step with a whole
@@ -205,9 +199,6 @@ def _end_faults(job_dir: Path, steps: int) -> Iterator[str]:
         yield "no model was exported"
 
 
-# -- nothing left -----------------------------------------------------------------------------------------------------
-
-
 def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
     """Return what is left of a run ten seconds after its end."""
     deadline_s = time.monotonic() + _GRACE_S
@@ -258,9 +249,6 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-# -- work done again --------------------------------------------------------------------------------------------------
 
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:

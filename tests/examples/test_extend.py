@@ -103,9 +103,6 @@ def test_own_environment_trains(tmp_path, model):
     succeed(tmp_path, model, DATA / "guess.yaml", files, *data)
 
 
-# -- an own role, whose column the loss of an own algorithm needs -----------------------------------------------------
-
-
 @pytest.fixture
 def folder_of_role(tmp_path, monkeypatch):
     (tmp_path / "repetition.py").write_text((ALGORITHM / "repetition.py").read_text(encoding="utf-8"), encoding="utf-8")
@@ -158,9 +155,6 @@ def test_column_of_an_own_role_has_the_declared_dtype(folder_of_role):
     )
     assert rows.ragged("repetition").values.tolist() == [0.0, 1.0, 0.0, 2 / 3]
     assert cast_columns(rows, {"repetition": "float32"}).ragged("repetition").values.dtype == np.float32
-
-
-# -- a tracker --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

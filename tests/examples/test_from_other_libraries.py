@@ -29,8 +29,6 @@ GUIDES = ROOT / "docs" / "guides"
 DATA = GUIDES / "from_rl2"
 COMMANDS = re.findall(r"^torchrun (.*)$", (GUIDES / "from-rl2.md").read_text(encoding="utf-8"), re.MULTILINE)
 
-# -- RL2 --------------------------------------------------------------------------------------------------------------
-
 
 def torchrun(folder, *arguments):
     run_python(folder, "-m", "torch.distributed.run", f"--master_port={free_port()}", *arguments)
@@ -85,9 +83,6 @@ def test_any_number_of_rows_trains_on_any_number_of_ranks(tmp_path, processes, r
         torchrun(tmp_path, f"--nproc_per_node={processes}", "-m", *f"dlrover.python.rl.recipe.{arguments}".split())
 
 
-# -- RLFusion ---------------------------------------------------------------------------------------------------------
-
-
 def ran(script, tmp_path):
     """Run a script of the guide with a tiny model in the place of its models; what it printed."""
     write_tiny_model(tmp_path / "tiny", hidden=32, layers=2)
@@ -116,8 +111,6 @@ def test_evaluator_of_rlfusion_writes_its_files(tmp_path):
     lines = (tmp_path / "outputs/evaluation/results.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 8
 
-
-# -- TRL --------------------------------------------------------------------------------------------------------------
 
 EXAMPLE = ROOT / "examples" / "trl" / "dlrover_trl.py"
 FIELDS = {

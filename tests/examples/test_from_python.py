@@ -101,9 +101,6 @@ def test_code_of_the_guide_runs(tmp_path):
     assert re.search(r"\[[\d.]+, [\d.]+\]", output)
 
 
-# -- the integration guide --------------------------------------------------------------------------------------------
-
-
 def guide_job(tmp_path):
     builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
     builder.trainer("tests.examples.guide_code", "UserTrainer").actor(

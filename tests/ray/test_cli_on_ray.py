@@ -59,9 +59,6 @@ def actors_of(job):
     return [name for name in names if name.startswith(f"{job}/")]
 
 
-# -- how a command ends -----------------------------------------------------------------------------------------------
-
-
 def below(command):
     return set(processes_below(command.pid))
 
@@ -154,9 +151,6 @@ def test_command_without_a_cluster_has_an_exit_code_and_one_line(desk, command):
     assert command == "run" or len(output.strip().splitlines()) == 1
 
 
-# -- detached jobs ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_detached_job_is_listed_followed_left_and_stopped(desk_on_ray):
     desk = desk_on_ray
@@ -213,9 +207,6 @@ def test_doctor_looks_at_every_node(desk_on_ray):
     assert "1 of 1 answer" in output and "clocks: 0." in output
     assert "nothing beyond loopback answers without a token" in output
     assert "nothing to fix" in output
-
-
-# -- resize -----------------------------------------------------------------------------------------------------------
 
 
 def start_resizable(desk, name, steps):

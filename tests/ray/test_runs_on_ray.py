@@ -32,9 +32,6 @@ def in_use(desk, where):
     return f"in use by run {desk.owner('out')['run']} of 'held' (Ray, {where}on"
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_runs_on_two_clusters_and_in_one_process_are_apart(desk):
     first, second = desk.held("out"), desk.start("run", "job.yaml")
@@ -73,9 +70,6 @@ def test_master_on_a_shared_cluster_owns_the_folder(desk, ray_session):
     assert start["devices"]["nodes"] == 1 and start["devices"]["cpus"] >= 1
     steps = re.findall(r"^\d\d:\d\d:\d\d step (\d)/6", (desk.folder / "out/logs/trainer.log").read_text(), re.MULTILINE)
     assert steps == list("123456")
-
-
-# -- lost clusters ----------------------------------------------------------------------------------------------------
 
 
 def assert_resumes(desk, command):

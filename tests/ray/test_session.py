@@ -37,9 +37,6 @@ def inference(session, train):
     return rl.InferenceEngine("anything", EchoEngine).build(not_colocate_with=train)
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(25, 41)
 def test_two_ranks_work_as_one(train):
     """Every layout's gradients are in ``tests/unit/engine/test_module_engine.py``."""
@@ -98,9 +95,6 @@ def test_call_failed_on_one_rank_ends_before_the_next_begins(train, monkeypatch)
     assert len(train.facts()) == 2, "it has waited"
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
 def bytes_through(session, monkeypatch):
     """Counts the bytes of all that this process puts or fetches from now on."""
     port, seen = session.hosting.port, []
@@ -137,9 +131,6 @@ def test_weights_pass_by_the_chosen_way_not_the_script(session, train, inference
     assert inference.generate("ab")[0].outputs[0].version == 3
     again = train.p2p_weight_sync(inference).stamp
     assert (again == report.stamp) == (way != "device memory"), "that way has other fingerprints"
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(150)

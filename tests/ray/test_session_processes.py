@@ -52,9 +52,6 @@ def empty(cls, *args):
         return cls(*args)
 
 
-# -- slots and processes ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(6, 8)
 def test_engines_fill_the_slots_and_share_them(session):
     with built(rl.InferenceEngine("anything", EchoEngine)) as inference:
@@ -86,9 +83,6 @@ def test_twenty_crews_started_at_once_have_twenty_ports(session):
             session.hosting.end(name)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(100)
 def test_sync_after_a_step_gives_the_text_of_the_saved_weights(session, model, tmp_path):
     prompts = ["12+13=", "hello"]
@@ -106,9 +100,6 @@ def test_sync_after_a_step_gives_the_text_of_the_saved_weights(session, model, t
         expected = fresh.generate(prompts, GREEDY)
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (before, after, expected)]
     assert tokens[0] != tokens[1] == tokens[2]
-
-
-# -- beginning and end ------------------------------------------------------------------------------------------------
 
 
 def started(code, tmp_path):

@@ -105,9 +105,6 @@ def test_wheel_runs_beside_upstream_and_without_it(environment, order):
     assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)
 
 
-# -- the image --------------------------------------------------------------------------------------------------------
-
-
 def copy_context(folder):
     """Return the files that the Dockerfile copies before it installs."""
     text = (ROOT / "docker/Dockerfile").read_text().partition("RUN docker/install.sh")[0]

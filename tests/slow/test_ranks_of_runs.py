@@ -74,8 +74,6 @@ def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
         assert all(np.array_equal(weights_here[name], tensor) for name, tensor in expected.items())
 
 
-# -- a rank is killed -------------------------------------------------------------------------------------------------
-
 STEPS = 40
 SIZES = ["trainer.device_per_node=8", "workload.actor.num=2", "workload.reference.num=2"]
 WITHIN_S = 180.0

@@ -133,9 +133,6 @@ def say(line):
     sys.stdout.flush()
 
 
-# -- the process table ------------------------------------------------------------------------------------------------
-
-
 def process_table():
     """Return the parent and the command line of every process."""
     rows = {}

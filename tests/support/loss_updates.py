@@ -136,9 +136,6 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance=1e-6) -> None:
     assert actual.metrics == pytest.approx(expected.metrics, abs=10 * tolerance)
 
 
-# -- plain lists ------------------------------------------------------------------------------------------------------
-
-
 def plain_samples(batch: Batch) -> list[dict]:
     """Each sample that counts: ``prompt``, ``reward`` (summed) and ``actions``, in order: dicts with ``at`` (number of
     the token), ``reward`` (of its row, on the row's last action) and each ragged column."""

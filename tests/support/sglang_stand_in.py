@@ -37,8 +37,6 @@ class StandIn:
         self.context = self.model.config.max_position_embeddings
         self.longest = min(self.context, CACHE_TOKENS) - 1
 
-    # -- what the paths do --------------------------------------------------------------------------------------------
-
     def health(self, body):
         return None
 
@@ -98,8 +96,6 @@ class StandIn:
 
     def resume_memory_occupation(self, body):
         self.there |= set(body["tags"])
-
-    # -- how it draws -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _draw(self, ids, how):

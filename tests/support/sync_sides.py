@@ -160,9 +160,6 @@ def completions(engine):
     return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
 
 
-# -- in processes of their own ----------------------------------------------------------------------------------------
-
-
 def send_side(kind, folder, pipe, seed, halt_at, versions=1):  # noqa: PLR0913 - as a process is started
     """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
 
