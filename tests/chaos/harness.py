@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.names import RLRoleType, master_name
-from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec
+from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec, RestartSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.on_ray import stop_master
@@ -96,14 +96,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
         job_dir=folder / "out",
         work_dir=str(REPOSITORY),
         search_path=(str(REPOSITORY),),
-        restart=replace(
-            job.restart,
-            job_max_restart=_MANY,
-            trainer_max_restart=_MANY,
-            workload_max_restart={},
-            backoff_s=0.1,
-            node_max_failures=_MANY,
-        ),
+        restart=RestartSpec(_MANY, _MANY, backoff_s=0.1, node_max_failures=_MANY),
         checkpoint=CheckpointSpec(every=5),
         liveness=LivenessSpec(),
         master=MasterSpec(max_restart=_MANY),
