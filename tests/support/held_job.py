@@ -18,8 +18,7 @@ class Desk(commands.Desk):
         super().__init__(folder)
         settings = {"steps": 6, "step_s": 0.0, "hold": 0, "name": "held"}
         # A commit in each step, since it is resumed with other settings.
-        text = toy_text(folder / "notes", checkpoint={"commit_every": 1}, **settings)
-        (folder / "job.yaml").write_text(text)
+        (folder / "job.yaml").write_text(toy_text(folder / "notes", checkpoint={"commit_every": 1}, **settings))
 
     def end(self, process):
         """Wait until a process has ended, and return what it said."""

@@ -46,22 +46,15 @@ def write_desk(folder):
     return folder
 
 
-SFT = (
-    "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3 "
-    "engine.threads=1"
-)
-PAIRS = "model=model data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3 engine.threads=1"
-GRPO = (
-    "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
-    "steps=2 reward.function=tests.support.policy_rewards:jumble "
-    "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
-)
+MODEL = "model=model engine.threads=1"
+SFT = f"-m dlrover.python.rl.recipe.sft {MODEL} data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3"
+PAIRS = f"{MODEL} data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3"
+JUMBLED = "reward.function=tests.support.policy_rewards:jumble "
+GRPO = f"-m dlrover.python.rl.recipe.grpo {MODEL} data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 steps=2"
+GRPO += f" eval_every=1 {JUMBLED}rollout.samples_per_prompt=4 rollout.max_new_tokens=4"
 WITH_CRITIC = "optimizer.lr=1e-3 critic.optimizer.lr=1e-3"
 PPO = GRPO.replace("recipe.grpo", "recipe.ppo").replace("prompts_per_step=4", f"prompts_per_step=8 {WITH_CRITIC}")
-DISTILL = (
-    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=tests.support.policy_rewards:jumble ", "")
-    + " teachers.teacher.model=teacher"
-)
+DISTILL = f"{GRPO} teachers.teacher.model=teacher".replace("recipe.grpo", "recipe.distill").replace(JUMBLED, "")
 TWO_STEPS = {
     "sft": f"{SFT} epochs=0.6",
     "rm": f"-m dlrover.python.rl.recipe.rm {PAIRS} batch_size=4 epochs=1",

@@ -17,13 +17,9 @@ TEACHERS = 2
 
 
 def rows_of(prompt_id, reward, action_tokens) -> Batch:
-    return Batch(
-        {
-            "prompt_id": np.array(prompt_id, dtype=np.int64),
-            "reward": np.array(reward, dtype=np.float64),
-            "action_tokens": np.array(action_tokens, dtype=np.int64),
-        }
-    )
+    numbers = {"prompt_id": prompt_id, "action_tokens": action_tokens}
+    columns = {name: np.array(values, dtype=np.int64) for name, values in numbers.items()}
+    return Batch({**columns, "reward": np.array(reward, dtype=np.float64)})
 
 
 def token_rows(masks, values, rewards, **more) -> Batch:

@@ -16,11 +16,8 @@ from tests.support.commands import ROOT
 from tests.support.run_files import read_json, steps_of, write_rows
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
-TRAINERS = {
-    "grpo": ("GRPOTrainer", ()),
-    "ppo": ("PPOTrainer", ("critic",)),
-    "distill": ("DistillationTrainer", ("teacher",)),
-}
+TRAINERS = {"grpo": ("GRPOTrainer",), "ppo": ("PPOTrainer", "critic"), "distill": ("DistillationTrainer", "teacher")}
+"""Of each recipe, and the role that it cannot do without."""
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 32}
 CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
@@ -37,7 +34,7 @@ def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", **config):
     """
     folder = Path(folder)
     write_inputs(folder)
-    trainer, own = TRAINERS[recipe]
+    trainer, *own = TRAINERS[recipe]
     builder = JobBuilder().device_type("CPU").device_per_node(16).config(policy_config(folder) | config)
     builder.trainer(f"dlrover.python.rl.recipe.{recipe}", trainer)
     builder.actor(WORKLOADS, "ActorWorkload").total(1)

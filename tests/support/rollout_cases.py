@@ -14,10 +14,10 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from tests.support import sglang_stand_in
+from tests.support import sglang_stand_in, torch_models
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
-EOS = 258
+EOS = torch_models.EOS
 
 ON_CUDA = {"compile": False, "kv_cache_bytes": 1 << 26, "engine_args": {"gpu_memory_utilization": 0.1}}
 """So that vLLM starts quickly, and in a part of the device."""
@@ -102,13 +102,8 @@ class Reference:
         logits = self.model(torch.tensor([list(tokens)])).logits[0, :-1]
         return torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
 
-    @torch.no_grad()
     def greedy(self, prompt, count):
-        """Return the result of the library's own ``generate``."""
-        out = self.model.generate(
-            torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, eos_token_id=EOS, pad_token_id=256
-        )
-        return out[0, len(prompt) :].tolist()
+        return torch_models.greedy(self.model, prompt, count)
 
 
 def prompts(texts=TEXTS, first_id=0):
@@ -127,11 +122,8 @@ def completions(out):
 
 
 def requests(texts=TEXTS, samples=1):
-    return [
-        Request.fresh(number, index, list(text.encode()))
-        for number, text in enumerate(texts)
-        for index in range(samples)
-    ]
+    numbered = [(number, index, text) for number, text in enumerate(texts) for index in range(samples)]
+    return [Request.fresh(number, index, list(text.encode())) for number, index, text in numbered]
 
 
 def drain(engine):

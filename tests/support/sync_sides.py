@@ -36,15 +36,12 @@ KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")
 def transport(kind, folder, settings=PATIENT):
     """A transport by the name that the tests give it."""
     settings = replace(settings, folder=folder, channel="ACTOR")
-    makers = {
-        "disk": lambda: DiskTransport(settings),
-        "broadcast": lambda: BroadcastTransport(settings),
-        "cuda_ipc": lambda: CudaIpcTransport(settings),
-        "pull": lambda: PullTransport(settings),
-        "adapters": lambda: make_transport("pull", {}, settings),
-        "pull_copied": lambda: PullTransport(settings, maps_pages=False),
-    }
-    return makers[kind]()
+    if kind == "adapters":
+        return make_transport("pull", {}, settings)
+    if kind == "pull_copied":
+        return PullTransport(settings, maps_pages=False)
+    kinds = {"disk": DiskTransport, "broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport}
+    return kinds.get(kind, PullTransport)(settings)
 
 
 def toy_weights(seed=0):
