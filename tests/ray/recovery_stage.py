@@ -104,13 +104,10 @@ class Stage:
         self.seen.add(pid)
         return pid
 
-    def signal(self, number, *pids):
+    def kill(self, *pids, number=signal.SIGKILL):
+        """Kill processes, all at once."""
         for pid in pids:
             os.kill(pid, number)
-
-    def kill(self, *pids):
-        """Kill processes, all at once."""
-        self.signal(signal.SIGKILL, *pids)
 
     def held(self, fault):
         """Wait until the job has come to a fault that holds it."""
@@ -145,9 +142,13 @@ class Stage:
         """Return each lost process with its kind, once."""
         return sorted((event.cause.who, event.cause.kind.value) for event in self.events() if hasattr(event, "cause"))
 
-    def incarnations(self):
-        """Every process that has become a worker."""
-        return sorted((event.role, event.rank, event.incarnation) for event in self.events(MemberStarted))
+    def pids_of(self, role):
+        """Every process that has become a worker of a role, by its rank and incarnation."""
+        started = [event for event in self.events(MemberStarted) if event.role == role]
+        return {(event.rank, event.incarnation): event.process.pid for event in started}
+
+    def incarnations(self, role):
+        return sorted(self.pids_of(role))
 
     def epochs(self):
         return [event.epoch for event in self.events(TrainerStarted)]
