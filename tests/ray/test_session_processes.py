@@ -220,8 +220,7 @@ def test_released_engines_leave_no_process(session):
     gc.collect()
 
     def new_actors():
-        return [
-            pid for pid, line in processes_below(os.getpid()).items() if pid not in before and "HostedActor" in line
-        ]
+        lines = processes_below(os.getpid())
+        return [pid for pid in lines.keys() - before.keys() if "HostedActor" in lines[pid]]
 
     wait_for(lambda: not new_actors(), 20)

@@ -64,9 +64,8 @@ def batch(desk, job_id, **more):
         **more,
     }
     with (desk / f"job-{job_id}.log").open("ab") as log:
-        return subprocess.Popen(
-            ["bash", "job.sbatch"], cwd=desk, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(["bash", "job.sbatch"], cwd=desk, env=env, **options)
 
 
 def clear(desk):

@@ -64,9 +64,8 @@ class Environment:
     def __init__(self, folder, wheels):
         venv.create(folder, with_pip=True)
         self.folder, self.wheels, self.python = folder, wheels, str(folder / "bin/python")
-        site = Path(
-            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-        )
+        where = run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+        site = Path(where.strip())
         # A plain path in a .pth file: the .pth files behind it, an editable install's among them, are not read.
         (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         (folder / "hello.py").write_text(TRAINER)
@@ -74,12 +73,9 @@ class Environment:
         self.pip("install", *UPSTREAM_NEEDS)
 
     def pip(self, command, *packages):
-        local = (
-            ("--ignore-installed", "--no-index", "--no-deps", "--find-links", str(self.wheels))
-            if command == "install"
-            else ("--yes",)
-        )
-        run(self.python, "-m", "pip", command, "--quiet", *local, *packages, cwd=self.folder)
+        local = ("--ignore-installed", "--no-index", "--no-deps", "--find-links", str(self.wheels))
+        options = local if command == "install" else ("--yes",)
+        run(self.python, "-m", "pip", command, "--quiet", *options, *packages, cwd=self.folder)
 
     def runs(self, command, succeeds=True):
         return run(self.python, *command, cwd=self.folder, succeeds=succeeds)

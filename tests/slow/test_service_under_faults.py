@@ -11,7 +11,8 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, JobConflict, UnknownJob
 from dlrover.python.rl.service.client import ServiceClient, phase_of
-from dlrover.python.rl.service.jobs.records import JobPhase
+from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase
+from dlrover.python.rl.service.messages import event_message
 from tests.support.flaky_network import CuttingProxy
 from tests.support.served import JOB, WITHIN_S, serving
 
@@ -55,17 +56,12 @@ class Caller(threading.Thread):
         name, token = f"job-{self.random.randrange(NAMES)}", f"token-{self.number}-{at}"
         kind = self.random.choice(["submit", "submit", "submit", "again", "stop", "stop", "get", "get", "get"])
         if kind == "again":
-            kind = "submit"
-            earlier = [answer_row for answer_row in self.told if answer_row.token]
-            if earlier:
-                before = self.random.choice(earlier)
-                name, token = before.name, before.token
+            kind, earlier = "submit", [(told.name, told.token) for told in self.told if told.token]
+            name, token = self.random.choice(earlier) if earlier else (name, token)
         answer_row = Told(self.number, kind, name, time.time(), 0.0, token=token if kind == "submit" else "")
+        submit = {"name": name, "client_token": token}
         try:
-            if kind == "submit":
-                job = client.submit(JOB, name=name, client_token=token)
-            else:
-                job = client.stop(name) if kind == "stop" else client.get(name)
+            job = client.submit(JOB, **submit) if kind == "submit" else getattr(client, kind)(name)
             answer_row.run, answer_row.revision, answer_row.phase = job.run, job.revision, phase_of(job).value
         except (JobConflict, UnknownJob, CallError) as error:
             answer_row.refusal = type(error).__name__
@@ -123,8 +119,6 @@ def told_under_faults(service, seed):
     assert len(answers) == CLIENTS * OPERATIONS and faults.kills >= 3 and faults.cuts >= 5
     return answers
 
-
-# -- the checker: each name is a register, whose values are numbered by the log of events -----------------------------
 
 RANK = {"queued": 0, "starting": 1, "running": 2, "stopping": 3, "finished": 4, "failed": 4, "stopped": 4}
 
@@ -214,8 +208,6 @@ def check_tokens(answers, events):
     assert sorted(run for own in runs.values() for run in own) == sorted(submitted), "a job has no token, or two"
 
 
-# -- each rule of the checker can fail --------------------------------------------------------------------------------
-
 LOG = [
     (1, "a", "x", "queued"), (2, "a", "x", "running"), (3, "a", "x", "stopping"), (4, "a", "x", "stopped"),
     (5, "a", "y", "queued"),
@@ -299,8 +291,5 @@ def test_check_tokens_rejects_a_second_job():
 
 
 def event_of(number, name, run, phase="queued"):
-    from dlrover.python.rl.service.jobs.records import JobEvent
-    from dlrover.python.rl.service.messages import event_message
-
     kind = "submitted" if phase == "queued" else phase
     return event_message(JobEvent(number, float(number), name, run, kind, phase=JobPhase(phase)))
