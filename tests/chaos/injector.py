@@ -49,27 +49,16 @@ class Stalled(Exception):
 
 @dataclass
 class Injected:
-    """A fault that struck.
-
-    Attributes:
-        kind: what was done.
-        at_s: when, in seconds since 1970.
-        step: the newest commit at that time.
-        who: the victim, ``"node"`` or ``"GCS"``, ``""`` for none.
-        pid: its process, 0 for none.
-        node: the node that was lost, ``""`` for none.
-        note: what it hit, for the log.
-        back_s: when what the harness itself watches was back; 0 for what the journal tells.
-    """
+    """A fault that struck."""
 
     kind: Kind
-    at_s: float
-    step: int
-    who: str = ""
+    at_s: float  # since 1970
+    step: int  # the newest commit at that time
+    who: str = ""  # the victim, "node" or "GCS"
     pid: int = 0
-    node: str = ""
-    note: str = ""
-    back_s: float = 0.0
+    node: str = ""  # that was lost
+    note: str = ""  # what it hit, for the log
+    back_s: float = 0.0  # when what the harness itself watches was back; 0 for what the journal tells
 
 
 @dataclass(frozen=True)

@@ -81,17 +81,10 @@ class Command(subprocess.Popen):
 
 
 class Desk:
-    """A working directory in which commands are typed.
-
-    Args:
-        folder: the directory.
-        address: of the cluster that each command is to use, ``""`` for none.
-        env: variables of all commands.
-    """
+    """A working directory in which commands are typed, with variables and the address of a cluster for all of them."""
 
     def __init__(self, folder, address="", **env):
-        self.folder, self.env, self.commands = folder, env, []
-        self.address = address
+        self.folder, self.env, self.commands, self.address = folder, env, [], address
 
     def start(self, *arguments, **env):
         output = self.folder / f"output-{len(self.commands)}.txt"

@@ -47,12 +47,8 @@ class Policy(BaseWorkload):
         return float(np.abs(self.weights).sum())
 
     def state_dict(self):
-        return {
-            "weights": self.weights,
-            "momentum": self.momentum,
-            "noise": self.noise.get_state(legacy=False),
-            "updates": self.updates,
-        }
+        noise = self.noise.get_state(legacy=False)
+        return {"weights": self.weights, "momentum": self.momentum, "noise": noise, "updates": self.updates}
 
     def load_state_dict(self, state):
         self.weights, self.momentum, self.updates = state["weights"], state["momentum"], state["updates"]
@@ -161,15 +157,10 @@ def wait_for_copies():
 
 @dataclass
 class FaultyPort(LocalPort):
-    """Counts what is submitted, and lets something happen before or after one of the calls.
+    """Counts what is submitted, and lets something happen before or after one of the calls."""
 
-    Attributes:
-        faults: number of the call, and "before" or "after" it, to what happens then.
-        calls: what was submitted.
-    """
-
-    faults: dict = field(default_factory=dict)
-    calls: list = field(default_factory=list)
+    faults: dict = field(default_factory=dict)  # number of the call, and "before" or "after" it, to what happens then
+    calls: list = field(default_factory=list)  # role, rank and method
 
     def submit(self, role, rank, call):
         number = len(self.calls)
@@ -275,17 +266,12 @@ class Stage:
 
     def calls_of(self, role, method, rank=None):
         """The numbers of these calls."""
-        return [
-            number
-            for number, call in enumerate(self.port.calls)
-            if call[::2] == (role, method) and rank in (None, call[1])
-        ]
+        calls = [(number, call) for number, call in enumerate(self.port.calls) if call[::2] == (role, method)]
+        return [number for number, call in calls if rank in (None, call[1])]
 
     def make(self):
-        handles = {
-            role: [LocalHandle(self.port, role, rank) for rank in range(len(members))]
-            for role, members in self.port.members.items()
-        }
+        sizes = {role: len(members) for role, members in self.port.members.items()}
+        handles = {role: [LocalHandle(self.port, role, rank) for rank in range(size)] for role, size in sizes.items()}
         trainer = self.trainer_class(handles, self.classes, self.config)
         self.attempts.append(trainer)
         return trainer
@@ -307,20 +293,17 @@ class Stage:
         return plain({"end": self.config["end"][-1], "logs": self.logs, "members": self.states()})
 
     def states(self):
-        return {
-            f"{role}-{rank}": member.host.workload.state_dict()
-            for role, members in self.port.members.items()
-            for rank, member in enumerate(members)
-            if member.alive
-        }
+        alive = {process: member for process, member in self.members().items() if member.alive}
+        return {f"{role}-{rank}": member.host.workload.state_dict() for (role, rank), member in alive.items()}
+
+    def members(self):
+        """The workers that are there now, by role and rank."""
+        groups = self.port.members.items()
+        return {(str(role), rank): member for role, members in groups for rank, member in enumerate(members)}
 
     def executed(self):
         """Count the executions of each method in the workers that are there now."""
-        return {
-            (str(role), rank): dict(member.host.executed)
-            for role, members in self.port.members.items()
-            for rank, member in enumerate(members)
-        }
+        return {process: dict(member.host.executed) for process, member in self.members().items()}
 
 
 def plain(value):

@@ -23,15 +23,8 @@ CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
 
 def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", **config):
-    """A job of a recipe with one worker of each role, and so many rollouts; it writes to ``folder/out``.
-
-    Args:
-        folder: where model, data and output go.
-        recipe: ``grpo``, ``ppo`` or ``distill``.
-        roles: beside those that the trainer cannot do without.
-        out: the output's folder.
-        config: fields of the configuration to replace.
-    """
+    """A job of a recipe with one worker of each role, and so many rollouts, which writes to the folder ``out`` beside
+    its model and data; ``roles``: beside those that the trainer cannot do without."""
     folder = Path(folder)
     write_inputs(folder)
     trainer, *own = TRAINERS[recipe]

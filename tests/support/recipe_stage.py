@@ -13,15 +13,7 @@ def flip_a_bit(actor, ticket, name):
 
 
 class Stage(durable_toys.Stage):
-    """A job that is run to its end through faults.
-
-    Args:
-        folder: the job's directory.
-        trainer: the trainer's class.
-        roles: role to its workload class and its size.
-        config: of the job.
-        collocation: the roles that share a device, as workers are told of it.
-    """
+    """A job of ``roles``, each with its workload's class and its size, that is run to its end through faults."""
 
     def __init__(self, folder, trainer, roles, config, collocation=""):
         self.folder, self.collocation, self._judges = folder, collocation, []

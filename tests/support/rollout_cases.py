@@ -25,27 +25,16 @@ ON_CUDA = {"compile": False, "kv_cache_bytes": 1 << 26, "engine_args": {"gpu_mem
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine that the suite runs over.
-
-    Attributes:
-        label: what the tests call it.
-        name: in the registry.
-        needs: what has to be here for it.
-        device: where it computes.
-        backend: its own options.
-        hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
-        tells_cut: it gives the log-probs of a distribution that was cut.
-        longest: tokens of a sequence at most, of a model with 128 positions.
-    """
+    """An engine that the suite runs over: ``label`` to the tests, ``name`` in the registry."""
 
     label: str
     name: str
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # what has to be here for it
     device: str = "cpu"
-    backend: dict = field(default_factory=dict)
-    hidden: int = 32
-    tells_cut: bool = True
-    longest: int = 128
+    backend: dict = field(default_factory=dict)  # its own options
+    hidden: int = 32  # width of the model; vLLM's kernels for CPUs want heads of at least 32
+    tells_cut: bool = True  # it gives the log-probs of a distribution that was cut
+    longest: int = 128  # tokens of a sequence at most, of a model with 128 positions
 
     def make(self, model, memory=None, **settings):
         settings = RolloutSettings(**{"max_batch": 8, "device": self.device, "backend": self.backend, **settings})

@@ -22,18 +22,13 @@ READS_BACK = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class StandIn:
-    """The model behind the server.
-
-    Attributes:
-        deaf: names of weights that an update does not reach, though it is said to have succeeded.
-        said: every path that was asked for, in order.
-    """
+    """The model behind the server. An update does not reach the weights called ``deaf``, though it is said to have."""
 
     def __init__(self, path):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.lock, self.aborted, self.there = threading.Lock(), set(), set(KINDS)
-        self.deaf, self.said = (), []
+        self.deaf, self.said = (), []  # ... and every path that was asked for
         self.context = self.model.config.max_position_embeddings
         self.longest = min(self.context, CACHE_TOKENS) - 1
 

@@ -38,12 +38,7 @@ SETTINGS = ("steps", "step_s", "faults", "ends", "secret_settings", "hold")
 
 
 def toy_text(folder, roles=None, trainer="Loop", actor="Worker", module="tests.support.toy_job", devices=2, **keys):
-    """Return the job's file, and make its folder where it can be made.
-
-    Args:
-        roles: role to the number of its workers; one actor by default.
-        keys: of the config (``SETTINGS``), or of the file.
-    """
+    """Return the job's file, and make its folder where it can be made; ``keys``: of the config, or of the file."""
     with suppress(FileNotFoundError):
         Path(folder).mkdir(exist_ok=True)
     config = {"folder": str(folder), "steps": 5, "step_s": 0.05}
