@@ -23,7 +23,7 @@ from tests.chaos.harness import REPOSITORY, _wake_the_unreachable
 from tests.chaos.injector import _METHODS, Injected
 from tests.chaos.ledger import Commit, is_alive, is_stopped, ledger_of
 from tests.chaos.tables import percentile
-from tests.chaos.verdict import differences, redone_steps, repeated_calls
+from tests.chaos.verdict import differences, redone_steps
 from tests.support.commands import run_python
 
 
@@ -134,7 +134,6 @@ def test_redone_steps_are_those_of_every_rollout():
     calls = [("R0", 1), ("R1", 1), ("R0", 2), ("R1", 2), ("R0", 2), ("R1", 2), ("R0", 3), ("R0", 3), ("R1", 3)]
     executions = [{"method": "generate", "who": member, "step": step} for member, step in calls]
     assert redone_steps(executions) == {2: 1}
-    assert repeated_calls(executions) == {2: 2, 3: 1}
 
 
 def test_percentile_leaves_out_missing_values():

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
 from tests.support.commands import listening
-
-TIMING = ("time/", "speed/", "memory/")
-"""What the names of metrics that are times begin with: the only ones that may differ."""
+from tests.support.run_files import TIMES
 
 _GRACE_S = 10.0
 _LOOK_S = 0.2
@@ -59,7 +57,7 @@ def step_faults(job: Path, steps: int) -> Iterator[str]:
 
 def _metric_differences(oracle: Path, chaos: Path) -> Iterator[str]:
     rows = [
-        [{name: row[name] for name in row if not name.startswith(TIMING)} for row in read_rows(job / "metrics.jsonl")]
+        [{name: row[name] for name in row if not name.startswith(TIMES)} for row in read_rows(job / "metrics.jsonl")]
         for job in (oracle, chaos)
     ]
     for left, right in zip(*rows, strict=False):
@@ -253,18 +251,7 @@ def _read(pid: int, name: str) -> bytes:
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:
     """Return how often each step was repeated: as often as every rollout worker generated again for it."""
-    return _again(executions, min)
-
-
-def repeated_calls(executions: list[dict[str, Any]]) -> dict[int, int]:
-    """Return how many ``generate`` calls of each step were run more than once."""
-    return _again(executions, sum)
-
-
-def _again(executions: list[dict[str, Any]], fold: Callable[[list[int]], int]) -> dict[int, int]:
-    generated = [(row["step"], row["who"]) for row in executions if row["method"] == "generate"]
-    counts, members = Counter(generated), sorted({member for _, member in generated})
-    again = {
-        step: fold([max(counts[step, member] - 1, 0) for member in members]) for step in {step for step, _ in generated}
-    }
-    return {step: count for step, count in again.items() if count}
+    counts = Counter((row["step"], row["who"]) for row in executions if row["method"] == "generate")
+    steps, members = ({key[at] for key in counts} for at in (0, 1))
+    again = {step: min(counts[step, member] for member in members) - 1 for step in steps}
+    return {step: count for step, count in again.items() if count > 0}

@@ -177,13 +177,11 @@ def test_debugger_shows_its_prompt_on_a_terminal(desk):
     child = subprocess.Popen(["bash", "-c", line], cwd=desk, stdin=child_end, stdout=child_end, start_new_session=True)
     os.close(child_end)
     try:
-        seen = _until(ours, b"(Pdb) ")
-        os.write(ours, b"p self.rank\n")
-        seen += _until(ours, b"(Pdb) ")
-        assert b"\r\n1\r\n(Pdb) " in seen
-        os.write(ours, b"c\n")
-        _until(ours, b"(Pdb) ")
-        os.write(ours, b"c\n")
+        seen = []
+        for answer in (b"p self.rank\n", b"c\n", b"c\n"):
+            seen.append(_until(ours, b"(Pdb) "))
+            os.write(ours, answer)
+        assert b"\r\n1\r\n(Pdb) " in seen[1]
         assert child.wait(DEADLINE_S) == 0
     finally:
         child.kill()
@@ -274,11 +272,9 @@ def test_environment_of_messages_answers_them(desk):
     (desk / "user.py").write_text(block_with("class User"), encoding="utf-8")
     environment = load_environment(f"{desk / 'user.py'}:User")
     observation = asyncio.run(environment.reset({}))
-    unsure, sure = (make_assistant_message(text) for text in ("52?", "It is 51."))
-    assert asyncio.run(environment.step(observation, unsure, {})).next_state == [
-        {"role": "user", "content": "Are you sure?"}
-    ]
-    assert asyncio.run(environment.step(observation, sure, {})).done
+    said = [make_assistant_message(text) for text in ("52?", "It is 51.")]
+    unsure, sure = (asyncio.run(environment.step(observation, message, {})) for message in said)
+    assert unsure.next_state == [{"role": "user", "content": "Are you sure?"}] and sure.done
     assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 
 
@@ -299,9 +295,8 @@ def test_script_of_a_guide_prints_its_result(desk, words):
 
 
 def test_job_files_of_the_reference_are_jobs():
-    short, whole, group = [
-        item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"
-    ]
+    reference = [block for block in blocks(PAGES) if block.page == "job-file.md"]
+    short, whole, group = [block.text for block in reference if block.language == "yaml"]
     assert [spec.num for spec in load_job_text(short, "shown").workloads.values()] == [8, 8, 1]
     job = load_job_text(whole, "shown")
     assert list(job.workloads) == ["ACTOR"]

@@ -86,9 +86,8 @@ def test_any_number_of_rows_trains_on_any_number_of_ranks(tmp_path, processes, r
 def ran(script, tmp_path):
     """Run a script of the guide with a tiny model in the place of its models; what it printed."""
     write_tiny_model(tmp_path / "tiny", hidden=32, layers=2)
-    code, count = re.subn(
-        r'"Qwen/[^"]+"', repr(str(tmp_path / "tiny")), (GUIDES / "from_rlfusion" / script).read_text(encoding="utf-8")
-    )
+    text = (GUIDES / "from_rlfusion" / script).read_text(encoding="utf-8")
+    code, count = re.subn(r'"Qwen/[^"]+"', repr(str(tmp_path / "tiny")), text)
     assert count
     (tmp_path / script).write_text(code, encoding="utf-8")
     return run_python(tmp_path, script).stdout

@@ -60,17 +60,11 @@ def test_first_program_of_the_guide_runs_under_torchrun(tmp_path):
 
 
 PROGRAMS = {
-    "own_trainer": "pi is about 3.",
-    "grpo_reward": "runs/grpo/",
-    "sft": "'examples': 16",
-    "two_turns": "'completion': ",
-    "own_algorithm": "reward",
-    "more/grpo": "'reward/in_range': ",
-    "more/sft": "'held-out rows': 3",
-    "more/two_turns": "'score': ",
-    "more/own_algorithm": "(",
+    "own_trainer": "pi is about 3.", "grpo_reward": "runs/grpo/", "sft": "'examples': 16",
+    "two_turns": "'completion': ", "own_algorithm": "reward", "more/grpo": "'reward/in_range': ",
+    "more/sft": "'held-out rows': 3", "more/two_turns": "'score': ", "more/own_algorithm": "(",
     "more/own_trainer": "finished a",
-}
+}  # fmt: skip
 """Programs that use what the pages say and no more, and what each prints."""
 
 
@@ -103,13 +97,11 @@ def test_code_of_the_guide_runs(tmp_path):
 
 def guide_job(tmp_path):
     builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
-    builder.trainer("tests.examples.guide_code", "UserTrainer").actor(
-        "tests.examples.guide_code", "UserActorModel"
-    ).total(4)
-    builder.rollout("tests.examples.guide_code", "UserRolloutModel").total(2)
+    module = "tests.examples.guide_code"
+    builder.trainer(module, "UserTrainer").actor(module, "UserActorModel").total(4)
+    builder.rollout(module, "UserRolloutModel").total(2)
     builder.with_collocation("actor", "rollout")
-    spec = builder.spec("guide", (str(Path(__file__).parent),))
-    return replace(spec, job_dir=tmp_path)
+    return replace(builder.spec("guide", (str(Path(__file__).parent),)), job_dir=tmp_path)
 
 
 def test_blocks_of_the_guide_run_twice_in_one_folder(tmp_path):
@@ -132,8 +124,6 @@ def test_module_paths_of_the_guide_exist():
 
 
 def test_trainer_invocation_has_the_defaults_of_the_table():
-    table = {
-        "blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True, "pre_func": None,
-        "post_func": None,
-    }  # fmt: skip
+    table = {"blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True}
+    table |= {"pre_func": None, "post_func": None}
     assert {name: getattr(DEFAULT_OPTIONS, name) for name in table} == table
