@@ -71,12 +71,12 @@ MOMENTS = {
 }
 
 
+SIGNALS = [(moment, signal.SIGINT) for moment in MOMENTS] + [("running", signal.SIGTERM)]
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        *(pytest.param(name, signal.SIGINT, marks=[pytest.mark.slow] * (name != "checking")) for name in MOMENTS),
-        pytest.param("running", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] != "checking")) for case in SIGNALS],
 )
 def test_run_interrupted_at_any_moment_leaves_no_process(desk, moment, number):
     (desk.folder / "toy.yaml").write_text(toy_text(desk.folder, {"actor": 2}, **ENDLESS))
@@ -233,13 +233,10 @@ def sizes_of(folder, steps):
 @pytest.mark.slow
 def test_resize_to_an_impossible_size_is_refused(desk_on_ray):
     start_resizable(desk_on_ray, "steady", 10**5)
-    for arguments, words in (
-        (("actor", "2"), "its workers hold a state"),
-        (("rolout", "3"), "did you mean 'ROLLOUT'?"),
-        (("rollout", "0"), "0 is not in the range"),
-        (("rollout", "500"), "stays as it is"),
-    ):
-        assert words in desk_on_ray.run("resize", "steady", *arguments, code=2)
+    hints = {"actor 2": "its workers hold a state", "rolout 3": "did you mean 'ROLLOUT'?"}
+    hints |= {"rollout 0": "0 is not in the range", "rollout 500": "stays as it is"}
+    for arguments, words in hints.items():
+        assert words in desk_on_ray.run("resize", "steady", *arguments.split(), code=2)
     assert desk_on_ray.status("steady")["roles"]["ROLLOUT"] == 2
     free = ray.available_resources().get("CPU")
     for num in (3, 1, 3):
