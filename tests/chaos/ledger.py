@@ -16,22 +16,8 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, JournalCorrupt
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    Failed,
-    MasterStarted,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    Placed,
-    StandbyLost,
-    StandbyReady,
-    Submitted,
-    TrainerLost,
-    TrainerStarted,
-)
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.events import Cause, CauseKind, Event
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -69,37 +55,37 @@ class Loss:
 class Ledger:
     """A journal, folded."""
 
-    submitted: Submitted | None = None
+    submitted: events.Submitted | None = None
     up: dict[str, Up] = field(default_factory=dict)
     starts: list[Up] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
 
     def take(self, at_s: float, event: Event) -> None:
         """Take one event in."""
-        if isinstance(event, Submitted):
+        if isinstance(event, events.Submitted):
             self.submitted = event
-        elif isinstance(event, Placed):
+        elif isinstance(event, events.Placed):
             self.up = {process: up for process, up in self.up.items() if process == "master"}
-        elif isinstance(event, MasterStarted):
+        elif isinstance(event, events.MasterStarted):
             earlier = sum(up.who == "master" for up in self.starts)
             self._start(Up("master", earlier + 1, event.pid, event.node, at_s))
-        elif isinstance(event, MemberStarted | StandbyReady | TrainerStarted):
-            if isinstance(event, MemberStarted) and event.standby >= 0:
+        elif isinstance(event, events.MemberStarted | events.StandbyReady | events.TrainerStarted):
+            if isinstance(event, events.MemberStarted) and event.standby >= 0:
                 self.up.pop(f"{event.role}-standby[{event.standby}]", None)
             self._start(Up(*_name_of(event), event.process.pid, event.process.node, at_s))
-        elif isinstance(event, NodeLost):
+        elif isinstance(event, events.NodeLost):
             self.losses.append(Loss("node", 0, 0, event.node, at_s, event.cause))
             self.up = {process: up for process, up in self.up.items() if up.node != event.node or process == "master"}
-        elif isinstance(event, Failed):
+        elif isinstance(event, events.Failed):
             self.losses.append(Loss("job", event.incarnation, 0, "", at_s, event.cause))
-        elif isinstance(event, MemberLost | StandbyLost | TrainerLost):
+        elif isinstance(event, events.MemberLost | events.StandbyLost | events.TrainerLost):
             self._lost(at_s, event)
 
     def _start(self, up: Up) -> None:
         self.up[up.who] = up
         self.starts.append(up)
 
-    def _lost(self, at_s: float, event: MemberLost | StandbyLost | TrainerLost) -> None:
+    def _lost(self, at_s: float, event: events.MemberLost | events.StandbyLost | events.TrainerLost) -> None:
         process, number = _name_of(event)
         known_up = self._known(process, number)
         pid, node = (known_up.pid, known_up.node) if known_up else (0, "")
@@ -132,9 +118,9 @@ class Ledger:
 
 def _name_of(event: Any) -> tuple[str, int]:
     """The process of an event, and its number."""
-    if isinstance(event, MemberStarted | MemberLost):
+    if isinstance(event, events.MemberStarted | events.MemberLost):
         return f"{event.role}[{event.rank}]", event.incarnation
-    if isinstance(event, StandbyReady | StandbyLost):
+    if isinstance(event, events.StandbyReady | events.StandbyLost):
         return f"{event.role}-standby[{event.number}]", 0
     return "trainer", event.epoch
 

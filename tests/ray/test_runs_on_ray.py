@@ -80,14 +80,10 @@ def assert_resumes(desk, command):
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "raylet/raylet",
-        pytest.param("ray::DashboardAgent", marks=pytest.mark.slow),
-        pytest.param("ray::RuntimeEnvAgent", marks=pytest.mark.slow),
-    ],
-)
+AGENTS = [pytest.param(f"ray::{name}", marks=pytest.mark.slow) for name in ("DashboardAgent", "RuntimeEnvAgent")]
+
+
+@pytest.mark.parametrize("victim", ["raylet/raylet", *AGENTS])
 def test_run_resumes_when_a_process_of_its_cluster_dies(desk, victim):
     command = desk.held("out")
     processes = processes_below(command.pid)

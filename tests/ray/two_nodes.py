@@ -16,14 +16,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.runtime.ray.cluster.cluster import (
-    GcsKeeper,
-    has_durable_gcs,
-    on_loopback,
-    private_folder,
-    restore_environment,
-    settings,
-)
+from dlrover.python.rl.runtime.ray.cluster import cluster as own
 from tests.support.commands import processes_below
 
 _START_ATTEMPTS = 3
@@ -43,7 +36,7 @@ class TwoNodes:
     cluster: Cluster
     cpus: float
     nodes: list[Any] = field(default_factory=list)
-    keeper: GcsKeeper | None = None
+    keeper: own.GcsKeeper | None = None
     environment: Environment = lambda index: {}
     stopped: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
@@ -147,9 +140,9 @@ def two_nodes(
     assert not ray.is_initialized(), "this process is connected to another cluster"
     before = {name: os.environ.get(name) for name in _VARIABLES}
     with contextlib.ExitStack() as stack:
-        stack.callback(restore_environment, before)
-        folder = stack.enter_context(private_folder())
-        stack.enter_context(on_loopback())
+        stack.callback(own.restore_environment, before)
+        folder = stack.enter_context(own.private_folder())
+        stack.enter_context(own.on_loopback())
         nodes = _start(folder, workers, cpus, head_cpus, environment)
         stack.callback(nodes.close)
         if connect:
@@ -178,10 +171,10 @@ def _start(folder: Path, workers: int, cpus: float, head_cpus: float, environmen
 def _start_all(
     files: Path, cluster: Cluster, workers: int, cpus: float, head_cpus: float, environment: Environment
 ) -> TwoNodes:
-    store = files / "gcs" if has_durable_gcs() else None
-    for_head = {"include_dashboard": False, "_system_config": settings(store)}
+    store = files / "gcs" if own.has_durable_gcs() else None
+    for_head = {"include_dashboard": False, "_system_config": own.settings(store)}
     head = _start_node(cluster, 0, head_cpus, environment(0), attempts=1, **for_head)
-    keeper = GcsKeeper(head) if store is not None else None
+    keeper = own.GcsKeeper(head) if store is not None else None
     nodes = TwoNodes(files, cluster, cpus, [head], keeper, environment)
     try:
         for _ in range(workers):
