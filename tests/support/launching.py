@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines under launchers: real processes, of which none outlives its test."""
 
-import json
 import os
 import shlex
 import signal
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
 from tests.support.commands import ROOT
+from tests.support.run_files import write_rows
 
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
 DEADLINE_S = 240.0
@@ -33,15 +33,13 @@ config: {steps: 5, pause_s: 0, fault: {where: "", rank: 1, step: 3, once: nothin
 
 def write_desk(folder):
     """A working directory with a tiny model, data, and the toy job."""
-    write_tiny_model(folder / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
-    write_tiny_model(folder / "teacher", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=1)
-    rows = [(a, b) for a in range(1, 10) for b in range(1, 6)]
-    problems = [json.dumps({"prompt": f"{a}+{b}=", "answer": a + b}) for a, b in rows]
-    examples = [json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}"}) for a, b in rows]
-    (folder / "problems.jsonl").write_text("\n".join(problems))
-    (folder / "examples.jsonl").write_text("\n".join(examples))
-    pairs = [json.dumps({"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a}"}) for a, b in rows[:7]]
-    (folder / "pairs.jsonl").write_text("\n".join(pairs))
+    for seed, name in enumerate(("model", "teacher")):
+        write_tiny_model(folder / name, hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=seed)
+    rows = [(f"{a}+{b}=", a, a + b) for a in range(1, 10) for b in range(1, 6)]
+    write_rows(folder / "problems.jsonl", [{"prompt": prompt, "answer": total} for prompt, _, total in rows])
+    write_rows(folder / "examples.jsonl", [{"prompt": prompt, "response": str(total)} for prompt, _, total in rows])
+    pairs = [{"prompt": prompt, "chosen": str(total), "rejected": str(a)} for prompt, a, total in rows[:7]]
+    write_rows(folder / "pairs.jsonl", pairs)
     (folder / "toy.yaml").write_text(TOY)
     return folder
 
@@ -69,20 +67,11 @@ ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 @contextmanager
 def started(desk, *lines, **env):
     """Processes of these command lines, all killed in the end, with whatever they have started."""
-    paths = str(ROOT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
-    children = [
-        subprocess.Popen(
-            [sys.executable, *shlex.split(line)],
-            cwd=desk,
-            env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for line in lines
-    ]
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    commands = [[sys.executable, *shlex.split(line)] for line in lines]
+    children = [subprocess.Popen(command, cwd=desk, env=environment, **options) for command in commands]
     try:
         yield children
     finally:

@@ -58,16 +58,11 @@ def write_inputs(folder, shape=SHAPE):
 
 
 def policy_config(folder):
-    return {
-        "model": str(folder / "model"),
-        "data": {"train": str(folder / "problems.jsonl"), "eval_rows": 4},
-        "steps": 3,
-        "prompts_per_step": 4,
-        "optimizer": {"lr": 3e-3},
-        "rollout": {"samples_per_prompt": 8, "max_new_tokens": 8},
-        "reward": {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0},
-        "engine": {"threads": 1},
-    }
+    data = {"train": str(folder / "problems.jsonl"), "eval_rows": 4}
+    reward = {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0}
+    rollout = {"samples_per_prompt": 8, "max_new_tokens": 8}
+    numbers = {"steps": 3, "prompts_per_step": 4, "optimizer": {"lr": 3e-3}, "engine": {"threads": 1}}
+    return {"model": str(folder / "model"), "data": data, "rollout": rollout, "reward": reward, **numbers}
 
 
 def finished(job):
