@@ -240,13 +240,9 @@ def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], com
 
 def as_json(outcome: Outcome, problems: list[str], redone: Mapping[int, int]) -> dict[str, Any]:
     """The run for machines."""
-    return {
-        "seconds": outcome.seconds,
-        "problems": problems,
-        "redone": {str(step): count for step, count in redone.items()},
-        "findings": [asdict(finding) for finding in outcome.findings],
-        "commits": [asdict(commit) for commit in outcome.recorder.commits],
-    }
+    rows = {"findings": outcome.findings, "commits": outcome.recorder.commits}
+    numbers = {"seconds": outcome.seconds, "redone": {str(step): count for step, count in redone.items()}}
+    return {**numbers, "problems": problems, **{name: [asdict(row) for row in of] for name, of in rows.items()}}
 
 
 def save(folder: Path, text: str, data: Mapping[str, Any]) -> None:

@@ -5,15 +5,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import processes_below
+from tests.support.commands import answers, processes_below
 from tests.support.held_job import Desk, wait_for
 from tests.support.processes import free_port
 
@@ -134,12 +133,6 @@ def test_supervised_run_resumes_on_the_next_cluster(desk, foreign):
         assert_resumes(desk, command)
     finally:
         end()
-
-
-def answers(address):
-    host, _, port = address.partition(":")
-    with closing(socket.socket()) as probe:
-        return not probe.connect_ex((host, int(port)))
 
 
 def test_supervise_with_detach_is_refused(desk):

@@ -260,9 +260,9 @@ def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, 
     service, steps = service_on_session, 120
     texts = [small_job(tmp_path / f"notes-{number}", steps, 0.3) for number in range(3)]
     with service.client() as client:
-        tokens = [secrets.token_hex(8) for _ in range(3)]
-        for number, token in enumerate(tokens):
-            client.submit(texts[number], name=f"job-{number}", client_token=token)
+        tokens = [secrets.token_hex(8) for _ in texts]
+        for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+            client.submit(text, name=f"job-{number}", client_token=token)
         watcher = Watcher(service)
         watcher.start()
         for number in range(3):

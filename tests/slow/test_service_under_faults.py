@@ -188,12 +188,12 @@ def spans_of(events):
     begun_at, spans = {}, defaultdict(list)
     for event in events:
         if event.kind == "submitted":
-            begun_at[event.run] = event.at_s
+            begun_at[event.run] = event.name, event.at_s
         if phase_of(event).ended:
-            spans[event.name].append((begun_at.pop(event.run), event.at_s))
-    for event in events:
-        if event.run in begun_at:
-            spans[event.name].append((begun_at.pop(event.run), float("inf")))
+            name, begun_s = begun_at.pop(event.run)
+            spans[name].append((begun_s, event.at_s))
+    for name, begun_s in begun_at.values():
+        spans[name].append((begun_s, float("inf")))
     return spans
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +118,13 @@ def wait_for(reached, within_s=_DEADLINE_S):
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
         time.sleep(0.02)
     return outcome
+
+
+def answers(address):
+    """Return True if there is a listener at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def say(line):
