@@ -301,8 +301,8 @@ class Injector:
         if planned.kind is Kind.PAUSE_MASTER:
             return self._stop_for(self._signal(planned, signal.SIGSTOP, "master"), _PAUSE_S)
         of_gcs = planned.kind is Kind.PAUSE_GCS
-        who, pid = ("GCS", self._gcs()) if of_gcs else ("raylet", self._cluster.raylet_pid(self._node))
-        injected = self._injected(planned, who=who, pid=pid)
+        pid = self._gcs() if of_gcs else self._cluster.raylet_pid(self._node)
+        injected = self._injected(planned, who="GCS" if of_gcs else "raylet", pid=pid)
         os.kill(injected.pid, signal.SIGSTOP)
         return self._stop_for(injected, _RAYLET_PAUSE_S)
 

@@ -172,9 +172,9 @@ def test_differences_other_than_times_are_named(tmp_path, run, change, words):
     oracle, chaos = write_run(tmp_path / "oracle"), write_run(tmp_path / "chaos", **run)
     if change:
         change(chaos)
-    found = differences(oracle, chaos, 2)
-    assert any(words in line for line in found)
-    assert run or change or all(words in line for line in found)
+    lines = differences(oracle, chaos, 2)
+    assert any(words in line for line in lines)
+    assert run or change or all(words in line for line in lines)
 
 
 def test_flip_bit_and_tear_damage_a_file(tmp_path):

@@ -272,8 +272,8 @@ def test_environment_of_messages_answers_them(desk):
     (desk / "user.py").write_text(block_with("class User"), encoding="utf-8")
     environment = load_environment(f"{desk / 'user.py'}:User")
     observation = asyncio.run(environment.reset({}))
-    said = [make_assistant_message(text) for text in ("52?", "It is 51.")]
-    unsure, sure = (asyncio.run(environment.step(observation, message, {})) for message in said)
+    messages = [make_assistant_message(text) for text in ("52?", "It is 51.")]
+    unsure, sure = (asyncio.run(environment.step(observation, message, {})) for message in messages)
     assert unsure.next_state == [{"role": "user", "content": "Are you sure?"}] and sure.done
     assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 

@@ -115,7 +115,7 @@ class Witness:
                 self.seen_files.add(path.name)
 
     def look_at_metrics(self):
-        """Of jobs and of a service, which their files name."""
+        """Read the metrics of jobs and of a service, whose addresses are in their files."""
         files = [*self.folder.glob("runs/*/*/metrics.json"), *self.folder.glob("service.log")]
         for address in re.findall(rb"127\.0\.0\.1:\d+(?=/metrics|\"})", b"".join(map(content_of, files))):
             with suppress(OSError, HTTPException):

@@ -56,7 +56,7 @@ class Caller(threading.Thread):
         name, token = f"job-{self.random.randrange(NAMES)}", f"token-{self.number}-{at}"
         kind = self.random.choice(["submit", "submit", "submit", "again", "stop", "stop", "get", "get", "get"])
         if kind == "again":
-            kind, earlier = "submit", [(told.name, told.token) for told in self.told if told.token]
+            kind, earlier = "submit", [(before.name, before.token) for before in self.told if before.token]
             name, token = self.random.choice(earlier) if earlier else (name, token)
         answer_row = Told(self.number, kind, name, time.time(), 0.0, token=token if kind == "submit" else "")
         submit = {"name": name, "client_token": token}

@@ -12,13 +12,14 @@ from tests.support.toy_job import toy_text
 class Desk(commands.Desk):
     """A working directory with the job."""
 
-    said = staticmethod(commands.Command.said)
-
     def __init__(self, folder):
         super().__init__(folder)
         settings = {"steps": 6, "step_s": 0.0, "hold": 0, "name": "held"}
         # A commit in each step, since it is resumed with other settings.
         (folder / "job.yaml").write_text(toy_text(folder / "notes", checkpoint={"commit_every": 1}, **settings))
+
+    def said(self, process):
+        return process.said()
 
     def end(self, process):
         """Wait until a process has ended, and return what it said."""

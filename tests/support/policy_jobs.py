@@ -23,8 +23,8 @@ CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
 
 def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", **config):
-    """A job of a recipe with one worker of each role, and so many rollouts, which writes to the folder ``out`` beside
-    its model and data; ``roles``: beside those that the trainer cannot do without."""
+    """A job of a recipe with one worker of each role but rollouts, which writes to the folder ``out`` beside its model
+    and data; ``roles``: beside those that the trainer cannot do without."""
     folder = Path(folder)
     write_inputs(folder)
     trainer, *own = TRAINERS[recipe]

@@ -126,7 +126,7 @@ class RayStage(Stage):
         return find(self._executor.name_of(role, rank, 1, standby=-1))
 
     async def _execute(self, event, *commands, count=1):
-        """Carry commands out, until there are so many events of this class."""
+        """Carry commands out, which give ``count`` events of this class."""
         events = asyncio.Queue()
         for command in commands:
             self._executor.execute(command, events.put_nowait)

@@ -65,7 +65,7 @@ Stopper = calling(lambda self: self.RG_ACTOR.stop_here())
 
 
 class LosesMember(Loop):
-    """A worker is lost outside of durable steps, in so many incarnations."""
+    """A worker is lost outside of durable steps, in the first incarnation or several."""
 
     times = 1
 
