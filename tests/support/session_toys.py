@@ -160,8 +160,8 @@ class Long(Policy):
 
     def train_step(self, ids, labels, of):
         ids, labels = (torch.as_tensor(rows, device=self.device) for rows in (ids, labels))
-        losses = functional.cross_entropy(self(ids).logits.flatten(0, 1), labels.flatten(), reduction="none")
-        loss = losses.sum() / of if self.gradients == "sum" else losses.mean()
+        loss = functional.cross_entropy(self(ids).logits.flatten(0, 1), labels.flatten(), reduction=self.gradients)
+        loss = loss / of if self.gradients == "sum" else loss
         loss.backward()
         return loss.item()
 
