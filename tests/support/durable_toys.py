@@ -204,7 +204,7 @@ class Stage:
         spread=False, config=None, sizes=None,
     ):  # fmt: skip
         self.nodes, self.shared, self.spread = nodes, shared, spread
-        self.path, self.trainer_class, self.classes = path, trainer, classes
+        self.path, self.trainer, self.classes = path, trainer, classes
         self.sizes, self.config = sizes or dict.fromkeys(classes, 2), config or {"steps": steps, "end": []}
         self.every, self.commit_every, self.epoch, self.logs = every, commit_every, 0, {}
         self.attempts, self.progress, self.on_opened = [], [], lambda: None
@@ -272,7 +272,7 @@ class Stage:
     def make(self):
         sizes = {role: len(members) for role, members in self.port.members.items()}
         handles = {role: [LocalHandle(self.port, role, rank) for rank in range(size)] for role, size in sizes.items()}
-        trainer = self.trainer_class(handles, self.classes, self.config)
+        trainer = self.trainer(handles, self.classes, self.config)
         self.attempts.append(trainer)
         return trainer
 

@@ -16,7 +16,7 @@ class Stage(durable_toys.Stage):
     """A job of ``roles``, each with its workload's class and its size, that is run to its end through faults."""
 
     def __init__(self, folder, trainer, roles, config, collocation=""):
-        self.folder, self.collocation, self._judges = folder, collocation, []
+        self.folder, self.roles, self.collocation, self._judges = folder, roles, collocation, []
         classes, sizes = ({role: pair[at] for role, pair in roles.items()} for at in (0, 1))
         super().__init__(folder, trainer, every=4, classes=classes, config=config, sizes=sizes)
 
@@ -25,6 +25,12 @@ class Stage(durable_toys.Stage):
         if role == "REWARD":
             self._judges.append(member.host.workload)
         return member
+
+    def _link(self):
+        return super().link(fresh=self.epoch == 0)
+
+    def link(self, fresh=True):
+        return self._link()
 
     def run(self, faults=None):
         """Verifiers end here: a killed worker's process would have taken its own along."""
