@@ -54,9 +54,8 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
     """Make ``folder`` a separate disk of this size, in memory. Return True if that was allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={megabytes}m,mode=700"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "chaos", str(folder)], capture_output=True, check=False, timeout=30
-    )
+    command = ["mount", "-t", "tmpfs", "-o", options, "chaos", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False, timeout=30)
     try:
         yield not mounted.returncode
     finally:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from tests.chaos.faults import Kind
 from tests.chaos.tables import markdown, percentile
+from tests.support.commands import ROOT as REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "fault-table.md"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "chaos.json"
 OUTSIDE = REPOSITORY / "benchmarks" / "results" / "chaos-outside.json"
@@ -38,12 +38,8 @@ class Expected(NamedTuple):
     recovered: str
 
 
-CRASHES = frozenset(
-    {
-        *(Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_STANDBY),
-        *(Kind.CUT_RECEIVE, Kind.CUT_PUBLISH),
-    }
-)
+CRASHES = {Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_STANDBY}
+CRASHES |= {Kind.CUT_RECEIVE, Kind.CUT_PUBLISH}
 """Processes of the job that are killed and nothing else."""
 
 MASTERLESS = frozenset({Kind.KILL_MASTER, Kind.TEAR_JOURNAL})
@@ -64,16 +60,8 @@ def render_outside(series: Sequence[Mapping[str, Any]]) -> str:
     """A line for each series of runs whose processes were killed by their pids alone."""
     if not series:
         return "No run that was disturbed from outside is kept here yet."
-    head = [
-        "killed",
-        "runs",
-        "in the undisturbed bits",
-        "kills",
-        "of these before the first step",
-        "seconds p50",
-        "max",
-    ]
-    return markdown(head, [_outside_row(results) for results in series])
+    head = ["killed", "runs", "in the undisturbed bits", "kills", "of these before the first step"]
+    return markdown([*head, "seconds p50", "max"], [_outside_row(results) for results in series])
 
 
 def _outside_row(results: Mapping[str, Any]) -> list[object]:
@@ -81,15 +69,9 @@ def _outside_row(results: Mapping[str, Any]) -> list[object]:
     names = Counter(name.removeprefix("ray::").partition(".")[0] for result in runs for _, name in result["killed"])
     early = sum(at_s < result["first_step_s"] for result in runs for at_s, _ in result["killed"])
     seconds = [result["seconds"] for result in runs]
-    return [
-        ", ".join(f"{name} {count}" for name, count in sorted(names.items())),
-        len(runs),
-        sum(result["same"] for result in runs),
-        names.total(),
-        early,
-        f"{percentile(seconds, 0.5):.0f}",
-        f"{max(seconds):.0f}",
-    ]
+    killed = ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
+    counts = [len(runs), sum(result["same"] for result in runs), names.total(), early]
+    return [killed, *counts, f"{percentile(seconds, 0.5):.0f}", f"{max(seconds):.0f}"]
 
 
 def render(runs: Sequence[Run], outside: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -190,9 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wanted == page:
         return 0
     if options.check:
-        sys.stderr.write(
-            f"{options.page} is not what {options.results} renders to: python -m tests.chaos.fault_table\n"
-        )
+        outdated = f"{options.page} is not what {options.results} renders to"
+        sys.stderr.write(f"{outdated}: python -m tests.chaos.fault_table\n")
         return 1
     options.page.write_text(wanted, encoding="utf-8")
     return 0

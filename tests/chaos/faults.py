@@ -46,12 +46,8 @@ CORRUPTING = frozenset({Kind.FLIP_MEMORY, Kind.TEAR_MEMORY})
 
 NODE_LOSSES = frozenset({Kind.KILL_RAYLET, Kind.KILL_NODE, Kind.CUT_NODE})
 
-QUICK = frozenset(
-    {
-        *(Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MASTER, Kind.KILL_GCS),
-        *(Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.HANG_TRAINER),
-    }
-)
+QUICK = {Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MASTER, Kind.KILL_GCS}
+QUICK |= {Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.HANG_TRAINER}
 """Done by one signal, at a time of one's choosing: these strike while another fault is being recovered."""
 
 _RARE = frozenset({*NODE_LOSSES, Kind.FULL_DISK, Kind.KILL_GCS, Kind.PAUSE_GCS, Kind.PAUSE_RAYLET, Kind.PAUSE_MASTER})

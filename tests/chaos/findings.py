@@ -18,23 +18,14 @@ NOTHING = "(nothing)"
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault and what became of it.
-
-    Attributes:
-        fault: what struck.
-        noticed_s: seconds until the master noted the loss; None when it noted none.
-        cause: what it noted, or ``"(nothing)"``.
-        back_s: seconds until the lost process was replaced; None where none was lost.
-        commit_s: seconds until the next commit.
-        overlaps: it struck less than a second after another one that had not healed.
-    """
+    """A fault and what became of it, in seconds from then on."""
 
     fault: Injected
-    noticed_s: float | None
-    cause: str
-    back_s: float | None
-    commit_s: float | None
-    overlaps: bool = False
+    noticed_s: float | None  # until the master noted the loss
+    cause: str  # what it noted, or "(nothing)"
+    back_s: float | None  # until the lost process was replaced
+    commit_s: float | None  # until the next commit
+    overlaps: bool = False  # it struck less than a second after another one that had not healed
 
     @property
     def healed_at_s(self) -> float:
@@ -50,16 +41,10 @@ def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Co
         before = findings[-1] if findings else None
         overlaps = before is not None and fault.at_s < min(before.fault.at_s + 1.0, before.healed_at_s)
         returned_s = fault.back_s or (back.at_s if back else 0.0)
-        findings.append(
-            Finding(
-                fault,
-                loss.at_s - fault.at_s if loss else None,
-                loss.cause.kind.value if loss else NOTHING,
-                returned_s - fault.at_s if returned_s else None,
-                next((commit.at_s - fault.at_s for commit in commits if commit.at_s > fault.at_s), None),
-                overlaps,
-            )
-        )
+        noticed_s, cause = (loss.at_s - fault.at_s, loss.cause.kind.value) if loss else (None, NOTHING)
+        back_s = returned_s - fault.at_s if returned_s else None
+        commit_s = next((commit.at_s - fault.at_s for commit in commits if commit.at_s > fault.at_s), None)
+        findings.append(Finding(fault, noticed_s, cause, back_s, commit_s, overlaps))
     return findings
 
 

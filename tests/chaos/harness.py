@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.names import RLRoleType, master_name
-from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec
+from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec, RestartSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.on_ray import stop_master
@@ -37,8 +37,7 @@ from tests.chaos.tables import confusion_table, fault_table
 from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS
 from tests.ray.two_nodes import TwoNodes
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.commands import ROOT as REPOSITORY
 
 HANG_S = 10.0
 """Seconds without progress after which a process is treated as hung; loading a model on busy cores takes some of it."""
@@ -97,14 +96,7 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
         job_dir=folder / "out",
         work_dir=str(REPOSITORY),
         search_path=(str(REPOSITORY),),
-        restart=replace(
-            job.restart,
-            job_max_restart=_MANY,
-            trainer_max_restart=_MANY,
-            workload_max_restart={},
-            backoff_s=0.1,
-            node_max_failures=_MANY,
-        ),
+        restart=RestartSpec(_MANY, _MANY, backoff_s=0.1, node_max_failures=_MANY),
         checkpoint=CheckpointSpec(every=5),
         liveness=LivenessSpec(),
         master=MasterSpec(max_restart=_MANY),
@@ -248,13 +240,9 @@ def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], com
 
 def as_json(outcome: Outcome, problems: list[str], redone: Mapping[int, int]) -> dict[str, Any]:
     """The run for machines."""
-    return {
-        "seconds": outcome.seconds,
-        "problems": problems,
-        "redone": {str(step): count for step, count in redone.items()},
-        "findings": [asdict(finding) for finding in outcome.findings],
-        "commits": [asdict(commit) for commit in outcome.recorder.commits],
-    }
+    rows = {"findings": outcome.findings, "commits": outcome.recorder.commits}
+    numbers = {"seconds": outcome.seconds, "redone": {str(step): count for step, count in redone.items()}}
+    return {**numbers, "problems": problems, **{name: [asdict(row) for row in of] for name, of in rows.items()}}
 
 
 def save(folder: Path, text: str, data: Mapping[str, Any]) -> None:

@@ -35,13 +35,8 @@ _CPUS = 4  # of a host and a node of the plan: no host has room for both nodes, 
 _CPUS_OF_HEAD = 2  # for the master and the trainer
 _LIMIT_S = 900.0
 _START_S = 10.0
-_LAYOUT = (
-    "trainer.node_number=2",
-    f"trainer.device_per_node={_CPUS}",
-    "workload.actor.num=2",
-    "workload.reference.num=2",
-    "workload.rollout.num=4",
-)
+_LAYOUT = ["trainer.node_number=2", f"trainer.device_per_node={_CPUS}"]
+_LAYOUT += ["workload.actor.num=2", "workload.reference.num=2", "workload.rollout.num=4"]
 _SCRIPTS = Path(dlrover.python.rl.cli.__path__[0], "skeleton", "ray")
 _AGAIN = 'while :; do "$0" "$@"; sleep 2; done'  # as a supervisor such as systemd does
 
@@ -102,14 +97,11 @@ class Host:
         self.processes.append(holder)
 
     def start(self, *command: str, log: Path, **env: str) -> "subprocess.Popen[bytes]":
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--mount", "env", f"--chdir={log.parent}"]
+        env = {**os.environ, **env, "OMP_NUM_THREADS": "1"}
         with log.open("ab") as output:
-            return subprocess.Popen(
-                ["nsenter", f"--target={self.pid}", "--net", "--mount", "env", f"--chdir={log.parent}", *command],
-                env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+            return subprocess.Popen([*enter, *command], env=env, start_new_session=True, **pipes)
 
     def join(self, head: "Host", folder: Path) -> None:
         """Start Ray's node of this host with the scripts that ``dlrover-rl init`` writes."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.damage import fill_disk, flip_bit, tear, tear_journal
-from tests.chaos.faults import Burst, Kind, Planned
+from tests.chaos.faults import NODE_LOSSES, Burst, Kind, Planned
 from tests.chaos.gates import Gates
 from tests.chaos.ledger import Recorder, Up, is_alive
 from tests.ray.two_nodes import TwoNodes
@@ -37,18 +37,10 @@ _PARTITION_S = 20.0
 _JOIN_S = 120.0
 _AFTER_PARTITION_S = 2.0
 
-_ROLES = {
-    Kind.KILL_ACTOR: "ACTOR[",
-    Kind.KILL_ROLLOUT: "ROLLOUT[",
-    Kind.KILL_REWARD: "REWARD[",
-    Kind.KILL_TRAINER: "trainer",
-    Kind.KILL_MASTER: "master",
-    Kind.KILL_STANDBY: "-standby[",
-    Kind.HANG_ACTOR: "ACTOR[",
-    Kind.HANG_ROLLOUT: "ROLLOUT[",
-    Kind.HANG_REWARD: "REWARD[",
-    Kind.HANG_TRAINER: "trainer",
-}
+_HUNG = {Kind.HANG_ACTOR: "ACTOR[", Kind.HANG_ROLLOUT: "ROLLOUT[", Kind.HANG_REWARD: "REWARD["}
+_HUNG |= {Kind.HANG_TRAINER: "trainer"}
+_KILLED = {Kind.KILL_ACTOR: "ACTOR[", Kind.KILL_ROLLOUT: "ROLLOUT[", Kind.KILL_REWARD: "REWARD["}
+_KILLED |= {Kind.KILL_TRAINER: "trainer", Kind.KILL_MASTER: "master", Kind.KILL_STANDBY: "-standby["}
 
 
 class Stalled(Exception):
@@ -57,27 +49,16 @@ class Stalled(Exception):
 
 @dataclass
 class Injected:
-    """A fault that struck.
-
-    Attributes:
-        kind: what was done.
-        at_s: when, in seconds since 1970.
-        step: the newest commit at that time.
-        who: the victim, ``"node"`` or ``"GCS"``, ``""`` for none.
-        pid: its process, 0 for none.
-        node: the node that was lost, ``""`` for none.
-        note: what it hit, for the log.
-        back_s: when what the harness itself watches was back; 0 for what the journal tells.
-    """
+    """A fault that struck."""
 
     kind: Kind
-    at_s: float
-    step: int
-    who: str = ""
+    at_s: float  # since 1970
+    step: int  # the newest commit at that time
+    who: str = ""  # the victim, "node" or "GCS"
     pid: int = 0
-    node: str = ""
-    note: str = ""
-    back_s: float = 0.0
+    node: str = ""  # that was lost
+    note: str = ""  # what it hit, for the log
+    back_s: float = 0.0  # when what the harness itself watches was back; 0 for what the journal tells
 
 
 @dataclass(frozen=True)
@@ -115,8 +96,6 @@ class Injector:
         self._thread.join(timeout=_HEAL_S)
         for thread in self._later:
             thread.join(timeout=_HEAL_S)
-
-    # -- the order of things ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -176,8 +155,6 @@ class Injector:
         self._later = [other for other in self._later if other.is_alive()] + [thread]
         thread.start()
 
-    # -- processes ----------------------------------------------------------------------------------------------------
-
     def _victim(self, part: str, pick: int) -> Up:
         """One that is up now; one that is being replaced is waited for."""
         victims: list[Up] = []
@@ -190,17 +167,17 @@ class Injector:
         self._await(some, f"a process {part}", _REACH_S)
         return victims[pick % len(victims)]
 
-    def _signal(self, planned: Planned, number: int, part: str = "") -> Injected:
-        victim = self._victim(part or _ROLES[planned.kind], planned.pick)
+    def _signal(self, planned: Planned, number: int, part: str) -> Injected:
+        victim = self._victim(part, planned.pick)
         injected = self._injected(planned, who=victim.who, pid=victim.pid, node=victim.node)
         os.kill(victim.pid, number)
         return injected
 
     def _kill(self, planned: Planned) -> Injected:
-        return self._signal(planned, signal.SIGKILL)
+        return self._signal(planned, signal.SIGKILL, _KILLED[planned.kind])
 
     def _hang(self, planned: Planned) -> Injected:
-        return self._signal(planned, signal.SIGSTOP)
+        return self._signal(planned, signal.SIGSTOP, _HUNG[planned.kind])
 
     def _cut(self, planned: Planned) -> Injected:
         gate = "receive_weights" if planned.kind is Kind.CUT_RECEIVE else "publish_weights"
@@ -220,8 +197,6 @@ class Injector:
             raise Stalled(f"no update within {_REACH_S:g} s")
         injected.at_s, injected.step = time.time(), self._recorder.step
         return injected
-
-    # -- files --------------------------------------------------------------------------------------------------------
 
     def _damage_commit(self, planned: Planned) -> Injected:
         """Damage the newest commit and kill the actor, so that it must be read. The actor is stopped first: no newer
@@ -274,8 +249,6 @@ class Injector:
         self._soon(later)
         return injected
 
-    # -- the cluster --------------------------------------------------------------------------------------------------
-
     def _kill_gcs(self, planned: Planned) -> Injected:
         injected = self._injected(planned, who="GCS", pid=self._gcs())
         os.kill(injected.pid, signal.SIGKILL)
@@ -298,16 +271,10 @@ class Injector:
         return False
 
     def _lose_node(self, planned: Planned) -> Injected:
-        index = self._node
-        injected = self._injected(
-            planned, who="node", pid=self._cluster.raylet_pid(index), node=self._cluster.node_id(index)
-        )
-        if planned.kind is Kind.CUT_NODE:
-            self._cluster.stop_raylet(index)
-        elif planned.kind is Kind.KILL_NODE:
-            self._cluster.kill_node(index)
-        else:
-            self._cluster.kill_raylet(index)
+        index, cluster = self._node, self._cluster
+        injected = self._injected(planned, who="node", pid=cluster.raylet_pid(index), node=cluster.node_id(index))
+        ways = {Kind.CUT_NODE: cluster.stop_raylet, Kind.KILL_NODE: cluster.kill_node}
+        ways.get(planned.kind, cluster.kill_raylet)(index)
         self._soon(lambda: self._replace_node(injected, index))
         return injected
 
@@ -333,11 +300,9 @@ class Injector:
     def _pause(self, planned: Planned) -> Injected:
         if planned.kind is Kind.PAUSE_MASTER:
             return self._stop_for(self._signal(planned, signal.SIGSTOP, "master"), _PAUSE_S)
-        if planned.kind is Kind.PAUSE_GCS:
-            injected = self._injected(planned, who="GCS", pid=self._gcs())
-            os.kill(injected.pid, signal.SIGSTOP)
-            return self._stop_for(injected, _RAYLET_PAUSE_S)
-        injected = self._injected(planned, who="raylet", pid=self._cluster.raylet_pid(self._node))
+        of_gcs = planned.kind is Kind.PAUSE_GCS
+        pid = self._gcs() if of_gcs else self._cluster.raylet_pid(self._node)
+        injected = self._injected(planned, who="GCS" if of_gcs else "raylet", pid=pid)
         os.kill(injected.pid, signal.SIGSTOP)
         return self._stop_for(injected, _RAYLET_PAUSE_S)
 
@@ -358,22 +323,15 @@ def _fits(process: str, part: str) -> bool:
 
 
 _METHODS: dict[Kind, Callable[[Injector, Planned], Injected]] = {
-    **{kind: Injector._kill for kind in _ROLES if kind.name.startswith("KILL")},
-    **{kind: Injector._hang for kind in _ROLES if kind.name.startswith("HANG")},
-    Kind.CUT_RECEIVE: Injector._cut,
-    Kind.CUT_PUBLISH: Injector._cut,
+    **dict.fromkeys(_KILLED, Injector._kill),
+    **dict.fromkeys(_HUNG, Injector._hang),
+    **dict.fromkeys((Kind.CUT_RECEIVE, Kind.CUT_PUBLISH), Injector._cut),
     Kind.NAN_LOSS: Injector._poison,
-    Kind.FLIP_MEMORY: Injector._damage_commit,
-    Kind.TEAR_MEMORY: Injector._damage_commit,
-    Kind.FLIP_DURABLE: Injector._damage_checkpoint,
-    Kind.TEAR_DURABLE: Injector._damage_checkpoint,
+    **dict.fromkeys((Kind.FLIP_MEMORY, Kind.TEAR_MEMORY), Injector._damage_commit),
+    **dict.fromkeys((Kind.FLIP_DURABLE, Kind.TEAR_DURABLE), Injector._damage_checkpoint),
     Kind.TEAR_JOURNAL: Injector._tear_journal,
     Kind.FULL_DISK: Injector._full_disk,
     Kind.KILL_GCS: Injector._kill_gcs,
-    Kind.KILL_RAYLET: Injector._lose_node,
-    Kind.KILL_NODE: Injector._lose_node,
-    Kind.CUT_NODE: Injector._lose_node,
-    Kind.PAUSE_MASTER: Injector._pause,
-    Kind.PAUSE_GCS: Injector._pause,
-    Kind.PAUSE_RAYLET: Injector._pause,
+    **dict.fromkeys(NODE_LOSSES, Injector._lose_node),
+    **dict.fromkeys((Kind.PAUSE_MASTER, Kind.PAUSE_GCS, Kind.PAUSE_RAYLET), Injector._pause),
 }

@@ -9,28 +9,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, JournalCorrupt
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    Failed,
-    MasterStarted,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    Placed,
-    StandbyLost,
-    StandbyReady,
-    Submitted,
-    TrainerLost,
-    TrainerStarted,
-)
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.events import Cause, CauseKind, Event
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -68,54 +55,38 @@ class Loss:
 class Ledger:
     """A journal, folded."""
 
-    submitted: Submitted | None = None
+    submitted: events.Submitted | None = None
     up: dict[str, Up] = field(default_factory=dict)
     starts: list[Up] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
 
     def take(self, at_s: float, event: Event) -> None:
         """Take one event in."""
-        if isinstance(event, Submitted):
+        if isinstance(event, events.Submitted):
             self.submitted = event
-        elif isinstance(event, Placed):
+        elif isinstance(event, events.Placed):
             self.up = {process: up for process, up in self.up.items() if process == "master"}
-        elif isinstance(event, MasterStarted):
+        elif isinstance(event, events.MasterStarted):
             earlier = sum(up.who == "master" for up in self.starts)
             self._start(Up("master", earlier + 1, event.pid, event.node, at_s))
-        elif isinstance(event, MemberStarted | StandbyReady | TrainerStarted):
-            self._started(at_s, event)
-        elif isinstance(event, MemberLost | StandbyLost | TrainerLost | NodeLost | Failed):
-            self._lost(at_s, event)
-
-    def _started(self, at_s: float, event: MemberStarted | StandbyReady | TrainerStarted) -> None:
-        if isinstance(event, MemberStarted):
-            process, number = f"{event.role}[{event.rank}]", event.incarnation
-            if event.standby >= 0:
+        elif isinstance(event, events.MemberStarted | events.StandbyReady | events.TrainerStarted):
+            if isinstance(event, events.MemberStarted) and event.standby >= 0:
                 self.up.pop(f"{event.role}-standby[{event.standby}]", None)
-        elif isinstance(event, StandbyReady):
-            process, number = f"{event.role}-standby[{event.number}]", 0
-        else:
-            process, number = "trainer", event.epoch
-        self._start(Up(process, number, event.process.pid, event.process.node, at_s))
+            self._start(Up(*_name_of(event), event.process.pid, event.process.node, at_s))
+        elif isinstance(event, events.NodeLost):
+            self.losses.append(Loss("node", 0, 0, event.node, at_s, event.cause))
+            self.up = {process: up for process, up in self.up.items() if up.node != event.node or process == "master"}
+        elif isinstance(event, events.Failed):
+            self.losses.append(Loss("job", event.incarnation, 0, "", at_s, event.cause))
+        elif isinstance(event, events.MemberLost | events.StandbyLost | events.TrainerLost):
+            self._lost(at_s, event)
 
     def _start(self, up: Up) -> None:
         self.up[up.who] = up
         self.starts.append(up)
 
-    def _lost(self, at_s: float, event: MemberLost | StandbyLost | TrainerLost | NodeLost | Failed) -> None:
-        if isinstance(event, NodeLost):
-            self.losses.append(Loss("node", 0, 0, event.node, at_s, event.cause))
-            self.up = {process: up for process, up in self.up.items() if up.node != event.node or process == "master"}
-            return
-        if isinstance(event, Failed):
-            self.losses.append(Loss("job", event.incarnation, 0, "", at_s, event.cause))
-            return
-        if isinstance(event, MemberLost):
-            process, number = f"{event.role}[{event.rank}]", event.incarnation
-        elif isinstance(event, StandbyLost):
-            process, number = f"{event.role}-standby[{event.number}]", 0
-        else:
-            process, number = "trainer", event.epoch
+    def _lost(self, at_s: float, event: events.MemberLost | events.StandbyLost | events.TrainerLost) -> None:
+        process, number = _name_of(event)
         known_up = self._known(process, number)
         pid, node = (known_up.pid, known_up.node) if known_up else (0, "")
         self.losses.append(Loss(process, number, pid, event.node or node, at_s, event.cause))
@@ -125,8 +96,6 @@ class Ledger:
     def _known(self, process: str, number: int) -> Up | None:
         """The process; a standby that has become a worker is still found by what it was."""
         return next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
-
-    # -- what it tells ------------------------------------------------------------------------------------------------
 
     def complete(self) -> bool:
         """Return True if all workers, standbys and the trainer are up."""
@@ -145,6 +114,15 @@ class Ledger:
     def real_losses(self) -> list[Loss]:
         """Return the losses without processes that were ended on purpose because others had to restart."""
         return [loss for loss in self.losses if loss.cause.kind is not CauseKind.PREEMPTED]
+
+
+def _name_of(event: Any) -> tuple[str, int]:
+    """The process of an event, and its number."""
+    if isinstance(event, events.MemberStarted | events.MemberLost):
+        return f"{event.role}[{event.rank}]", event.incarnation
+    if isinstance(event, events.StandbyReady | events.StandbyLost):
+        return f"{event.role}-standby[{event.number}]", 0
+    return "trainer", event.epoch
 
 
 def read_ledger(journal: Path) -> Ledger:
@@ -172,9 +150,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-# -- commits ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, order=True)
 class Generation:
     """A committed generation in the memory of this machine."""
@@ -186,17 +161,11 @@ class Generation:
 
 def generations(root: Path) -> list[Generation]:
     """Return the commits under ``root``, newest step first."""
-    return sorted(_generations(root), reverse=True)
+    folders = [manifest.parent for manifest in root.glob("step-*.e*/manifest.json")]
+    named = [(folder.name.removeprefix("step-").partition(".e")[::2], folder) for folder in folders]
+    numbered = [(*numbers, folder) for numbers, folder in named if all(map(str.isdigit, numbers))]
+    return sorted((Generation(int(step), int(epoch), folder) for step, epoch, folder in numbered), reverse=True)
 
-
-def _generations(root: Path) -> Iterator[Generation]:
-    for manifest in root.glob("step-*.e*/manifest.json"):
-        step, _, epoch = manifest.parent.name.removeprefix("step-").partition(".e")
-        if step.isdigit() and epoch.isdigit():
-            yield Generation(int(step), int(epoch), manifest.parent)
-
-
-# -- watching a run ---------------------------------------------------------------------------------------------------
 
 _LOOK_S = 0.01
 _JOURNAL_EVERY = 5
@@ -212,11 +181,7 @@ class Commit:
 
 
 class Recorder:
-    """Reads journal and commits again and again.
-
-    Args:
-        job: whose files to watch.
-    """
+    """Reads journal and commits of ``job`` again and again."""
 
     def __init__(self, job: JobSpec) -> None:
         self.journal = job.job_dir / "journal.jsonl"

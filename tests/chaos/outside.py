@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.commands import CLI, process_table, processes_below, say
+from tests.support.commands import ROOT as REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 SPARED = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own; all others are actors of the job
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet")
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")

@@ -29,9 +29,8 @@ def chaos(
     commit_to = "job_dir" if NODE_LOSSES & set(options.kinds) else "memory"
 
     def job(run: str) -> JobSpec:
-        job = chaos_job(
-            folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after, options.max_staleness
-        )
+        limits = (options.hang_after, options.max_staleness)
+        job = chaos_job(folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, *limits)
         commit_every = options.commit_every or job.checkpoint.commit_every
         return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to, commit_every=commit_every))
 

@@ -17,9 +17,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table, aligned."""
     cells = [[str(cell) for cell in head], *([_cell(cell) for cell in row] for row in rows)]
     widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
 from tests.support.commands import listening
-
-TIMING = ("time/", "speed/", "memory/")
-"""What the names of metrics that are times begin with: the only ones that may differ."""
+from tests.support.run_files import TIMES
 
 _GRACE_S = 10.0
 _LOOK_S = 0.2
@@ -35,9 +33,6 @@ _MOST = 5
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """A JSON Lines file; none when it is not there."""
     return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
-
-
-# -- the same end -----------------------------------------------------------------------------------------------------
 
 
 def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
@@ -62,7 +57,7 @@ def step_faults(job: Path, steps: int) -> Iterator[str]:
 
 def _metric_differences(oracle: Path, chaos: Path) -> Iterator[str]:
     rows = [
-        [{name: row[name] for name in row if not name.startswith(TIMING)} for row in read_rows(job / "metrics.jsonl")]
+        [{name: row[name] for name in row if not name.startswith(TIMES)} for row in read_rows(job / "metrics.jsonl")]
         for job in (oracle, chaos)
     ]
     for left, right in zip(*rows, strict=False):
@@ -146,9 +141,6 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
         yield f"state {at} differs: {str(left)[:80]} and {str(right)[:80]}"
 
 
-# -- rollouts that run ahead ------------------------------------------------------------------------------------------
-
-
 def violations(job_dir: Path, config: Any) -> list[str]:
     """Return the violations of a finished run whose rollouts ran ahead. Which samples a step trains on depends on what
     was fast there, so its bits are its own; but each problem is trained on once, in time, and every step with a whole
@@ -205,9 +197,6 @@ def _end_faults(job_dir: Path, steps: int) -> Iterator[str]:
         yield "no model was exported"
 
 
-# -- nothing left -----------------------------------------------------------------------------------------------------
-
-
 def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
     """Return what is left of a run ten seconds after its end."""
     deadline_s = time.monotonic() + _GRACE_S
@@ -260,23 +249,9 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-# -- work done again --------------------------------------------------------------------------------------------------
-
-
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:
     """Return how often each step was repeated: as often as every rollout worker generated again for it."""
-    return _again(executions, min)
-
-
-def repeated_calls(executions: list[dict[str, Any]]) -> dict[int, int]:
-    """Return how many ``generate`` calls of each step were run more than once."""
-    return _again(executions, sum)
-
-
-def _again(executions: list[dict[str, Any]], fold: Callable[[list[int]], int]) -> dict[int, int]:
-    generated = [(row["step"], row["who"]) for row in executions if row["method"] == "generate"]
-    counts, members = Counter(generated), sorted({member for _, member in generated})
-    again = {
-        step: fold([max(counts[step, member] - 1, 0) for member in members]) for step in {step for step, _ in generated}
-    }
-    return {step: count for step, count in again.items() if count}
+    counts = Counter((row["step"], row["who"]) for row in executions if row["method"] == "generate")
+    steps, members = ({key[at] for key in counts} for at in (0, 1))
+    again = {step: min(counts[step, member] for member in members) - 1 for step in steps}
+    return {step: count for step, count in again.items() if count > 0}

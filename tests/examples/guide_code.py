@@ -52,28 +52,6 @@ class UserRolloutModel(BaseWorkload):
     def generate(self, parameter_0, parameter_1):
         return parameter_0, parameter_1
 
-    def predicates(self):
-        return [
-            self.is_actor_role(),
-            self.is_reference_role(),
-            self.is_rollout_role(),
-            self.is_reward_role(),
-            self.is_critic_role(),
-        ]
-
-    def properties(self):
-        return {
-            "name": self.name,
-            "role": self.role,
-            "rank": self.rank,
-            "word_size": self.word_size,
-            "local_rank": self.local_rank,
-            "local_world_size": self.local_world_size,
-            "torch_master_addr": self.torch_master_addr,
-            "torch_master_port": self.torch_master_port,
-            "collocation": self.get_device_collocation(),
-        }
-
 
 class UserTrainer(BaseTrainer):
     def __init__(self, actor_handles, actor_classes, config):
@@ -98,21 +76,3 @@ class UserTrainer(BaseTrainer):
         assert self.RG_ACTOR.b(6) == [6, 6, 6, 6]
         assert self.RG_ROLLOUT.a(7) == [8, 8]
         assert self.RG_ROLLOUT.a(-5) == [1, 1]
-        self.check_tables()
-
-    def check_tables(self):
-        assert self.get_role_groups() == ["RG_ACTOR", "RG_ROLLOUT"]
-        assert isinstance(self.get_workload_resource("ACTOR"), dict)
-        assert self.get_workload_resource(self.RG_ROLLOUT.role) == {"cpu": 0.5}
-        assert {role: len(handles) for role, handles in self.actor_handles.items()} == {"ACTOR": 4, "ROLLOUT": 2}
-        assert [len(self.actors), len(self.rollouts)] == [4, 2]
-        assert (self.references, self.rewards, self.critics) == ([], [], [])
-        assert self.config.start == 10
-        assert self.RG_ROLLOUT.predicates() == [[False, False, True, False, False]] * 2
-        first, second = self.RG_ROLLOUT.properties()
-        assert (first["role"], first["rank"], second["rank"]) == ("ROLLOUT", 0, 1)
-        assert (first["word_size"], first["local_world_size"], second["local_rank"]) == (2, 2, 1)
-        assert first["name"] != second["name"]
-        assert first["collocation"] == "ACTOR,ROLLOUT"
-        assert first["torch_master_addr"]
-        assert first["torch_master_port"] == second["torch_master_port"] > 1000

@@ -23,9 +23,9 @@ from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.messages import make_assistant_message
 from docs.generate import remove_generated
-from tests.support.commands import run_python
+from tests.support import commands
+from tests.support.commands import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 PAGES = [*GUIDES, *sorted(DOCS.glob("*.md"))]
@@ -83,14 +83,15 @@ def blocks(pages: list[Path]) -> list[Block]:
     ]
 
 
-def commands() -> list[Command]:
-    examples = []
-    for block in blocks(GUIDES):
-        for line in block.text.splitlines() if block.language == "bash" else ():
-            line, _, comment = line.partition("#")
-            code = re.search(r"exit code (\d+)", comment)
-            examples.append(Command(line.strip(), int(code[1]) if code else 0))
-    return examples
+def bash_lines(pages: list[Path]) -> list[tuple[str, str]]:
+    """The commands of the pages, and the comment behind each."""
+    lines = [line.split("#") for block in blocks(pages) if block.language == "bash" for line in block.text.splitlines()]
+    return [(line.strip(), "".join(comment)) for line, *comment in lines if line.strip()]
+
+
+def guide_commands() -> list[Command]:
+    codes = [(line, re.search(r"exit code (\d+)", comment)) for line, comment in bash_lines(GUIDES)]
+    return [Command(line, int(code[1]) if code else 0) for line, code in codes]
 
 
 def texts_after(words: str) -> list[str]:
@@ -115,18 +116,8 @@ def desk(tmp_path):
 
 def run(desk, line, typed="", code=0, **env):
     """Run a shell line at the desk, which must end with this exit code; None: with any."""
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=desk,
-        env={**os.environ, "PATH": f"{desk / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **env},
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert code in (done.returncode, None), done.stdout + done.stderr
-    return done
+    env = {"PATH": f"{desk / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
+    return commands.run(desk, "bash", "-c", line, typed=typed, code=code, within_s=DEADLINE_S, **env)
 
 
 def run_script(desk, text, **env):
@@ -144,9 +135,6 @@ def read(file):
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-# -- the examples -----------------------------------------------------------------------------------------------------
-
-
 def test_first_trainer_finds_the_best_lever(desk):
     done = run(desk, "dlrover-rl run examples/first_trainer/job.yaml --local")
     learnt = read(desk / "runs/first-trainer/latest/policy.json")
@@ -156,21 +144,16 @@ def test_first_trainer_finds_the_best_lever(desk):
     assert [learnt] == [json.loads(block.text) for block in blocks(GUIDES) if block.language == "json"]
 
 
-@pytest.mark.slow
-def test_first_trainer_learns_the_same_with_any_rollouts(desk):
-    line = "dlrover-rl run examples/first_trainer/job.yaml --local trainer.device_per_node=9"
-    for members in (1, 3, 8):
-        run(desk, f"{line} workload.rollout.num={members} job_dir=runs/{members}")
-        learnt = [read(desk / f"runs/{members}/policy.json") for members in (1, 3, 8)]
-    assert learnt[0] == learnt[1] == learnt[2]
+ALIKE = [[f"--local workload.rollout.num={members}" for members in (1, 3, 8)], ["--local", ""]]
 
 
-@pytest.mark.ray
 @pytest.mark.slow
-def test_first_trainer_learns_the_same_on_ray(desk):
-    for where, option in (("ray", ""), ("here", "--local")):
-        run(desk, f"dlrover-rl run examples/first_trainer/job.yaml {option} job_dir=runs/{where}")
-        assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
+@pytest.mark.parametrize("options", [ALIKE[0], pytest.param(ALIKE[1], marks=pytest.mark.ray)], ids=["sizes", "Ray"])
+def test_first_trainer_learns_the_same_in_any_way(desk, options):
+    for number, option in enumerate(options):
+        line = f"dlrover-rl run examples/first_trainer/job.yaml trainer.device_per_node=9 job_dir=runs/{number}"
+        run(desk, f"{line} {option}")
+        assert read(desk / f"runs/{number}/policy.json") == read(desk / "runs/0/policy.json")
 
 
 @pytest.mark.feature(148)
@@ -179,13 +162,6 @@ def test_breakpoint_stops_in_the_worker_with_the_empty_text(desk):
     assert "(1, ['', 'eleven'])" in done.stdout
     assert any("(1, ['', 'eleven'])" in text for text in texts_after("(Pdb) p self.rank"))
     assert read(desk / "runs/debug-locally/latest/total.json") == {"total": 28.0, "texts": 4}
-
-
-@pytest.mark.slow
-def test_breakpoints_can_be_switched_off(desk):
-    done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", PYTHONBREAKPOINT="0")
-    assert "Pdb" not in done.stdout
-    assert read(desk / "runs/debug-locally/latest/total.json")["total"] == 28.0
 
 
 @pytest.mark.slow
@@ -201,13 +177,11 @@ def test_debugger_shows_its_prompt_on_a_terminal(desk):
     child = subprocess.Popen(["bash", "-c", line], cwd=desk, stdin=child_end, stdout=child_end, start_new_session=True)
     os.close(child_end)
     try:
-        seen = _until(ours, b"(Pdb) ")
-        os.write(ours, b"p self.rank\n")
-        seen += _until(ours, b"(Pdb) ")
-        assert b"\r\n1\r\n(Pdb) " in seen
-        os.write(ours, b"c\n")
-        _until(ours, b"(Pdb) ")
-        os.write(ours, b"c\n")
+        seen = []
+        for answer in (b"p self.rank\n", b"c\n", b"c\n"):
+            seen.append(_until(ours, b"(Pdb) "))
+            os.write(ours, answer)
+        assert b"\r\n1\r\n(Pdb) " in seen[1]
         assert child.wait(DEADLINE_S) == 0
     finally:
         child.kill()
@@ -228,26 +202,33 @@ def _until(terminal: int, words: bytes) -> bytes:
 def test_launch_file_runs_the_example(desk):
     (entry,) = read(desk / "examples/debug_locally/launch.json")["configurations"]
     line = " ".join(["python", "-m", entry["module"], *entry["args"]])
-    run(desk, line, PYTHONBREAKPOINT="0")
-
-
-# -- the pages --------------------------------------------------------------------------------------------------------
+    done = run(desk, line, PYTHONBREAKPOINT="0")
+    assert "Pdb" not in done.stdout
 
 
 def test_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
-    assert len(commands()) >= 40
+    assert len(guide_commands()) >= 40
     assert sum(block.language == "python" for block in blocks(GUIDES) if block.page not in ELSEWHERE) == 6
     assert set(languages) <= {*LANGUAGES, "text", "shell"}
 
 
-@pytest.mark.parametrize("command", [pytest.param(item, marks=item.marks, id=item.line) for item in commands()])
+@pytest.mark.parametrize("command", [pytest.param(item, marks=item.marks, id=item.line) for item in guide_commands()])
 def test_command_ends_as_its_page_says(desk, command):
     for seed, model in enumerate(MODELS if command.trains_a_model else ()):
         if model == MODELS[0] or model in command.line:
             run(desk, f"python -m dlrover.python.rl.recipe.tiny --out {model} --seed {seed}")
-            run(desk, command.line, command.typed, command.code)
+    run(desk, command.line, command.typed, command.code)
+
+
+SLOW_ERRORS = [
+    ("check examples/first_trainer/job.yaml workload.rollout.num=4", "impossible placement"),
+    ("check examples/first_trainer/job.yaml stepz=5", "unknown key 'stepz'"),
+    ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
+    ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
+    ("check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl", "unknown key 'promt'"),
+]
 
 
 @pytest.mark.parametrize(
@@ -255,19 +236,7 @@ def test_command_ends_as_its_page_says(desk, command):
     [
         ("check examples/first_trainer/job.yaml payouts=[2] workload.rollout.class=Rolout", "config.payouts"),
         ("run examples/first_trainer/job.yaml --local pulls_per_step=1", "too few to split"),
-        *(
-            pytest.param(line, words, marks=pytest.mark.slow)
-            for line, words in (
-                ("check examples/first_trainer/job.yaml workload.rollout.num=4", "impossible placement"),
-                ("check examples/first_trainer/job.yaml stepz=5", "unknown key 'stepz'"),
-                ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
-                ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
-                (
-                    "check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl",
-                    "unknown key 'promt'",
-                ),
-            )
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ERRORS),
     ],
 )
 def test_errors_read_as_their_page_shows(desk, line, words):
@@ -303,11 +272,9 @@ def test_environment_of_messages_answers_them(desk):
     (desk / "user.py").write_text(block_with("class User"), encoding="utf-8")
     environment = load_environment(f"{desk / 'user.py'}:User")
     observation = asyncio.run(environment.reset({}))
-    unsure, sure = (make_assistant_message(text) for text in ("52?", "It is 51."))
-    assert asyncio.run(environment.step(observation, unsure, {})).next_state == [
-        {"role": "user", "content": "Are you sure?"}
-    ]
-    assert asyncio.run(environment.step(observation, sure, {})).done
+    messages = [make_assistant_message(text) for text in ("52?", "It is 51.")]
+    unsure, sure = (asyncio.run(environment.step(observation, message, {})) for message in messages)
+    assert unsure.next_state == [{"role": "user", "content": "Are you sure?"}] and sure.done
     assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 
 
@@ -328,9 +295,8 @@ def test_script_of_a_guide_prints_its_result(desk, words):
 
 
 def test_job_files_of_the_reference_are_jobs():
-    short, whole, group = [
-        item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"
-    ]
+    reference = [block for block in blocks(PAGES) if block.page == "job-file.md"]
+    short, whole, group = [block.text for block in reference if block.language == "yaml"]
     assert [spec.num for spec in load_job_text(short, "shown").workloads.values()] == [8, 8, 1]
     job = load_job_text(whole, "shown")
     assert list(job.workloads) == ["ACTOR"]
@@ -342,20 +308,13 @@ def test_job_files_of_the_reference_are_jobs():
 def test_builder_of_the_reference_runs(desk):
     package = desk / "my_package"
     package.mkdir()
-    (package / "workloads.py").write_text(
-        "from dlrover.rl import BaseWorkload\nclass MyActor(BaseWorkload): pass\nclass MyRollout(BaseWorkload): pass\n",
-        encoding="utf-8",
-    )
-    (package / "trainer.py").write_text(
-        "from dlrover.rl import BaseTrainer\nclass MyTrainer(BaseTrainer):\n"
-        "    def init(self): pass\n    def fit(self): print(self.get_role_groups(), self.config.lr)\n",
-        encoding="utf-8",
-    )
+    workloads = "class MyActor(BaseWorkload): pass\nclass MyRollout(BaseWorkload): pass\n"
+    (package / "workloads.py").write_text(f"from dlrover.rl import BaseWorkload\n{workloads}")
+    methods = "    def init(self): pass\n    def fit(self): print(self.get_role_groups(), self.config.lr)\n"
+    text = f"from dlrover.rl import BaseTrainer\nclass MyTrainer(BaseTrainer):\n{methods}"
+    (package / "trainer.py").write_text(text)
     script = block_with("", [DOCS / "job-file.md"])
     assert run_script(desk, script) == "['RG_ACTOR', 'RG_ROLLOUT'] 0.001\n"
-
-
-# -- the site ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -383,15 +342,8 @@ def test_built_contract_names_every_error(site):
     assert [kind.__name__ for kind in kinds if kind.__name__ not in page] == []
 
 
-# -- the README -------------------------------------------------------------------------------------------------------
-
 README = [ROOT / "README.md"]
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in blocks(README)
-    for line in block.text.splitlines()
-    if block.language == "bash" and line.strip()
-]
+COMMANDS = [line for line, _ in bash_lines(README)]
 
 
 @pytest.fixture(scope="module")
@@ -401,10 +353,6 @@ def readme_folder(tmp_path_factory):
     (folder / "hello.py").write_text(block_with("", README))
     (folder / "hello.yaml").write_text(block_with("", README, "yaml"))
     return folder
-
-
-def run_readme(command, folder):
-    return run_python(folder, "-m", "dlrover.python.rl.master.main", *command.split()[1:])
 
 
 def test_readme_has_no_setting_hidden_as_a_secret(readme_folder):
@@ -432,18 +380,14 @@ def test_readme_commands_are_run_somewhere():
     ]
 
 
-def test_readme_check_prints_the_plan(readme_folder):
-    done = run_readme(COMMANDS[8], readme_folder)
-    assert "REFEREE    x2  hello.Referee" in done.stdout
-
-
-def test_readme_trainer_runs_in_one_process(readme_folder):
-    done = run_readme(COMMANDS[9], readme_folder)
-    assert "hello: finished" in done.stderr
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_readme_trainer_runs_on_its_own_ray(readme_folder):
-    done = run_readme(COMMANDS[10], readme_folder)
-    assert "hello: finished" in done.stderr
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (COMMANDS[8], "REFEREE    x2  hello.Referee"),
+        (COMMANDS[9], "hello: finished"),
+        pytest.param(COMMANDS[10], "hello: finished", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+)
+def test_readme_command_checks_or_runs_its_trainer(readme_folder, command, words):
+    done = run_python(readme_folder, "-m", "dlrover.python.rl.master.main", *command.split()[1:])
+    assert words in done.stdout + done.stderr

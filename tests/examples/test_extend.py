@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of the guide, which extend the package by name from outside, run in their own folder."""
 
-import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +12,10 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import plan_of
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 from tests.support.documented_metrics import undocumented
+from tests.support.run_files import read_lines, write_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/extending/examples"
 ALGORITHM = ROOT / "docs/guides/own_algorithm"
 DATA = ROOT / "docs/guides/own_data"
@@ -35,11 +33,8 @@ def run(folder, model, job, files, *overrides, code=0):
         shutil.copy(path, folder)
     settings = ["--local", "job_dir=out", f"config.model={model}", "+config.engine.threads=1", *overrides]
     done = run_python(folder, "-m", "dlrover.python.rl.master.main", "run", job.name, *settings, code=code)
-    return [row for row in read(folder / "out/metrics.jsonl") if row["step"]], done.stderr
-
-
-def read(file):
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    metrics = folder / "out/metrics.jsonl"
+    return [row for row in (read_lines(metrics) if metrics.exists() else []) if row["step"]], done.stderr
 
 
 def succeed(*arguments):
@@ -65,7 +60,8 @@ def test_own_engine_and_transport_train_like_the_built_in_ones(tmp_path, model):
     text = (EXAMPLES / "grpo.yaml").read_text(encoding="utf-8")
     job.write_text(text[: text.index("  engine:")], encoding="utf-8")
     succeed(tmp_path / "builtin", model, job, [], TRAIN)
-    texts = [[row["completion"] for row in read(tmp_path / name / "out/samples.jsonl")] for name in ("own", "builtin")]
+    samples = [read_lines(tmp_path / name / "out/samples.jsonl") for name in ("own", "builtin")]
+    texts = [[row["completion"] for row in rows] for rows in samples]
     assert texts[0] == texts[1]
 
 
@@ -105,17 +101,14 @@ def test_own_environment_trains(tmp_path, model):
     succeed(tmp_path, model, DATA / "guess.yaml", files, *data)
 
 
-# -- an own role, whose column the loss of an own algorithm needs -----------------------------------------------------
-
-
 @pytest.fixture
 def folder_of_role(tmp_path, monkeypatch):
-    (tmp_path / "repetition.py").write_text((ALGORITHM / "repetition.py").read_text(encoding="utf-8"), encoding="utf-8")
+    shutil.copy(ALGORITHM / "repetition.py", tmp_path)
     text = (ALGORITHM / "repetition.yaml").read_text(encoding="utf-8")
     text = text.replace("runs/tiny", "tiny").replace("docs/guides/own_data/problems.jsonl", "prompts.jsonl")
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(tmp_path / "prompts.jsonl", rows)
     write_tiny_model(tmp_path / "tiny", hidden=32, layers=1, max_positions=32)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -126,7 +119,7 @@ def folder_of_role(tmp_path, monkeypatch):
 def test_column_of_an_own_role_reaches_the_loss(folder_of_role):
     command = ("-m", "dlrover.python.rl.master.main", "run", "job.yaml", "--local", "job_dir=out")
     run_python(folder_of_role, *command, "+config.engine.threads=1")
-    steps = read(folder_of_role / "out/metrics.jsonl")
+    steps = read_lines(folder_of_role / "out/metrics.jsonl")
     assert [row["step"] for row in steps] == [0, 1, 2]
     assert all(0 < row["policy/repetition"] < 1 for row in steps[1:])
 
@@ -134,11 +127,8 @@ def test_column_of_an_own_role_reaches_the_loss(folder_of_role):
 def test_job_without_the_own_role_is_refused(folder_of_role):
     from repetition import RepetitionTrainer
 
-    config = {
-        "model": "tiny",
-        "data": {"train": "prompts.jsonl", "eval_rows": 2},
-        "algorithm": {"name": "repetition:WithoutRepetition"},
-    }
+    algorithm = {"name": "repetition:WithoutRepetition"}
+    config = {"model": "tiny", "data": {"train": "prompts.jsonl", "eval_rows": 2}, "algorithm": algorithm}
     roles = dict.fromkeys((RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD), 1)
     errors = {str(error) for error in plan_of(RepetitionTrainer).check_config(config, roles)}
     assert errors == {"workload: the role 'repetition' is required by RepetitionTrainer"}
@@ -155,14 +145,10 @@ def test_column_of_an_own_role_has_the_declared_dtype(folder_of_role):
     workload = RepetitionWorkload(None, {})
     workload.init_model(4)
     tokens = Ragged.from_rows([np.array([7, 7, 8, 7])])
-    rows = workload.repetition(
-        Batch({"tokens": tokens, "action_mask": tokens.like(np.array([False, True, True, True]))})
-    )
+    mask = tokens.like(np.array([False, True, True, True]))
+    rows = workload.repetition(Batch({"tokens": tokens, "action_mask": mask}))
     assert rows.ragged("repetition").values.tolist() == [0.0, 1.0, 0.0, 2 / 3]
     assert cast_columns(rows, {"repetition": "float32"}).ragged("repetition").values.dtype == np.float32
-
-
-# -- a tracker --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,11 +163,11 @@ def folder_of_tracker(tmp_path, monkeypatch):
 def test_own_tracker_gets_the_metrics(folder_of_tracker):
     write_tiny_model(folder_of_tracker / "tiny", hidden=32, layers=1, max_positions=32)
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
-    (folder_of_tracker / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(folder_of_tracker / "sums.jsonl", rows)
     job = ["model=tiny", "data.train=sums.jsonl", "batch_size=2", "job_dir=out", "engine.threads=1"]
     tracker = "log.trackers=[{my_tracker:CsvTracker: {file: losses.csv}}]"
     run_python(folder_of_tracker, "-m", "dlrover.python.rl.recipe.sft", *job, tracker)
-    steps = read(folder_of_tracker / "out/metrics.jsonl")
+    steps = read_lines(folder_of_tracker / "out/metrics.jsonl")
     lines = (folder_of_tracker / "out/losses.csv").read_text(encoding="utf-8").splitlines()
     assert lines == [f"{row['step']},{row['loss']}" for row in steps]
     assert len(lines) == 2

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import make_dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,15 +22,12 @@ from dlrover.python.rl.data.conversation import SFT_ROWS
 from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
 DATA = GUIDES / "from_rl2"
 COMMANDS = re.findall(r"^torchrun (.*)$", (GUIDES / "from-rl2.md").read_text(encoding="utf-8"), re.MULTILINE)
-
-# -- RL2 --------------------------------------------------------------------------------------------------------------
 
 
 def torchrun(folder, *arguments):
@@ -87,15 +83,11 @@ def test_any_number_of_rows_trains_on_any_number_of_ranks(tmp_path, processes, r
         torchrun(tmp_path, f"--nproc_per_node={processes}", "-m", *f"dlrover.python.rl.recipe.{arguments}".split())
 
 
-# -- RLFusion ---------------------------------------------------------------------------------------------------------
-
-
 def ran(script, tmp_path):
     """Run a script of the guide with a tiny model in the place of its models; what it printed."""
     write_tiny_model(tmp_path / "tiny", hidden=32, layers=2)
-    code, count = re.subn(
-        r'"Qwen/[^"]+"', repr(str(tmp_path / "tiny")), (GUIDES / "from_rlfusion" / script).read_text(encoding="utf-8")
-    )
+    text = (GUIDES / "from_rlfusion" / script).read_text(encoding="utf-8")
+    code, count = re.subn(r'"Qwen/[^"]+"', repr(str(tmp_path / "tiny")), text)
     assert count
     (tmp_path / script).write_text(code, encoding="utf-8")
     return run_python(tmp_path, script).stdout
@@ -118,8 +110,6 @@ def test_evaluator_of_rlfusion_writes_its_files(tmp_path):
     lines = (tmp_path / "outputs/evaluation/results.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 8
 
-
-# -- TRL --------------------------------------------------------------------------------------------------------------
 
 EXAMPLE = ROOT / "examples" / "trl" / "dlrover_trl.py"
 FIELDS = {

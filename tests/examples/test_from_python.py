@@ -14,11 +14,10 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.trainer import trainer as trainer_module
 from dlrover.python.rl.trainer import workload as workload_module
-from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, trainer_invocation
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 from docs.generate import remove_generated
-from tests.support.commands import run_python
+from tests.support.commands import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
 SMALL = "prompts_per_step=4, rollout={'samples_per_prompt': 2, 'max_new_tokens': 4}"
 
@@ -61,17 +60,11 @@ def test_first_program_of_the_guide_runs_under_torchrun(tmp_path):
 
 
 PROGRAMS = {
-    "own_trainer": "pi is about 3.",
-    "grpo_reward": "runs/grpo/",
-    "sft": "'examples': 16",
-    "two_turns": "'completion': ",
-    "own_algorithm": "reward",
-    "more/grpo": "'reward/in_range': ",
-    "more/sft": "'held-out rows': 3",
-    "more/two_turns": "'score': ",
-    "more/own_algorithm": "(",
+    "own_trainer": "pi is about 3.", "grpo_reward": "runs/grpo/", "sft": "'examples': 16",
+    "two_turns": "'completion': ", "own_algorithm": "reward", "more/grpo": "'reward/in_range': ",
+    "more/sft": "'held-out rows': 3", "more/two_turns": "'score': ", "more/own_algorithm": "(",
     "more/own_trainer": "finished a",
-}
+}  # fmt: skip
 """Programs that use what the pages say and no more, and what each prints."""
 
 
@@ -102,18 +95,13 @@ def test_code_of_the_guide_runs(tmp_path):
     assert re.search(r"\[[\d.]+, [\d.]+\]", output)
 
 
-# -- the integration guide --------------------------------------------------------------------------------------------
-
-
 def guide_job(tmp_path):
     builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
-    builder.trainer("tests.examples.guide_code", "UserTrainer").actor(
-        "tests.examples.guide_code", "UserActorModel"
-    ).total(4)
-    builder.rollout("tests.examples.guide_code", "UserRolloutModel").total(2)
+    module = "tests.examples.guide_code"
+    builder.trainer(module, "UserTrainer").actor(module, "UserActorModel").total(4)
+    builder.rollout(module, "UserRolloutModel").total(2)
     builder.with_collocation("actor", "rollout")
-    spec = builder.spec("guide", (str(Path(__file__).parent),))
-    return replace(spec, job_dir=tmp_path)
+    return replace(builder.spec("guide", (str(Path(__file__).parent),)), job_dir=tmp_path)
 
 
 def test_blocks_of_the_guide_run_twice_in_one_folder(tmp_path):
@@ -136,19 +124,6 @@ def test_module_paths_of_the_guide_exist():
 
 
 def test_trainer_invocation_has_the_defaults_of_the_table():
-    table = {
-        "blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True, "pre_func": None,
-        "post_func": None,
-    }  # fmt: skip
+    table = {"blocking": True, "is_async": False, "timeout": 10, "target": "ALL", "auto_shard": True}
+    table |= {"pre_func": None, "post_func": None}
     assert {name: getattr(DEFAULT_OPTIONS, name) for name in table} == table
-
-
-def test_trainer_invocation_takes_pre_func_not_pre_function():
-    with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
-        trainer_invocation(is_async=True, timeout=30, pre_function=abs)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, "10", True])
-def test_timeout_of_trainer_invocation_is_above_zero(timeout):
-    with pytest.raises((TypeError, ValueError), match="timeout"):
-        trainer_invocation(timeout=timeout)

@@ -27,8 +27,8 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
-from tests.ray.toy_job import expected_totals, mark_of
-from tests.support.commands import command_of, wait_for
+from tests.support.commands import ROOT, command_of, wait_for
+from tests.support.toy_job import expected_totals, mark_of
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 HANG_AFTER_S = 3.0
@@ -43,8 +43,6 @@ class Shape:
     steps: int = 6
     rollouts: int = 2
     standby: int = 0
-    job_restarts: int = 5
-    master_restarts: int = 10
     rollout_restarts: int = 5
     checkpoint: CheckpointSpec = CheckpointSpec(commit_every=1)  # only the open step is repeated
 
@@ -52,17 +50,17 @@ class Shape:
 def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec:
     """A job of two actors and some rollouts that works in ``folder``."""
     folder.mkdir()
-    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.ray.toy_job", shape.trainer)
+    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.support.toy_job", shape.trainer)
     builder.config({"folder": str(folder), "faults": list(faults), "steps": shape.steps})
-    builder.actor("tests.ray.toy_job", shape.actor).total(2).hang_after(HANG_AFTER_S)
+    builder.actor("tests.support.toy_job", shape.actor).total(2).hang_after(HANG_AFTER_S)
     if shape.rollouts:
-        rollout = builder.rollout("tests.ray.toy_job", "Worker").total(shape.rollouts)
+        rollout = builder.rollout("tests.support.toy_job", "Worker").total(shape.rollouts)
         rollout.standby(shape.standby).hang_after(HANG_AFTER_S)
     builder.trainer_hang_after(HANG_AFTER_S)
     limits = {"rollout": shape.rollout_restarts} if shape.rollouts else {}
-    builder.restart_limits(job_max_restart=shape.job_restarts, backoff_s=0.1, workload_max_restart=limits)
-    job = builder.spec(name, (str(Path(__file__).parents[2]),))
-    master = replace(job.master, max_restart=shape.master_restarts)
+    builder.restart_limits(job_max_restart=5, backoff_s=0.1, workload_max_restart=limits)
+    job = builder.spec(name, (str(ROOT),))
+    master = replace(job.master, max_restart=10)
     return replace(job, job_dir=folder / "out", master=master, checkpoint=shape.checkpoint)
 
 
@@ -91,8 +89,6 @@ class Stage:
                 sweep(self.job.name)  # whatever went wrong, the next test finds nothing of this one
         return self
 
-    # -- while it runs ------------------------------------------------------------------------------------------------
-
     def ask(self):
         """The master's own word."""
         return ray.get(find(master_name(self.job.name)).status.remote(), timeout=60)
@@ -108,13 +104,10 @@ class Stage:
         self.seen.add(pid)
         return pid
 
-    def signal(self, number, *pids):
+    def kill(self, *pids, number=signal.SIGKILL):
+        """Kill processes, all at once."""
         for pid in pids:
             os.kill(pid, number)
-
-    def kill(self, *pids):
-        """Kill processes, all at once."""
-        self.signal(signal.SIGKILL, *pids)
 
     def held(self, fault):
         """Wait until the job has come to a fault that holds it."""
@@ -129,8 +122,6 @@ class Stage:
         """A worker's actor."""
         name = member_name(self.job.name, self.run_id, role, rank, incarnation)
         return ray.get_actor(name, namespace=NAMESPACE)
-
-    # -- what is known of it ------------------------------------------------------------------------------------------
 
     @property
     def journal(self):
@@ -151,9 +142,13 @@ class Stage:
         """Return each lost process with its kind, once."""
         return sorted((event.cause.who, event.cause.kind.value) for event in self.events() if hasattr(event, "cause"))
 
-    def incarnations(self):
-        """Every process that has become a worker."""
-        return sorted((event.role, event.rank, event.incarnation) for event in self.events(MemberStarted))
+    def pids_of(self, role):
+        """Every process that has become a worker of a role, by its rank and incarnation."""
+        started = [event for event in self.events(MemberStarted) if event.role == role]
+        return {(event.rank, event.incarnation): event.process.pid for event in started}
+
+    def incarnations(self, role):
+        return sorted(self.pids_of(role))
 
     def epochs(self):
         return [event.epoch for event in self.events(TrainerStarted)]

@@ -9,8 +9,8 @@ import time
 import pytest
 import ray
 
-from tests.ray.toy_job import expected_totals, toy_text
 from tests.support.commands import Desk, is_alive, process_table, processes_below, wait_for
+from tests.support.toy_job import expected_totals, toy_text
 
 pytestmark = pytest.mark.ray
 
@@ -59,9 +59,6 @@ def actors_of(job):
     return [name for name in names if name.startswith(f"{job}/")]
 
 
-# -- how a command ends -----------------------------------------------------------------------------------------------
-
-
 def below(command):
     return set(processes_below(command.pid))
 
@@ -74,12 +71,12 @@ MOMENTS = {
 }
 
 
+SIGNALS = [(moment, signal.SIGINT) for moment in MOMENTS] + [("running", signal.SIGTERM)]
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        *(pytest.param(name, signal.SIGINT, marks=[pytest.mark.slow] * (name != "checking")) for name in MOMENTS),
-        pytest.param("running", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] != "checking")) for case in SIGNALS],
 )
 def test_run_interrupted_at_any_moment_leaves_no_process(desk, moment, number):
     (desk.folder / "toy.yaml").write_text(toy_text(desk.folder, {"actor": 2}, **ENDLESS))
@@ -154,9 +151,6 @@ def test_command_without_a_cluster_has_an_exit_code_and_one_line(desk, command):
     assert command == "run" or len(output.strip().splitlines()) == 1
 
 
-# -- detached jobs ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_detached_job_is_listed_followed_left_and_stopped(desk_on_ray):
     desk = desk_on_ray
@@ -215,9 +209,6 @@ def test_doctor_looks_at_every_node(desk_on_ray):
     assert "nothing to fix" in output
 
 
-# -- resize -----------------------------------------------------------------------------------------------------------
-
-
 def start_resizable(desk, name, steps):
     roles = {"actor": 1, "rollout": 2, "reward": 1}
     desk.detach(name, toy_text(desk.folder, roles, devices=4, steps=steps, step_s=0.1))
@@ -240,24 +231,12 @@ def sizes_of(folder, steps):
 
 
 @pytest.mark.slow
-def test_resize_grows_and_shrinks_a_role_of_a_running_job(desk_on_ray):
-    start_resizable(desk_on_ray, "growing", 150)
-    resize(desk_on_ray, "growing", 3)
-    resize(desk_on_ray, "growing", 2)
-    desk_on_ray.run("wait", "growing", "--timeout", "90")
-    assert sizes_of(desk_on_ray.folder, 150) == [2, 3, 2]
-
-
-@pytest.mark.slow
 def test_resize_to_an_impossible_size_is_refused(desk_on_ray):
     start_resizable(desk_on_ray, "steady", 10**5)
-    for arguments, words in (
-        (("actor", "2"), "its workers hold a state"),
-        (("rolout", "3"), "did you mean 'ROLLOUT'?"),
-        (("rollout", "0"), "0 is not in the range"),
-        (("rollout", "500"), "stays as it is"),
-    ):
-        assert words in desk_on_ray.run("resize", "steady", *arguments, code=2)
+    hints = {"actor 2": "its workers hold a state", "rolout 3": "did you mean 'ROLLOUT'?"}
+    hints |= {"rollout 0": "0 is not in the range", "rollout 500": "stays as it is"}
+    for arguments, words in hints.items():
+        assert words in desk_on_ray.run("resize", "steady", *arguments.split(), code=2)
     assert desk_on_ray.status("steady")["roles"]["ROLLOUT"] == 2
     free = ray.available_resources().get("CPU")
     for num in (3, 1, 3):

@@ -107,30 +107,6 @@ def test_private_folder_is_private_and_removed_with_its_owner():
     assert not folder.exists()
 
 
-def test_cluster_listens_on_loopback_and_has_an_address():
-    code = """
-    import os, subprocess, sys
-    import ray
-    from ray._private import worker
-    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
-
-    with ray_cluster(None, {"cpu": 2.0}, log_to_driver=False):
-        (row,) = ray.nodes()
-        assert row["NodeManagerAddress"] == "127.0.0.1", row
-        address = ray.get_runtime_context().gcs_address
-        assert address.startswith("127.0.0.1:")
-        assert not {"monitor", "dashboard"} & set(worker._global_node.all_processes)
-        as_elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        code = "from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster"
-        code += "; import ray, sys; address = sys.argv[1]"
-        code += chr(10) + "with ray_cluster(address, {}): print(ray.get_runtime_context().gcs_address)"
-        done = subprocess.run([sys.executable, "-c", code, address], env=as_elsewhere, capture_output=True, text=True,
-                              timeout=100)
-        assert done.stdout.split() == [address], done.stderr
-    """
-    in_own_process(code)
-
-
 @pytest.mark.slow
 def test_killed_and_stopped_nodes_are_noticed_and_end():
     code = """

@@ -6,16 +6,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.health import find_risk
-from tests.ray.toy_job import toy_text
-from tests.support.commands import Desk, listening, processes_below, wait_for
+from tests.support.commands import Desk, answers, listening, processes_below, wait_for
 from tests.support.processes import free_port
+from tests.support.toy_job import toy_text
 
 pytestmark = pytest.mark.ray
 
@@ -91,17 +90,9 @@ def test_cluster_beyond_loopback_without_a_token_is_a_risk(tmp_path, mode):
         head = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
         try:
             gcs = f"{machine_addresses()[0]}:{port}"
-            wait_for(lambda: is_open(gcs), 60)
+            wait_for(lambda: answers(gcs), 60)
             risk = find_risk(f"127.0.0.1:{port}", "")
             assert risk == find_risk(gcs, "") and ("can run code" in risk) == (mode == "disabled")
         finally:
             head.terminate()
             head.wait(60)
-
-
-def is_open(address):
-    with suppress(OSError):
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=10).close()
-        return True
-    return False

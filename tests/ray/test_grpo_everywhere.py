@@ -4,7 +4,6 @@
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
-from tests.ray.recipe_jobs import JOB, grpo_job, inputs, samples
-from tests.support.commands import run_python
+from tests.support.commands import ROOT
+from tests.support.policy_jobs import grpo_job
+from tests.support.run_files import read_lines
 
 pytestmark = pytest.mark.ray
 
-ROOT = Path(__file__).parents[2]
 SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0")
 JUMBLED = ("reward.function=tests.support.policy_rewards:jumble",)
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
@@ -50,6 +49,12 @@ def folder(tmp_path_factory, ray_session):
     return path
 
 
+def samples(job_dir):
+    """Prompt, index and reward of the first step's samples."""
+    names = ("prompt_id", "sample_index", "completion", "reward")
+    return [tuple(row[name] for name in names) for row in read_lines(job_dir / "samples.jsonl") if row["step"] == 1]
+
+
 def weights_of(model):
     return AutoModelForCausalLM.from_pretrained(model).state_dict()
 
@@ -79,15 +84,6 @@ def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
     run_in("ray-split", folder, 2, 1, SPLIT)
     assert samples(folder / "ray-split") == samples(folder / "local")
     assert_same_end(folder, "local", "ray-split")
-
-
-@pytest.mark.slow
-def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
-    settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT, *JUMBLED]
-    run_python(folder, *launcher, *settings)
-    assert samples(folder / "torchrun") == samples(folder / "local")
-    assert_same_end(folder, "local", "torchrun")
 
 
 @pytest.mark.feature(109)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import ray
 
-from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost, StaleCall, StaleEpoch
+from dlrover.python.rl.common.errors import JobConflict, StaleCall, StaleEpoch
 from dlrover.python.rl.common.names import NAMESPACE, master_name
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
@@ -28,8 +28,8 @@ from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 from dlrover.python.rl.runtime.run.folder import begin
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
 from tests.ray.recovery_stage import HANG_AFTER_S, Shape, Stage, describe
-from tests.ray.toy_job import mark_of
 from tests.support.commands import wait_for
+from tests.support.toy_job import mark_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -54,9 +54,6 @@ def undisturbed(job):
     return job.result_is_exact() and job.nothing_is_left()
 
 
-# -- one by one -------------------------------------------------------------------------------------------------------
-
-
 def stale_commits(job):
     """The answer to a trainer of epoch 1 that would commit when there is a second one."""
     roots = roots_of(job.job, job.run_id, epoch=1)
@@ -77,13 +74,8 @@ def stale_commits(job):
 def test_death_repeats_the_calls_of_its_scope_in_this_step(stage):
     """A rollout's death repeats that worker's calls of the step, an actor's too, the trainer's no call at all; and a
     trainer that was replaced can commit nothing."""
-    faults = (
-        "ROLLOUT-1:generate:2:kill",
-        "trainer:middle:3:kill",
-        "ACTOR-0:update:4:kill",
-        hold := "trainer:end:5:hold",
-    )
-    job, refusals = stage("by-member", *faults), []
+    faults = ("ROLLOUT-1:generate:2:kill", "trainer:middle:3:kill", "ACTOR-0:update:4:kill")
+    job, refusals = stage("by-member", *faults, hold := "trainer:end:5:hold"), []
 
     def strike(job, step):
         if step == 4:
@@ -96,10 +88,8 @@ def test_death_repeats_the_calls_of_its_scope_in_this_step(stage):
     assert job.repeated() == ROLLOUT_1_STEP_2 | {("ACTOR-0", "publish", 4), ("ACTOR-0", "update", 4)}
     assert job.losses() == [("ACTOR[0]", "process_died"), ("ROLLOUT[1]", "process_died"), ("trainer", "process_died")]
     assert job.status.recoveries == {"ACTOR": 1, "ROLLOUT": 1, "trainer": 1}
-    assert job.incarnations() == [
-        *[("ACTOR", 0, 1), ("ACTOR", 0, 2), ("ACTOR", 1, 1)],
-        *[("ROLLOUT", 0, 1), ("ROLLOUT", 1, 1), ("ROLLOUT", 1, 2)],
-    ]
+    assert job.incarnations("ACTOR") == [(0, 1), (0, 2), (1, 1)]
+    assert job.incarnations("ROLLOUT") == [(0, 1), (1, 1), (1, 2)]
     assert job.epochs() == [1, 2]
     assert refusals == [StaleCall, StaleEpoch, StaleEpoch]
 
@@ -115,14 +105,10 @@ def test_group_restarts_together_and_a_standby_takes_over(stage):
 
     job.run(strike)
     assert undisturbed(job)
-    assert {(process, step) for process, _, step in job.repeated()} == {
-        ("ACTOR-0", 2),
-        ("ACTOR-1", 2),
-        ("ROLLOUT-0", 4),
-    }
+    repeated = {(process, step) for process, _, step in job.repeated()}
+    assert repeated == {("ACTOR-0", 2), ("ACTOR-1", 2), ("ROLLOUT-0", 4)}
     assert job.status.recoveries == {"ACTOR": 1, "ROLLOUT": 1}
-    actors = [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"]
-    assert actors == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert job.incarnations("ACTOR") == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert [event.standby for event in job.events(MemberStarted) if event.role == "ROLLOUT"] == [-1, -1, 0]
     assert job.delay_s("ROLLOUT", 0) < 1.0
 
@@ -142,8 +128,7 @@ def test_ranks_keep_their_processes_unless_they_are_silent(stage):
 
     job.run(strike)
     assert undisturbed(job)
-    started = [event for event in job.events(MemberStarted) if event.role == "ACTOR"]
-    pids = {(event.rank, event.incarnation): event.process.pid for event in started}
+    pids = job.pids_of("ACTOR")
     assert sorted(pids) == [(rank, number) for rank in (0, 1) for number in (1, 2, 3, 4)]
     assert pids[0, 1] == pids[0, 2] != pids[0, 3] and pids[1, 1] != pids[1, 2] == pids[1, 3]
     assert pids[0, 3] != pids[0, 4] and pids[1, 3] != pids[1, 4]
@@ -153,8 +138,7 @@ def test_ranks_keep_their_processes_unless_they_are_silent(stage):
 def test_rank_waiting_for_a_lost_one_is_aborted_and_stays(stage):
     job = stage("waiters", "ACTOR-1:update:2:kill", actor="Waiters").run()
     assert undisturbed(job)
-    started = [event for event in job.events(MemberStarted) if event.role == "ACTOR"]
-    pids = {(event.rank, event.incarnation): event.process.pid for event in started}
+    pids = job.pids_of("ACTOR")
     assert sorted(pids) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert pids[0, 1] == pids[0, 2] and pids[1, 1] != pids[1, 2]
     assert job.status.recoveries == {"ACTOR": 1}
@@ -169,7 +153,7 @@ def test_killed_master_finds_every_process_again(stage):
     def strike(job, step):
         if step >= 2 and not pids:
             pids.append(job.pids())
-            job.signal(signal.SIGSTOP, job.master_pid())
+            job.kill(job.master_pid(), number=signal.SIGSTOP)
             job.held(first)
             job.kill(job.master_pid())
             wait_for(lambda: job.ask().masters == 2)
@@ -191,9 +175,6 @@ def test_killed_master_finds_every_process_again(stage):
     assert [path.name for path in job.job.job_dir.glob("owner.*")] == ["owner.3.json"], "each master claims once"
 
 
-# -- hangs ------------------------------------------------------------------------------------------------------------
-
-
 def test_hung_process_is_noted_with_its_stack_and_replaced(stage):
     faults = ("ROLLOUT-0:generate:2:stop", "ROLLOUT-1:generate:3:loop", "trainer:middle:4:stop")
     job = stage("hangs", *faults).run()
@@ -208,50 +189,16 @@ def test_hung_process_is_noted_with_its_stack_and_replaced(stage):
     assert {(process, step) for process, _, step in job.repeated()} == {("ROLLOUT-0", 2), ("ROLLOUT-1", 3)}
 
 
-# -- together ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_deaths_at_the_same_time_are_one_recovery_each(stage):
-    """Both rollouts in one call; then a rollout and the trainer."""
-    faults = ("ROLLOUT-0:generate:2:kill", "ROLLOUT-1:generate:2:kill", hold := "trainer:end:4:hold")
-    job = stage("together", *faults)
-
-    def strike(job, step):
-        if step == 3:
-            job.held(hold)
-            pids = job.pids()
-            job.kill(pids["ROLLOUT[0]"], pids["trainer"])
-
-    job.run(strike)
-    assert undisturbed(job)
-    ROLLOUT_0 = {("ROLLOUT-0", method, step) for method in ("receive", "generate") for step in (2, 4)}
-    assert job.repeated() == ROLLOUT_1_STEP_2 | ROLLOUT_0
-    died = "process_died"
-    assert job.losses() == [("ROLLOUT[0]", died), ("ROLLOUT[0]", died), ("ROLLOUT[1]", died), ("trainer", died)]
-    assert job.status.recoveries == {"ROLLOUT": 3, "trainer": 1}
-    assert job.epochs() == [1, 2]
-
-
-# -- errors of the machine --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_process_whose_device_or_link_fails_is_replaced(stage):
     """ECC and other CUDA errors, an NCCL abort, and a rendezvous that times out once are exceptions to the program."""
-    faults = (
-        "ROLLOUT-1:generate:2:ecc",
-        "ACTOR-1:update:3:nccl",
-        "ACTOR-0:update:4:rendezvous",
-        "trainer:middle:5:ecc",
-    )
-    job = stage("machine", *faults, actor="Team").run()
+    faults = ("ROLLOUT-1:generate:2:ecc", "ACTOR-1:update:3:nccl", "ACTOR-0:update:4:rendezvous")
+    job = stage("machine", *faults, "trainer:middle:5:ecc", actor="Team").run()
     assert undisturbed(job)
     device, link = "device_failed", "link_failed"
     assert job.losses() == [("ACTOR[0]", link), ("ACTOR[1]", link), ("ROLLOUT[1]", device), ("trainer", device)]
     assert job.status.recoveries == {"ACTOR": 2, "ROLLOUT": 1, "trainer": 1}
-    actors = [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"]
-    assert actors == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
+    assert job.incarnations("ACTOR") == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
 
 
 @pytest.mark.slow
@@ -261,28 +208,9 @@ def test_unknown_error_is_tried_once_in_fresh_processes(stage):
     assert (job.status.cause.who, job.status.recoveries) == ("ROLLOUT[0]", {"ACTOR": 1, "ROLLOUT": 1, "trainer": 2})
     assert "an internal assertion of a library failed (again, in fresh processes)" in job.status.reason
     assert [report.step for report in job.reports] == [1, 2, 3], "the first has gone by"
-    assert [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"] == [(0, 1), (0, 2), (1, 1)]
+    assert job.incarnations("ACTOR") == [(0, 1), (0, 2), (1, 1)]
     assert job.nothing_is_left()
 
-
-@pytest.mark.slow
-def test_master_without_its_journal_fails_and_frees_the_job(stage):
-    job = stage("no-journal", "trainer:middle:3:hold")
-
-    def strike(job, step):
-        if step == 2:
-            job.pids()
-            master = job.master_pid()
-            job.journal.unlink()
-            job.kill(master)
-
-    job.run(strike)
-    assert job.status.phase is Phase.FAILED
-    assert "the journal of this run is not in" in job.status.reason
-    assert job.nothing_is_left()
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
 
 OWN_ERRORS = [
     ("ROLLOUT-0:generate:2:error", "ROLLOUT[0]", 'KeyError: "the user\'s own mistake"'),
@@ -306,15 +234,6 @@ def test_job_with_a_users_error_ends_at_once(stage, fault, process, message):
     assert "leave" in fault or "commit_fault" in job.status.cause.detail
     assert (job.starts(), job.repeated()) == (1, set())
     assert job.nothing_is_left()
-
-
-@pytest.mark.slow
-def test_job_whose_worker_cannot_start_fails(stage):
-    job = stage("broken", "ACTOR-1:start:0:error").run()
-    assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
-    assert job.status.cause.who == "ACTOR[1]"
-    assert "the user's own mistake" in job.status.cause.message
-    assert job.starts() == 0
 
 
 @pytest.mark.slow
@@ -348,29 +267,6 @@ def test_job_without_durable_steps_restarts_once(stage, trainer, fault):
 
 
 @pytest.mark.slow
-def test_job_dying_forever_ends_at_its_limit(stage):
-    job = stage("crash-loop", "ACTOR-0:update:2:die", trainer="Plain", rollouts=0, job_restarts=2).run()
-    assert (job.status.phase, job.status.restarts) == (Phase.FAILED, 2)
-    assert "the limit of 2 restarts" in job.status.reason
-    assert job.status.cause.kind is CauseKind.PROCESS_DIED
-    assert job.starts() == 3
-
-
-@pytest.mark.slow
-def test_master_without_restarts_left_ends_the_job(stage):
-    job = stage("last-master", hold := "trainer:end:3:hold", master_restarts=0)
-
-    def strike(job, step):
-        if step == 2:
-            job.held(hold)
-            job.kill(job.master_pid())
-
-    with pytest.raises(MasterLost, match="the master is gone"):
-        job.run(strike)
-    assert job.nothing_is_left()
-
-
-@pytest.mark.slow
 def test_master_with_a_damaged_journal_ends_the_job(stage):
     job, damaged = stage("damaged", hold := "trainer:end:3:hold"), []
 
@@ -379,7 +275,7 @@ def test_master_with_a_damaged_journal_ends_the_job(stage):
             job.held(hold)
             job.pids()
             master = job.master_pid()
-            job.signal(signal.SIGSTOP, master)
+            job.kill(master, number=signal.SIGSTOP)
             content = bytearray(job.journal.read_bytes())
             content[len(content) // 2] ^= 1
             job.journal.write_bytes(content)
@@ -393,9 +289,6 @@ def test_master_with_a_damaged_journal_ends_the_job(stage):
     assert job.journal.read_bytes() == damaged[0]
     assert job.repeated() == set()
     assert job.nothing_is_left()
-
-
-# -- resuming --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -420,9 +313,6 @@ def test_run_resumes_at_the_last_copy_of_a_stopped_one(stage):
     assert undisturbed(job)
 
 
-# -- undisturbed ------------------------------------------------------------------------------------------------------
-
-
 def test_job_whose_workers_ask_the_master_finishes(stage):
     activities = []
     job = stage("plain", trainer="AsksMaster", rollouts=0, steps=3).run(announce=activities.append)
@@ -439,14 +329,6 @@ def test_results_taken_by_ray_survive_a_dead_worker(stage):
     assert (job.status.phase, job.status.restarts, job.status.cause) == (Phase.FINISHED, 0, None)
     assert sum(job.status.recoveries.values()) == 1
     assert [(report.step, report.metrics["reward"]) for report in job.reports][-3:] == [(1, 3.0), (2, 5.0), (3, 7.0)]
-
-
-@pytest.mark.slow
-def test_late_workers_are_replaced(stage):
-    job = stage("late", trainer="ReplacesLate", rollouts=0, steps=2).run()
-    assert (job.status.phase, job.status.restarts) == (Phase.FINISHED, 0), job.status.cause
-    assert sum(job.status.recoveries.values()) == 2
-    assert job.result_is_exact()
 
 
 @pytest.mark.slow
@@ -497,12 +379,6 @@ def test_job_too_large_for_the_cluster_fails_with_need_and_free(stage):
     assert "needed {'cpu': 200.0}" in status.cause.message
     assert "free {" in status.cause.message
     assert job.nothing_is_left()
-
-
-def test_job_too_large_for_its_nodes_is_refused(stage):
-    job = stage("never", rollouts=0).job
-    with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
-        check_job(replace(job, trainer=replace(job.trainer, device_per_node=1)))
 
 
 @pytest.mark.slow

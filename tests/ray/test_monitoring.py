@@ -18,8 +18,8 @@ from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from tests.ray.toy_job import toy_text
 from tests.support.commands import Desk, debian_programs, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,24 +44,15 @@ class Watched:
         wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
         (metrics_file,) = self.folder.rglob("metrics.json")
         self.address, self.folder = json.loads(metrics_file.read_text())["address"], metrics_file.parent
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(ALERTS)],
-            "scrape_configs": [{"job_name": "rl", "static_configs": [{"targets": [self.address]}]}],
-        }
+        scraped = [{"job_name": "rl", "static_configs": [{"targets": [self.address]}]}]
+        every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config = {"global": every, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
         (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.web = "127.0.0.1:9391"
-        self.server = subprocess.Popen(
-            [
-                tools / "prometheus",
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                f"--web.listen-address={self.web}",
-            ],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-
+        options = {"config.file": tmp_path / "prometheus.yml", "storage.tsdb.path": tmp_path / "data"}
+        options |= {"web.listen-address": self.web}
+        command = [tools / "prometheus", *(f"--{name}={value}" for name, value in options.items())]
+        self.server = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
         wait_for(self.is_ready, 60)
 
     def is_ready(self):

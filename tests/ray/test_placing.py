@@ -13,15 +13,7 @@ from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.ray import placement as module
 from dlrover.python.rl.runtime.ray.cluster.api import REMOVED, RayClusterApi, remove_groups
-from dlrover.python.rl.runtime.ray.placement import (
-    _list_groups,
-    _newest_by_node,
-    is_usable,
-    placement_of,
-    reserve,
-    reserve_node,
-    wait_until_reserved,
-)
+from dlrover.python.rl.runtime.ray.placement import is_usable, placement_of, reserve, reserve_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -32,7 +24,7 @@ CLUSTER = RayClusterApi()
 
 def find_groups(cluster, prefix):
     """The newest group of each of the plan's nodes."""
-    newest = sorted(_newest_by_node(_list_groups(cluster), prefix).items())
+    newest = sorted(module._newest_by_node(module._list_groups(cluster), prefix).items())
     return [group.id for _, group in newest if group.state != REMOVED]
 
 
@@ -53,7 +45,7 @@ def planned(nodes=1, **actor):
 
 
 def wait(groups, placement, timeout_s=DEADLINE_S):
-    asyncio.run(wait_until_reserved(CLUSTER, groups, placement, timeout_s))
+    asyncio.run(module.wait_until_reserved(CLUSTER, groups, placement, timeout_s))
 
 
 def reserved(prefix, **plan_of_job):
@@ -102,13 +94,6 @@ def test_remove_groups_gives_back_all_of_a_prefix(prefix):
     assert find_groups(CLUSTER, prefix) == again != groups
 
 
-def test_remove_groups_leaves_a_longer_name(prefix):
-    placement = planned()
-    groups = reserve(CLUSTER, placement, f"{prefix}0")
-    assert remove_groups(CLUSTER, f"{prefix}/") == []
-    assert find_groups(CLUSTER, f"{prefix}0") == groups
-
-
 def test_workers_and_standbys_are_put_into_their_bundles(prefix):
     placement, groups = reserved(prefix, standby=1, resource={"cpu": 0.5, "memory": 16})
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])
@@ -121,12 +106,8 @@ def test_workers_and_standbys_are_put_into_their_bundles(prefix):
 
 def test_placement_without_groups_asks_for_resources_alone():
     placement = planned(resource={"cpu": 0.5, "memory": 1, "disk": 2, "gpu": 0, "other": 0})
-    assert placement_of(placement.slots[ACTOR][0], placement, []).to_ray() == {
-        "num_cpus": 0.5,
-        "num_gpus": 0.0,
-        "memory": 1024 * 1024,
-        "resources": {"disk": 2.0},
-    }
+    options = {"num_cpus": 0.5, "num_gpus": 0.0, "memory": 1024 * 1024, "resources": {"disk": 2.0}}
+    assert placement_of(placement.slots[ACTOR][0], placement, []).to_ray() == options
 
 
 def test_worker_without_resources_has_a_place(prefix):

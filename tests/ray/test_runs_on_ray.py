@@ -5,16 +5,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import ray
 
-from tests.support.commands import processes_below
+from tests.support.commands import answers, processes_below
 from tests.support.held_job import Desk, wait_for
 from tests.support.processes import free_port
 
@@ -31,9 +29,6 @@ def desk(tmp_path, monkeypatch):
 
 def in_use(desk, where):
     return f"in use by run {desk.owner('out')['run']} of 'held' (Ray, {where}on"
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -63,15 +58,6 @@ def test_run_resumes_after_its_last_step_without_its_cluster(desk, where):
 
 
 @pytest.mark.slow
-def test_folder_impossible_to_make_is_refused_on_a_cluster(desk, ray_session):
-    output = desk.run("run", "job.yaml", "--address", "auto", "name=nowhere", "job_dir=/proc/none/out", code=2)
-    assert output.partition("1 error in the job:\n")[2].startswith("  - job_dir: cannot be created: ")
-    assert "Traceback" not in output
-    with pytest.raises(ValueError, match="nowhere/master"):
-        ray.get_actor("nowhere/master", namespace="dlrover-rl")
-
-
-@pytest.mark.slow
 def test_master_on_a_shared_cluster_owns_the_folder(desk, ray_session):
     first = desk.held("out", "--address", "auto")
     assert in_use(desk, "") in desk.run("run", "job.yaml", "--local", "job_dir=out", code=2)
@@ -85,9 +71,6 @@ def test_master_on_a_shared_cluster_owns_the_folder(desk, ray_session):
     assert steps == list("123456")
 
 
-# -- lost clusters ----------------------------------------------------------------------------------------------------
-
-
 def assert_resumes(desk, command):
     """It does the steps after the three that were committed, to the end, each step once."""
     wait_for(lambda: (desk.folder / "out/waiting").exists() or command.poll() is not None)
@@ -96,14 +79,10 @@ def assert_resumes(desk, command):
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "raylet/raylet",
-        pytest.param("ray::DashboardAgent", marks=pytest.mark.slow),
-        pytest.param("ray::RuntimeEnvAgent", marks=pytest.mark.slow),
-    ],
-)
+AGENTS = [pytest.param(f"ray::{name}", marks=pytest.mark.slow) for name in ("DashboardAgent", "RuntimeEnvAgent")]
+
+
+@pytest.mark.parametrize("victim", ["raylet/raylet", *AGENTS])
 def test_run_resumes_when_a_process_of_its_cluster_dies(desk, victim):
     command = desk.held("out")
     processes = processes_below(command.pid)
@@ -154,12 +133,6 @@ def test_supervised_run_resumes_on_the_next_cluster(desk, foreign):
         assert_resumes(desk, command)
     finally:
         end()
-
-
-def answers(address):
-    host, _, port = address.partition(":")
-    with closing(socket.socket()) as probe:
-        return not probe.connect_ex((host, int(port)))
 
 
 def test_supervise_with_detach_is_refused(desk):

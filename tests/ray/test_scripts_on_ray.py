@@ -19,9 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "any_script" / "train.py"
 TWO = {"device_type": "CPU", "device_per_node": 2}
 
 
-def job_file(folder, workload):
+def job_file(folder, workload, **keys):
     file = folder / "programs.yaml"
-    file.write_text(yaml.safe_dump({"trainer": TWO, "workload": workload, "restart": {"backoff_s": 0.0}}))
+    file.write_text(yaml.safe_dump({"trainer": TWO, "workload": workload, "restart": {"backoff_s": 0.0}, **keys}))
     return str(file)
 
 
@@ -93,42 +93,35 @@ def test_script_without_output_is_hung_and_one_with_output_not(tmp_path):
     assert "SPEAKS[0]: hung" not in output
 
 
-@pytest.mark.slow
-def test_drained_node_is_left_without_charge(tmp_path):
-    root = Path(__file__).parents[2]
-    (tmp_path / "drain.py").write_text(
-        f"""
-import json, subprocess, sys, time
-sys.path.insert(0, {str(root)!r})
+DRAIN = """
+import subprocess, sys
 from pathlib import Path
-from tests.ray.test_scripts_on_ray import SCRIPT, job_file
 from tests.ray.two_nodes import two_nodes
 from tests.support.commands import Desk, processes_below, wait_for
 
-here = Path({str(tmp_path)!r})
-train = {{"command": f"{{sys.executable}} {{SCRIPT}} --steps 600 --out out", "num": 2}}
-job = job_file(here, {{"train": train}}).replace(".yaml", "")
-text = Path(job + ".yaml").read_text() + "\\ncheckpoint: {{commit_to: job_dir}}\\n"
-Path(job + ".yaml").write_text(text.replace("restart:", "restart:\\n  workload_max_restart: {{train: 0}}"))
-
 def holder(nodes):
-    lines = {{index: processes_below(nodes.raylet_pid(index)).values() for index in (1, 2)}}
+    lines = {index: processes_below(nodes.raylet_pid(index)).values() for index in (1, 2)}
     return next((index for index in lines if any("train.py" in line for line in lines[index])), 0)
 
 with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
-    with Desk(here, nodes.address).start("run", job + ".yaml", "trainer.node_number=2") as command:
+    with Desk(Path.cwd(), nodes.address).start("run", "programs.yaml", "trainer.node_number=2") as command:
         wait_for(lambda: command.has_said("step 20 "), 120)
         left = holder(nodes)
-        subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address, "--node-id",
-             nodes.node_id(left), "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
-             "--deadline-remaining-seconds", "60"], check=True)
+        why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        node = ["--node-id", nodes.node_id(left), "--deadline-remaining-seconds", "60", "--address", nodes.address]
+        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", *node, *why], check=True)
         wait_for(lambda: holder(nodes) not in (0, left), 60)
         nodes.kill_node(left)
         command.end()
-""".replace("\\\\n", "\\n")
-    )
-    run_python(tmp_path, "drain.py", within_s=280)
+"""
+
+
+@pytest.mark.slow
+def test_drained_node_is_left_without_charge(tmp_path):
+    train = {"command": f"{sys.executable} {SCRIPT} --steps 600 --out out", "num": 2}
+    limits = {"workload_max_restart": {"train": 0}, "backoff_s": 0.0}
+    job_file(tmp_path, {"train": train}, restart=limits, checkpoint={"commit_to": "job_dir"})
+    run_python(tmp_path, "-c", DRAIN, within_s=280)
     output = (tmp_path / "output-0.txt").read_text()
     assert "it will be removed: it is drained" in output
     assert re.search(r"2 ranks from step \d+, restart 1", output), output

@@ -26,8 +26,8 @@ from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.ray.toy_job import toy_text
 from tests.support.commands import Desk, environment, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = pytest.mark.ray
 
@@ -37,10 +37,8 @@ def toy_job(folder, **keys):
     return yaml.safe_load(text)
 
 
-FIELDS = (
-    "env", "member", "api_key", "password", "camel", "header", "cookie", "listed", "nested", "user_part", "parameter",
-    "connection", "pem", "database",
-)  # fmt: skip
+FIELDS = "env member api_key password camel header cookie listed nested user_part parameter connection pem database"
+FIELDS = FIELDS.split()
 
 UNGUARDED = """
 import dlrover.python.rl.common.log as redaction
@@ -59,22 +57,18 @@ def made_canaries(*names):
 def job_with(canaries, folder, ends):
     """A job file with a canary in every kind of place that may have a secret."""
     pem = f"-----BEGIN PRIVATE KEY-----\n{secrets.token_hex(24)}\n{canaries['pem']}\n-----END PRIVATE KEY-----\n"
-    secret_settings = {
-        "api_key": canaries["api_key"],
-        "password": int(canaries["password"]),
-        "openaiApiKey": canaries["camel"],
+    by_key = {"api_key": canaries["api_key"], "password": int(canaries["password"]), "openaiApiKey": canaries["camel"]}
+    deeper = {"github_tokens": [canaries["listed"]], "secret": {"value": canaries["nested"]}}
+    in_texts = {
         "headers": {"X-Api-Key": canaries["header"], "Cookie": f"id={canaries['cookie']}"},
-        "github_tokens": [canaries["listed"]],
-        "secret": {"value": canaries["nested"]},
         "url": f"https://{canaries['user_part']}@host/x",
         "query": f"https://host/x?a=1&api_key={canaries['parameter']}",
         "connection_string": f"host=h user=u auth={canaries['connection']}",
         "database": f"postgresql://user:{canaries['database']}@host/x",
-        "pem": pem,
     }
+    settings = {**by_key, **deeper, **in_texts, "pem": pem}
     steps = 10**6 if ends == "cancelled" else 20
-    env = {"API_KEY": canaries["env"]}
-    job = toy_job(folder, steps=steps, ends=ends, secret_settings=secret_settings, env=env)
+    job = toy_job(folder, steps=steps, ends=ends, secret_settings=settings, env={"API_KEY": canaries["env"]})
     job["workload"]["actor"]["env"] = {"MEMBER_TOKEN": canaries["member"]}
     return job
 
@@ -89,12 +83,9 @@ class Witness:
     of others that are ``watched``. A canary may be in the files that ``own`` it."""
 
     def __init__(self, canaries, folder, *watched, own=()):
-        self.canaries, self.folder, self.watched = canaries, folder, watched
-        self.own = {"held", *own}
-        self.found = {}
-        self.seen_files, self.scrapes = set(), 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self.canaries, self.folder, self.watched, self.own = canaries, folder, watched, {"held", *own}
+        self.found, self.seen_files, self.scrapes = {}, set(), 0
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._watch)
 
     def __enter__(self):
         self._thread.start()
@@ -111,24 +102,20 @@ class Witness:
 
     def _watch(self):
         while not self._over.wait(0.3):
-            self.look_at_arguments()
+            for entry in Path("/proc").glob("[0-9]*"):
+                self.look("arguments of a process", content_of(entry / "cmdline"))
             for folder in self.watched:
                 self.look_at_files(folder)
             self.look_at_metrics()
 
-    def look_at_arguments(self):
-        for entry in Path("/proc").glob("[0-9]*"):
-            self.look("arguments of a process", content_of(entry / "cmdline"))
-
     def look_at_files(self, folder):
-        paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-        for path in paths:
+        for path in (Path(parent, name) for parent, _, names in os.walk(folder) for name in names):
             if path.name not in self.own and not path.name.startswith("job-file") and path.is_file():
                 self.look(str(path.relative_to(folder)), content_of(path))
                 self.seen_files.add(path.name)
 
     def look_at_metrics(self):
-        """Return the files of jobs and of a service."""
+        """Read the metrics of jobs and of a service, whose addresses are in their files."""
         files = [*self.folder.glob("runs/*/*/metrics.json"), *self.folder.glob("service.log")]
         for address in re.findall(rb"127\.0\.0\.1:\d+(?=/metrics|\"})", b"".join(map(content_of, files))):
             with suppress(OSError, HTTPException):
@@ -281,8 +268,8 @@ def stop_one_and_fail_one(client, call, folder, look):
     client.submit(yaml.safe_dump(toy_job(folder, steps=5, ends="badly", secret_settings={})), name="failing")
     client.submit(toy_text(folder / "notes", steps=10**6), name="stopped")
     wait_for((folder / "notes/starts").exists, 100)
-    for words in (["stop", "stopped"], ["status", "stopped"], ["list"]):
-        status, output = call(*words)
+    for words in ("stop stopped", "status stopped", "list"):
+        status, output = call(*words.split())
         look("output", output)
         assert status == 0, output
     phases = [phase_of(client.wait(name, 100)) for name in ("failing", "stopped")]

@@ -2,6 +2,7 @@
 """The service over jobs on real Ray: they do not notice when it ends, and its next process finds them."""
 
 import asyncio
+import functools
 import os
 import secrets
 import shutil
@@ -25,9 +26,9 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
-from tests.ray import toy_job
-from tests.ray.toy_job import toy_text
-from tests.support.commands import Desk, processes_below, wait_for
+from tests.support import toy_job
+from tests.support.commands import ROOT, Desk, processes_below, wait_for
+from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -45,13 +46,20 @@ async def serving(folder):
 
 
 def submission(name, text):
-    description = JobDescription(text, folder=str(Path(__file__).parents[2]))
+    description = JobDescription(text, folder=str(ROOT))
     job = JobRecord(name, "", "ann", f"token-{name}", resources={"cpu": 2.0}, roles={"ACTOR": 1})
     return SubmitJob(job, description)
 
 
-def run(body):
-    asyncio.run(asyncio.wait_for(body, 3 * WITHIN_S))
+def in_loop(test):
+    """Run a coroutine function as a test, within a deadline and in a folder that is the working directory."""
+
+    @functools.wraps(test)
+    def wrapped(tmp_path, monkeypatch, ray_session):
+        monkeypatch.chdir(tmp_path)
+        asyncio.run(asyncio.wait_for(test(tmp_path, monkeypatch, ray_session), 3 * WITHIN_S))
+
+    return wrapped
 
 
 async def until(condition, within_s=WITHIN_S):
@@ -60,77 +68,67 @@ async def until(condition, within_s=WITHIN_S):
             await asyncio.sleep(0.02)
 
 
-def test_next_manager_finds_a_running_job(tmp_path, monkeypatch, ray_session):
-    monkeypatch.chdir(tmp_path)
-
-    async def body():
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission("served", toy_text(tmp_path / "notes", steps=60, step_s=0.1)))
-            await until(lambda: manager.get("served").step >= 2)
-            left = manager.get("served").step
-        async with serving(tmp_path) as manager:
-            await until(lambda: manager.get("served").step > left)
-            ended = await manager.wait("served", WITHIN_S)
-            assert (ended.phase, ended.step, ended.total_steps, ended.restarts) == (JobPhase.FINISHED, 60, 60, 0)
-            events = [event async for page in manager.watch("served", follow=False) for event in page]
-            assert [event.step for event in events if event.kind == "step"] == list(range(1, 61))
-            assert events[-1].metrics == {} and events[-2].metrics["reward"] == sum(range(1, 61))
-            assert Path(ended.results).parent == tmp_path / "runs" / "served"
-        assert (tmp_path / "notes/starts").read_text() == "started\n"
-        assert find(master_name("served")) is None
-
-    run(body())
+@in_loop
+async def test_next_manager_finds_a_running_job(tmp_path, monkeypatch, ray_session):
+    async with serving(tmp_path) as manager:
+        await manager.ask(submission("served", toy_text(tmp_path / "notes", steps=60, step_s=0.1)))
+        await until(lambda: manager.get("served").step >= 2)
+        left = manager.get("served").step
+    async with serving(tmp_path) as manager:
+        await until(lambda: manager.get("served").step > left)
+        ended = await manager.wait("served", WITHIN_S)
+        assert (ended.phase, ended.step, ended.total_steps, ended.restarts) == (JobPhase.FINISHED, 60, 60, 0)
+        events = [event async for page in manager.watch("served", follow=False) for event in page]
+        assert [event.step for event in events if event.kind == "step"] == list(range(1, 61))
+        assert events[-1].metrics == {} and events[-2].metrics["reward"] == sum(range(1, 61))
+        assert Path(ended.results).parent == tmp_path / "runs" / "served"
+    assert (tmp_path / "notes/starts").read_text() == "started\n"
+    assert find(master_name("served")) is None
 
 
-def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_session):
+@in_loop
+async def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_session):
     """Pretend that the service was killed in between."""
-    monkeypatch.chdir(tmp_path)
     launched = []
 
     def unanswered(make_call, timeout_s):
         launched.append(make_call)
         raise MasterLost("the service is killed here")
 
-    async def body():
-        with monkeypatch.context() as patch:
-            patch.setattr(on_ray, "ask", unanswered)
-            patch.setattr(ray_runner, "_REVIVALS", 0)
-            patch.setattr(RayJobRunner, "_kill_all", lambda *_: asyncio.sleep(WITHIN_S))
-            async with serving(tmp_path) as manager:
-                await manager.ask(submission("unbegun", toy_text(tmp_path / "notes", steps=3)))
-                await until(lambda: launched)
+    with monkeypatch.context() as patch:
+        patch.setattr(on_ray, "ask", unanswered)
+        patch.setattr(ray_runner, "_REVIVALS", 0)
+        patch.setattr(RayJobRunner, "_kill_all", lambda *_: asyncio.sleep(WITHIN_S))
         async with serving(tmp_path) as manager:
-            ended = await manager.wait("unbegun", WITHIN_S)
-            assert (ended.phase, ended.step) == (JobPhase.FINISHED, 3)
-        assert (tmp_path / "notes/starts").read_text() == "started\n"
-
-    run(body())
-
-
-def test_stop_takes_five_seconds_at_most_in_each_state(tmp_path, monkeypatch, ray_session):
-    monkeypatch.chdir(tmp_path)
-
-    async def stopped(manager, name, phase, hard):
-        await manager.ask(submission(name, toy_text(tmp_path / name, steps=10_000)))
-        await until(lambda: manager.get(name).phase is phase)
-        began_s = time.monotonic()
-        await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
-        ended = await manager.wait(name, WITHIN_S)
-        assert ended.phase is JobPhase.STOPPED, ended
-        assert time.monotonic() - began_s < 5.0
-        await until(lambda: find(master_name(name)) is None, 10)
-
-    async def body():
-        async with serving(tmp_path) as manager:
-            await stopped(manager, "s-starting", JobPhase.STARTING, False)
-            await stopped(manager, "s-running", JobPhase.RUNNING, False)
-            await stopped(manager, "s-hard", JobPhase.RUNNING, True)
-
-    run(body())
+            await manager.ask(submission("unbegun", toy_text(tmp_path / "notes", steps=3)))
+            await until(lambda: launched)
+    async with serving(tmp_path) as manager:
+        ended = await manager.wait("unbegun", WITHIN_S)
+        assert (ended.phase, ended.step) == (JobPhase.FINISHED, 3)
+    assert (tmp_path / "notes/starts").read_text() == "started\n"
 
 
-def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeypatch, ray_session):
-    monkeypatch.chdir(tmp_path)
+async def stop_quickly(manager, name, hard=False):
+    began_s = time.monotonic()
+    await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
+    ended = await manager.wait(name, WITHIN_S)
+    assert ended.phase is JobPhase.STOPPED, ended
+    assert time.monotonic() - began_s < 5.0
+
+
+@in_loop
+async def test_stop_takes_five_seconds_at_most_in_each_state(tmp_path, monkeypatch, ray_session):
+    states = (("s-starting", JobPhase.STARTING), ("s-running", JobPhase.RUNNING), ("s-hard", JobPhase.RUNNING))
+    async with serving(tmp_path) as manager:
+        for name, phase in states:
+            await manager.ask(submission(name, toy_text(tmp_path / name, steps=10_000)))
+            await until(lambda name=name, phase=phase: manager.get(name).phase is phase)
+            await stop_quickly(manager, name, hard=name == "s-hard")
+            await until(lambda name=name: find(master_name(name)) is None, 10)
+
+
+@in_loop
+async def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeypatch, ray_session):
     launched, ask = threading.Event(), on_ray.ask
 
     def slow(request, timeout_s):
@@ -139,53 +137,34 @@ def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeypatch, 
         return ask(request, timeout_s)
 
     monkeypatch.setattr(on_ray, "ask", slow)
-
-    async def body():
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission("slow", toy_text(tmp_path / "notes", steps=10_000)))
-            await until(launched.is_set)
-            began_s = time.monotonic()
-            await manager.ask(StopJob("slow", manager.get("slow").run, "by the test"))
-            assert (await manager.wait("slow", WITHIN_S)).phase is JobPhase.STOPPED
-            assert time.monotonic() - began_s < 5.0
-        assert not (tmp_path / "notes/starts").exists()
-
-    run(body())
+    async with serving(tmp_path) as manager:
+        await manager.ask(submission("slow", toy_text(tmp_path / "notes", steps=10_000)))
+        await until(launched.is_set)
+        await stop_quickly(manager, "slow")
+    assert not (tmp_path / "notes/starts").exists()
 
 
 @pytest.mark.slow
-def test_job_whose_master_is_lost_resumes_at_its_last_commit(tmp_path, monkeypatch, ray_session):
-    monkeypatch.chdir(tmp_path)
-
-    async def body():
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission("lost", toy_text(tmp_path / "notes", steps=40, step_s=0.1)))
-            await until(lambda: manager.get("lost").step >= 5)
-            end(find(master_name("lost")))
-            ended = await manager.wait("lost", WITHIN_S)
-            assert (ended.phase, ended.step) == (JobPhase.FINISHED, 40), ended
-            assert ended.reward == sum(range(1, 41))
-
-    run(body())
+@in_loop
+async def test_job_whose_master_is_lost_resumes_at_its_last_commit(tmp_path, monkeypatch, ray_session):
+    async with serving(tmp_path) as manager:
+        await manager.ask(submission("lost", toy_text(tmp_path / "notes", steps=40, step_s=0.1)))
+        await until(lambda: manager.get("lost").step >= 5)
+        end(find(master_name("lost")))
+        ended = await manager.wait("lost", WITHIN_S)
+        assert (ended.phase, ended.step, ended.reward) == (JobPhase.FINISHED, 40, sum(range(1, 41))), ended
 
 
-def test_failed_job_gives_its_cause(tmp_path, monkeypatch, ray_session):
-    monkeypatch.chdir(tmp_path)
-
-    async def body():
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission("wrong", toy_text(tmp_path / "no-such-folder" / "notes")))
-            ended = await manager.wait("wrong", WITHIN_S)
-            assert (ended.phase, ended.cause) == (JobPhase.FAILED, "user_error"), ended
-            assert "FileNotFoundError" in ended.detail
-            await manager.ask(submission("unknown", toy_text(tmp_path / "unknown").replace("Loop", "Lop")))
-            ended = await manager.wait("unknown", WITHIN_S)
-            assert ended.phase is JobPhase.FAILED and "Lop" in ended.detail and "Loop" in ended.detail
-
-    run(body())
-
-
-# -- dlrover-rl serve -------------------------------------------------------------------------------------------------
+@in_loop
+async def test_failed_job_gives_its_cause(tmp_path, monkeypatch, ray_session):
+    async with serving(tmp_path) as manager:
+        await manager.ask(submission("wrong", toy_text(tmp_path / "no-such-folder" / "notes")))
+        ended = await manager.wait("wrong", WITHIN_S)
+        assert (ended.phase, ended.cause) == (JobPhase.FAILED, "user_error"), ended
+        assert "FileNotFoundError" in ended.detail
+        await manager.ask(submission("unknown", toy_text(tmp_path / "unknown").replace("Loop", "Lop")))
+        ended = await manager.wait("unknown", WITHIN_S)
+        assert ended.phase is JobPhase.FAILED and "Lop" in ended.detail and "Loop" in ended.detail
 
 
 class Service:
@@ -281,9 +260,9 @@ def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, 
     service, steps = service_on_session, 120
     texts = [small_job(tmp_path / f"notes-{number}", steps, 0.3) for number in range(3)]
     with service.client() as client:
-        tokens = [secrets.token_hex(8) for _ in range(3)]
-        for number, token in enumerate(tokens):
-            client.submit(texts[number], name=f"job-{number}", client_token=token)
+        tokens = [secrets.token_hex(8) for _ in texts]
+        for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+            client.submit(text, name=f"job-{number}", client_token=token)
         watcher = Watcher(service)
         watcher.start()
         for number in range(3):
@@ -307,30 +286,3 @@ def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, 
     assert [event.number for event in watcher.events] == list(range(1, len(events) + 1))
     assert [event.SerializeToString() for event in watcher.events] == [event.SerializeToString() for event in events]
     assert sum(event.kind == "submitted" for event in events) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_twenty_jobs_run_once_each_when_a_service_is_killed(service_on_session, tmp_path):
-    service = service_on_session
-    with service.client() as client:
-        for number in range(20):
-            client.submit(small_job(tmp_path / f"notes-{number}", 5, 0.1), name=f"job-{number}")
-        wait_for(lambda: phase_of(client.get("job-2")).ended, 300)  # ten jobs start at once, on a few cores
-    service.kill()
-    service.start()
-    with service.client() as client:
-        wait_for(lambda: phase_of(client.get("job-8")) is JobPhase.RUNNING or phase_of(client.get("job-8")).ended, 200)
-        began_s = time.monotonic()
-        stopped = [client.stop(f"job-{number}").name for number in (17, 19)]
-        for name in stopped:
-            assert phase_of(client.wait(name, 20)).ended
-        assert time.monotonic() - began_s < 5
-        for number in range(20):
-            job = client.wait(f"job-{number}", 300)
-            if job.name not in stopped:
-                assert (phase_of(job), job.step) == (JobPhase.FINISHED, 5), job
-                assert (tmp_path / f"notes-{number}/starts").read_text() == "started\n"
-        events = list(client.watch(follow=False))
-    assert sum(event.kind == "submitted" for event in events) == 20
-    assert [event.number for event in events] == list(range(1, len(events) + 1))

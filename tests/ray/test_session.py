@@ -37,9 +37,6 @@ def inference(session, train):
     return rl.InferenceEngine("anything", EchoEngine).build(not_colocate_with=train)
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.feature(25, 41)
 def test_two_ranks_work_as_one(train):
     """Every layout's gradients are in ``tests/unit/engine/test_module_engine.py``."""
@@ -91,14 +88,10 @@ def test_call_failed_on_one_rank_ends_before_the_next_begins(train, monkeypatch)
         train.fail_or_wait(rl.NeedParallel([0, 4]))
     with monkeypatch.context() as patch:
         patch.setattr("dlrover.python.rl.session.engine._SETTLE_S", 0.2)
-        with pytest.raises(
-            SessionError, match="ACTOR cannot call facts: fail_or_wait has failed, and still runs on ranks 1;"
-        ):
+        message = "ACTOR cannot call facts: fail_or_wait has failed, and still runs on ranks 1;"
+        with pytest.raises(SessionError, match=message):
             train.facts()
     assert len(train.facts()) == 2, "it has waited"
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def bytes_through(session, monkeypatch):
@@ -116,30 +109,19 @@ def bytes_through(session, monkeypatch):
     return seen
 
 
-@pytest.mark.feature(101)
-def test_weights_pass_through_shared_memory(session, train, inference, monkeypatch):
-    seen = bytes_through(session, monkeypatch)
-    report = train.p2p_weight_sync(inference)
-    # Names, shapes and fingerprints: nothing that grows with the weights.
-    assert sum(seen) < 20_000 < 4 * len(Heavy().ballast)
-    assert (report.way, report.stamp.version) == ("shared memory", 3)
-    (output,) = inference.generate("ab")
-    assert (output.outputs[0].token_ids, output.outputs[0].version) == ([97, 98], 3)
-
-
-@pytest.mark.feature(102)
-@pytest.mark.parametrize("way", ["device memory", "broadcast", "disk"])
+@pytest.mark.feature(101, 102)
+@pytest.mark.parametrize("way", ["shared memory", "device memory", "broadcast", "disk"])
 def test_weights_pass_by_the_chosen_way_not_the_script(session, train, inference, monkeypatch, tmp_path, way):
+    """Through the script pass names, shapes and fingerprints: nothing that grows with the weights."""
     seen = bytes_through(session, monkeypatch)
-    report = train.p2p_weight_sync(inference, way=way, folder=tmp_path if way == "disk" else None)
+    chosen = {} if way == "shared memory" else {"way": way, "folder": tmp_path if way == "disk" else None}
+    report = train.p2p_weight_sync(inference, **chosen)
     assert sum(seen) < 20_000 < 4 * len(Heavy().ballast)
     assert (report.way, report.stamp.version) == (way, 3)
-    assert inference.generate("ab")[0].outputs[0].version == 3
+    (output,) = inference.generate("ab")
+    assert (output.outputs[0].token_ids, output.outputs[0].version) == ([97, 98], 3)
     again = train.p2p_weight_sync(inference).stamp
     assert (again == report.stamp) == (way != "device memory"), "that way has other fingerprints"
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature(150)

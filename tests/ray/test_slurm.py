@@ -13,7 +13,7 @@ import pytest
 
 from dlrover.python.rl.cli.begin import write_skeleton
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.support.commands import CLI, wait_for
+from tests.support.commands import CLI, ROOT, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -51,22 +51,13 @@ def desk(tmp_path, monkeypatch):
 
 def batch(desk, job_id, **more):
     """The processes that Slurm starts, in a separate session."""
-    env = {
-        **os.environ,
-        "PATH": f"{desk.parent / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(desk)]),
-        "LOG": str(desk / "scontrol.log"),
-        "SLURM_JOB_ID": job_id,
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NUM_NODES": "1",
-        "PORT": "6391",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback
-        **more,
-    }
+    paths = {"PATH": f"{desk.parent / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}{os.pathsep}{desk}"}
+    job = {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    on_loopback = {"PORT": "6391", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    env = {**os.environ, **paths, **job, **on_loopback, "LOG": str(desk / "scontrol.log"), **more}
     with (desk / f"job-{job_id}.log").open("ab") as log:
-        return subprocess.Popen(
-            ["bash", "job.sbatch"], cwd=desk, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(["bash", "job.sbatch"], cwd=desk, env=env, **options)
 
 
 def clear(desk):

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,16 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.runtime.ray.cluster.cluster import (
-    GcsKeeper,
-    has_durable_gcs,
-    on_loopback,
-    private_folder,
-    restore_environment,
-    settings,
-)
+from dlrover.python.rl.runtime.ray.cluster import cluster as own
 from tests.support.commands import processes_below
 
 _START_ATTEMPTS = 3
-_LOOPBACK = "127.0.0.1"
 _STORE_BYTES = 100 * 1024 * 1024
 _VARIABLES = ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ADDRESS", "PYTHONBREAKPOINT")
+
+
+Environment = Callable[[int], dict[str, str]]
+"""Variables of the node of an index."""
 
 
 @dataclass
@@ -40,8 +36,8 @@ class TwoNodes:
     cluster: Cluster
     cpus: float
     nodes: list[Any] = field(default_factory=list)
-    keeper: GcsKeeper | None = None
-    environment: Callable[[int], dict[str, str]] = lambda index: {}
+    keeper: own.GcsKeeper | None = None
+    environment: Environment = lambda index: {}
     stopped: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -82,8 +78,7 @@ class TwoNodes:
         """SIGKILL of a raylet and of everything that it started, as if the power had gone."""
         below = processes_below(self.raylet_pid(index))
         killed_s = self.kill_raylet(index)
-        for pid in below:
-            _signal(pid, signal.SIGKILL)
+        _kill(below)
         return killed_s
 
     def stop_raylet(self, index: int) -> float:
@@ -117,9 +112,10 @@ class TwoNodes:
                 self.keeper.close()
             self.over.set()
             self._reaper.join(timeout=10.0)
-        left = _wait_for_none(self.folder, timeout_s=10.0)
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 10.0
+        while (left := users_of(self.folder)) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        _kill(left)
         assert not left, f"left over: {left}"
 
     def _reap(self) -> None:
@@ -138,15 +134,15 @@ def two_nodes(
     cpus: float = 8.0,
     head_cpus: float = 8.0,
     connect: bool = True,
-    environment: Callable[[int], dict[str, str]] = lambda index: {},
+    environment: Environment = lambda index: {},
 ) -> Iterator[TwoNodes]:
     """A cluster with the settings of one that the product starts itself."""
     assert not ray.is_initialized(), "this process is connected to another cluster"
     before = {name: os.environ.get(name) for name in _VARIABLES}
     with contextlib.ExitStack() as stack:
-        stack.callback(restore_environment, before)
-        folder = stack.enter_context(private_folder())
-        stack.enter_context(on_loopback())
+        stack.callback(own.restore_environment, before)
+        folder = stack.enter_context(own.private_folder())
+        stack.enter_context(own.on_loopback())
         nodes = _start(folder, workers, cpus, head_cpus, environment)
         stack.callback(nodes.close)
         if connect:
@@ -154,9 +150,7 @@ def two_nodes(
         yield nodes
 
 
-def _start(
-    folder: Path, workers: int, cpus: float, head_cpus: float, environment: Callable[[int], dict[str, str]]
-) -> TwoNodes:
+def _start(folder: Path, workers: int, cpus: float, head_cpus: float, environment: Environment) -> TwoNodes:
     tokens.enable_token_auth_by_default()
     tokens.ensure_token_if_auth_enabled({}, create_token_if_missing=True)
     for attempt in range(_START_ATTEMPTS):
@@ -174,25 +168,13 @@ def _start(
     raise AssertionError("unreachable")
 
 
-def _start_all(  # noqa: PLR0913
-    files: Path,
-    cluster: Cluster,
-    workers: int,
-    cpus: float,
-    head_cpus: float,
-    environment: Callable[[int], dict[str, str]],
+def _start_all(
+    files: Path, cluster: Cluster, workers: int, cpus: float, head_cpus: float, environment: Environment
 ) -> TwoNodes:
-    store = files / "gcs" if has_durable_gcs() else None
-    head = cluster.add_node(
-        num_cpus=head_cpus,
-        resources={"node0": 1000},
-        node_ip_address=_LOOPBACK,
-        include_dashboard=False,
-        env_vars=environment(0),
-        object_store_memory=_STORE_BYTES,
-        _system_config=settings(store),
-    )
-    keeper = GcsKeeper(head) if store is not None else None
+    store = files / "gcs" if own.has_durable_gcs() else None
+    for_head = {"include_dashboard": False, "_system_config": own.settings(store)}
+    head = _start_node(cluster, 0, head_cpus, environment(0), attempts=1, **for_head)
+    keeper = own.GcsKeeper(head) if store is not None else None
     nodes = TwoNodes(files, cluster, cpus, [head], keeper, environment)
     try:
         for _ in range(workers):
@@ -205,34 +187,25 @@ def _start_all(  # noqa: PLR0913
     return nodes
 
 
-def _start_node(cluster: Cluster, index: int, cpus: float, env: dict[str, str]) -> Any:
-    for attempt in range(_START_ATTEMPTS):
+def _start_node(
+    cluster: Cluster, index: int, cpus: float, env: dict[str, str], attempts: int = _START_ATTEMPTS, **more: Any
+) -> Any:
+    node = {"num_cpus": cpus, "resources": {f"node{index}": 1000}, "env_vars": env, **more}
+    for attempt in range(attempts):
         before = _raylets()
         try:
-            return cluster.add_node(
-                num_cpus=cpus,
-                resources={f"node{index}": 1000},
-                node_ip_address=_LOOPBACK,
-                env_vars=env,
-                object_store_memory=_STORE_BYTES,
-            )
+            return cluster.add_node(node_ip_address="127.0.0.1", object_store_memory=_STORE_BYTES, **node)
         except Exception:  # Ray raises just that when a busy machine was too slow
-            for pid in _raylets() - before:  # what it has started ends with it
-                _signal(pid, signal.SIGKILL)
-            if attempt == _START_ATTEMPTS - 1:
+            _kill(_raylets() - before)  # what it has started ends with it
+            if attempt == attempts - 1:
                 raise
     raise AssertionError("unreachable")
 
 
 def _raylets() -> set[int]:
-    """Return the processes that this process has started."""
-    return {pid for pid in processes_below(os.getpid()) if _name_of(pid) == "raylet"}
-
-
-def _name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+    """Return the raylets that this process has started."""
+    commands = processes_below(os.getpid())
+    return {pid for pid, command in commands.items() if command.split(" ")[0].endswith("/raylet")}
 
 
 def users_of(folder: Path) -> list[int]:
@@ -249,13 +222,7 @@ def users_of(folder: Path) -> list[int]:
     return mounts
 
 
-def _wait_for_none(folder: Path, timeout_s: float) -> list[int]:
-    deadline_s = time.monotonic() + timeout_s
-    while (left := users_of(folder)) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    return left
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT
+
 UPSTREAM = "dlrover==0.6.1"
 UPSTREAM_NEEDS = ("psutil", "nvidia-ml-py", "pynvml", "deprecated", "wrapt")
 TRAINER = """
@@ -35,11 +36,7 @@ JOB = """
 trainer: {module: hello, class: Loop, device_type: CPU, device_per_node: 1}
 workload: {actor: {module: hello, class: Adder}}
 """
-RUN_OURS = (
-    "-c",
-    "from dlrover.python.rl.master.main import main; main()",
-    *("run", "hello.yaml", "--local"),
-)
+RUN_OURS = ("-c", "from dlrover.python.rl.master.main import main; main()", *("run", "hello.yaml", "--local"))
 RUN_UPSTREAM = ("-c", "from dlrover.trainer.torch.elastic_run import parse_args; print(parse_args(['script.py']))")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -67,9 +64,8 @@ class Environment:
     def __init__(self, folder, wheels):
         venv.create(folder, with_pip=True)
         self.folder, self.wheels, self.python = folder, wheels, str(folder / "bin/python")
-        site = Path(
-            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-        )
+        where = run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+        site = Path(where.strip())
         # A plain path in a .pth file: the .pth files behind it, an editable install's among them, are not read.
         (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         (folder / "hello.py").write_text(TRAINER)
@@ -77,12 +73,9 @@ class Environment:
         self.pip("install", *UPSTREAM_NEEDS)
 
     def pip(self, command, *packages):
-        local = (
-            ("--ignore-installed", "--no-index", "--no-deps", "--find-links", str(self.wheels))
-            if command == "install"
-            else ("--yes",)
-        )
-        run(self.python, "-m", "pip", command, "--quiet", *local, *packages, cwd=self.folder)
+        local = ("--ignore-installed", "--no-index", "--no-deps", "--find-links", str(self.wheels))
+        options = local if command == "install" else ("--yes",)
+        run(self.python, "-m", "pip", command, "--quiet", *options, *packages, cwd=self.folder)
 
     def runs(self, command, succeeds=True):
         return run(self.python, *command, cwd=self.folder, succeeds=succeeds)
@@ -106,9 +99,6 @@ def test_wheel_runs_beside_upstream_and_without_it(environment, order):
     environment.pip("uninstall", "dlrover-rl")
     assert "script.py" in environment.runs(RUN_UPSTREAM)
     assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)
-
-
-# -- the image --------------------------------------------------------------------------------------------------------
 
 
 def copy_context(folder):

@@ -3,14 +3,14 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import commands
+from tests.support.commands import ROOT
+
 REAL_MODEL = ROOT / ".venv-real_model" / "bin" / "python"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -18,12 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def run(folder, *command, timeout_s=1400):
     """Run a command, which must end well, and return its output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+    return commands.run(folder, *command, within_s=timeout_s, OMP_NUM_THREADS=threads).stdout
 
 
 def read(file):

@@ -32,11 +32,8 @@ class Shell:
     def __init__(self, folder, port):
         self.folder, self.port, self.service = folder, port, None
         self.home = folder.with_name(f"{folder.name}-home")
-        self.environment = {
-            **os.environ,
-            "HOME": str(self.home),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "HOME": str(self.home), "PATH": path}
         self.home.mkdir()
 
     def type(self, line, wait=True):
@@ -46,16 +43,10 @@ class Shell:
             name, _, value = words[1].partition("=")
             self.environment[name] = value
             return ""
+        options = {"cwd": self.folder, "env": self.environment, "text": True, "start_new_session": True}
         with open(self.folder / "terminal.log", "a") as log:
-            process = subprocess.Popen(
-                [word for word in words if word != "&"],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=subprocess.PIPE if wait else log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            options |= {"stdout": subprocess.PIPE if wait else log, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen([word for word in words if word != "&"], **options)
         if not wait:
             return process
         output, _ = process.communicate(timeout=300)

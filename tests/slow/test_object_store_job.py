@@ -3,15 +3,15 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.support.commands import Desk, wait_for
+from tests.support.commands import Desk, answers, wait_for
 from tests.support.processes import free_port
+from tests.support.run_files import write_rows
 
 boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto")
@@ -34,17 +34,12 @@ def server():
     code = f"from moto.server import main; main(['--host', '127.0.0.1', '--port', '{port}'])"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: listens(port) or process.poll() is not None, 60)
+        wait_for(lambda: answers(f"127.0.0.1:{port}") or process.poll() is not None, 60)
         assert process.poll() is None
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.wait()
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def machine(folder, server):
@@ -53,21 +48,15 @@ def machine(folder, server):
     memory = folder / "memory"
     memory.mkdir(parents=True)
     write_tiny_model(folder / "model", hidden=32, layers=1)
-    rows = [{"prompt": f"{row}+1=", "response": str(row + 1)} for row in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{row}+1=", "response": str(row + 1)} for row in range(40)])
     (folder / "job.yaml").write_text(JOB)
     return Desk(folder, AWS_ENDPOINT_URL=server, DLROVER_RL_MEMORY=str(memory), OMP_NUM_THREADS="1", **keys)
 
 
 @pytest.fixture
 def bucket(server):
-    client = boto3.client(
-        "s3",
-        endpoint_url=server,
-        region_name="us-east-1",
-        aws_access_key_id="testing",
-        aws_secret_access_key="testing",  # noqa: S106 -- moto takes anything
-    )
+    keys = dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "testing")
+    client = boto3.client("s3", endpoint_url=server, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="runs")
     return client
 
@@ -110,10 +99,7 @@ REFUSED = [
     ("run job.yaml --local job_dir=s3://none-of-mine/run", "job_dir: s3://none-of-mine/run cannot be written"),
     ("resume s3://none-of-mine/run", "s3://none-of-mine/run: is not a readable run"),
     ("check job.yaml job_dir=s4://runs/x", "job_dir: s4://runs/x: Protocol not known: s4"),
-    (
-        "check job.yaml job_dir=s3://runs/x checkpoint.commit_to=job_dir",
-        "checkpoint.commit_to: 'job_dir', but s3://runs/x is no folder",
-    ),
+    ("check job.yaml job_dir=s3://runs/x checkpoint.commit_to=job_dir", "'job_dir', but s3://runs/x is no folder"),
 ]
 
 

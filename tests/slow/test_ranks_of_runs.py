@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.chaos.outside import digests, prepare
 from tests.support.commands import ROOT, Desk, wait_for
+from tests.support.run_files import read_lines, write_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -50,8 +51,7 @@ def desk(tmp_path_factory):
     write_tiny_model(folder / "model", hidden=32, layers=2, max_positions=64)
     rng = random.Random(0)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
-    rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in pairs]
-    (folder / "examples.jsonl").write_text("\n".join(rows))
+    write_rows(folder / "examples.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in pairs])
     for name, epochs in (("calm", 2), ("half", 1)):
         run(folder / name, epochs, SHARDS)
     return folder
@@ -64,8 +64,7 @@ def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
     folder = desk / f"on-{ranks}-{layout[-1]}"
     shutil.copytree(desk / "half", folder, symlinks=True)
     run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(set(steps)) == list(range(1, 9))
+    assert sorted({row["step"] for row in read_lines(folder / "metrics.jsonl")}) == list(range(1, 9))
     weights_here, expected = weights(folder), weights(desk / "calm")
     for name, tensor in expected.items():
         if not name.endswith("k_proj.bias"):  # which the softmax does not see: noise, as large as Adam makes it
@@ -73,8 +72,6 @@ def test_run_of_two_ranks_resumes_on_other_ranks(desk, ranks, layout):
     if (ranks, layout) == (2, SHARDS):
         assert all(np.array_equal(weights_here[name], tensor) for name, tensor in expected.items())
 
-
-# -- a rank is killed -------------------------------------------------------------------------------------------------
 
 STEPS = 40
 SIZES = ["trainer.device_per_node=8", "workload.actor.num=2", "workload.reference.num=2"]

@@ -44,15 +44,11 @@ class MarginEngine(RolloutEngineBase):
             logits = self._model(torch.as_tensor(running.sequence)[None]).logits[:, -1]
             token, logprob = choose(logits, running.sampling, torch.tensor([running.next_uniform()]).double())
             best = logits[0].topk(2)
-            values = {
-                "margin": float(best.values[0] - best.values[1]),
-                "likely": best.indices.numpy(),
-                "passes": len(running.tokens) + 1,
-            }
+            margin, likely = float(best.values[0] - best.values[1]), best.indices.numpy()
+            values = {"margin": margin, "likely": likely, "passes": len(running.tokens) + 1}
             place = (running.request.key, running.seed, running.request.prompt.tobytes())
-            generated[place][len(running.tokens)] = (
-                int(token), np.float32(float(logprob)), np.float32(values["margin"]), *values["likely"].tolist()
-            )  # fmt: skip
+            numbers = np.float32(float(logprob)), np.float32(margin)
+            generated[place][len(running.tokens)] = (int(token), *numbers, *likely.tolist())
             new_tokens.append((number, int(token), float(logprob), values))
         return self._requests.append(new_tokens, self.version)
 

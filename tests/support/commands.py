@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,17 +23,11 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())]), **more}
 
 
-def run_python(folder, *arguments, code=0, within_s=250.0, **env):
-    """Run Python in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment(**{"OMP_NUM_THREADS": "1", **env}),
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
+def run(folder, *command, code=0, within_s=250.0, typed=None, **env):
+    """Run a command in ``folder``, which must end with this exit code; None: with any. Return what it has left."""
+    options = {"cwd": folder, "env": environment(**{"OMP_NUM_THREADS": "1", **env}), "input": typed}
+    command = list(map(str, command))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False, **options)
     assert code in (done.returncode, None), done.stdout[-4000:] + done.stderr[-4000:]
     return done
 
@@ -49,6 +43,11 @@ def run_here(monkeypatch, capfd, *arguments):
     except SystemExit as leaving:
         code = leaving.code or 0
     return code, *capfd.readouterr()
+
+
+def run_python(folder, *arguments, **options):
+    """Run Python likewise."""
+    return run(folder, sys.executable, *arguments, **options)
 
 
 def debian_programs(folder, package, *programs):
@@ -95,17 +94,10 @@ class Command(subprocess.Popen):
 
 
 class Desk:
-    """A working directory in which commands are typed.
-
-    Args:
-        folder: the directory.
-        address: of the cluster that each command is to use, ``""`` for none.
-        env: variables of all commands.
-    """
+    """A working directory in which commands are typed, with variables and the address of a cluster for all of them."""
 
     def __init__(self, folder, address="", **env):
-        self.folder, self.env, self.commands = folder, env, []
-        self.address = address
+        self.folder, self.env, self.commands, self.address = folder, env, [], address
 
     def start(self, *arguments, **env):
         output = self.folder / f"output-{len(self.commands)}.txt"
@@ -141,13 +133,17 @@ def wait_for(reached, within_s=_DEADLINE_S):
     return outcome
 
 
+def answers(address):
+    """Return True if there is a listener at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
 def say(line):
     """Print a line at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-# -- the process table ------------------------------------------------------------------------------------------------
 
 
 def process_table():

@@ -2,29 +2,13 @@
 """A job for the tests of the machine: two ranks of a group, two workers with a standby."""
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    Placed,
-    Process,
-    Progressed,
-    RecoveryScope,
-    RoleSettings,
-    StandbyLost,
-    StandbyReady,
-    StepsOpened,
-    Submitted,
-    TrainerLost,
-    TrainerStarted,
-)
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.events import Cause, CauseKind, Process, RecoveryScope, RoleSettings
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState
 
 ROLES = {"ACTOR": RoleSettings(2, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(2, RecoveryScope.MEMBER, standby=1)}
-TERMS = Submitted("job", ROLES, "0a1b", job_max_restart=3, trainer_max_restart=2, backoff_s=1.0, window_s=100.0)
+TERMS = events.Submitted("job", ROLES, "0a1b", job_max_restart=3, trainer_max_restart=2, backoff_s=1.0, window_s=100.0)
 
 
 def cause(who="ROLLOUT[0]", kind=CauseKind.PROCESS_DIED):
@@ -32,27 +16,27 @@ def cause(who="ROLLOUT[0]", kind=CauseKind.PROCESS_DIED):
 
 
 def lost(role, rank, incarnation=1, kind=CauseKind.PROCESS_DIED, node=""):
-    return MemberLost(role, rank, incarnation, cause(str(ProcessId(role, rank)), kind), node)
+    return events.MemberLost(role, rank, incarnation, cause(str(ProcessId(role, rank)), kind), node)
 
 
 def trainer_lost(epoch=1, kind=CauseKind.PROCESS_DIED, who="trainer"):
-    return TrainerLost(epoch, cause(who, kind))
+    return events.TrainerLost(epoch, cause(who, kind))
 
 
 def standby_lost(number, role="ROLLOUT"):
-    return StandbyLost(role, number, cause(str(ProcessId.standby(role, number))))
+    return events.StandbyLost(role, number, cause(str(ProcessId.standby(role, number))))
 
 
 def node_lost(node):
-    return NodeLost(node, cause("job", CauseKind.NODE_LOST))
+    return events.NodeLost(node, cause("job", CauseKind.NODE_LOST))
 
 
 def started(role, rank, incarnation=1, node="n", standby=-1, born=0):
-    return MemberStarted(role, rank, incarnation, Process(node, 1), standby, born)
+    return events.MemberStarted(role, rank, incarnation, Process(node, 1), standby, born)
 
 
 def ready(number, node="n", role="ROLLOUT"):
-    return StandbyReady(role, number, Process(node, 1))
+    return events.StandbyReady(role, number, Process(node, 1))
 
 
 def members_up(incarnation=1, nodes=("a", "b", "a", "b")):
@@ -62,11 +46,11 @@ def members_up(incarnation=1, nodes=("a", "b", "a", "b")):
 
 def up(job=1, incarnation=1, epoch=1, number=0):
     """Everything that happens until the trainer runs; its first standby is ready."""
-    started_trainer = TrainerStarted(epoch, Process("c", 1))
-    return [Placed(job), *members_up(incarnation), started_trainer, ready(number, "d")]
+    started_trainer = events.TrainerStarted(epoch, Process("c", 1))
+    return [events.Placed(job), *members_up(incarnation), started_trainer, ready(number, "d")]
 
 
-OPEN = [*up(), StepsOpened(1), Progressed(1, 1)]
+OPEN = [*up(), events.StepsOpened(1), events.Progressed(1, 1)]
 """... until it does steps."""
 
 

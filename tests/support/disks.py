@@ -93,9 +93,6 @@ def reports_of_a_killed_writer(write, reports, pause_s=0.0):
     return count
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
 def flips_of(content, bits=8):
     """Copies of ``content`` with one bit flipped, in one byte after the other."""
     for position in range(len(content)):

@@ -3,12 +3,13 @@
 
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType, member_name
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
@@ -46,12 +47,8 @@ class Policy(BaseWorkload):
         return float(np.abs(self.weights).sum())
 
     def state_dict(self):
-        return {
-            "weights": self.weights,
-            "momentum": self.momentum,
-            "noise": self.noise.get_state(legacy=False),
-            "updates": self.updates,
-        }
+        noise = self.noise.get_state(legacy=False)
+        return {"weights": self.weights, "momentum": self.momentum, "noise": noise, "updates": self.updates}
 
     def load_state_dict(self, state):
         self.weights, self.momentum, self.updates = state["weights"], state["momentum"], state["updates"]
@@ -160,15 +157,10 @@ def wait_for_copies():
 
 @dataclass
 class FaultyPort(LocalPort):
-    """Counts what is submitted, and lets something happen before or after one of the calls.
+    """Counts what is submitted, and lets something happen before or after one of the calls."""
 
-    Attributes:
-        faults: number of the call, and "before" or "after" it, to what happens then.
-        calls: what was submitted.
-    """
-
-    faults: dict = field(default_factory=dict)
-    calls: list = field(default_factory=list)
+    faults: dict = field(default_factory=dict)  # number of the call, and "before" or "after" it, to what happens then
+    calls: list = field(default_factory=list)  # role, rank and method
 
     def submit(self, role, rank, call):
         number = len(self.calls)
@@ -193,11 +185,7 @@ def kill_trainer(port):
 def both(*faults):
     """Several faults at once; the trainer's comes last."""
 
-    def strike(port):
-        for fault in faults:
-            fault(port)
-
-    return strike
+    return lambda port: [fault(port) for fault in faults]
 
 
 class Stage:
@@ -209,35 +197,26 @@ class Stage:
         spread: whether each node's are also in the memory of the next one.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        path,
-        trainer=Training,
-        steps=3,
-        every=2,
-        port=FaultyPort,
-        classes=CLASSES,
-        nodes=None,
-        shared=False,
-        commit_every=1,
-        spread=False,
-    ):
+    collocation = ""
+
+    def __init__(
+        self, path, trainer=Training, steps=3, every=2, classes=CLASSES, nodes=None, shared=False, commit_every=1,
+        spread=False, config=None, sizes=None,
+    ):  # fmt: skip
         self.nodes, self.shared, self.spread = nodes, shared, spread
-        self.path, self.trainer_class, self.classes = path, trainer, classes
-        self.sizes = dict.fromkeys(classes, 2)
-        self.config = {"steps": steps, "end": []}
-        self.every, self.commit_every, self.epoch, self.logs, self.attempts = every, commit_every, 0, {}, []
-        self.progress = []
-        self.on_opened = lambda: None
+        self.path, self.trainer, self.classes = path, trainer, classes
+        self.sizes, self.config = sizes or dict.fromkeys(classes, 2), config or {"steps": steps, "end": []}
+        self.every, self.commit_every, self.epoch, self.logs = every, commit_every, 0, {}
+        self.attempts, self.progress, self.on_opened = [], [], lambda: None
         members = {RLRoleType(role): [] for role in self.sizes}
-        self.port = port(members)
+        self.port = FaultyPort(members)
         for role, size in self.sizes.items():
             members[role] += [self.member(role, rank, 1) for rank in range(size)]
 
     def member(self, role, rank, incarnation, why=""):
-        context = MemberContext(
-            f"{role}-{rank}", RLRoleType(role), rank, self.sizes[role], restart=RestartInfo(incarnation - 1, why)
-        )
+        name, restart = member_name("job", "run1", role, rank, incarnation), RestartInfo(incarnation - 1, why)
+        size, together = self.sizes[role], self.collocation
+        context = MemberContext(name, RLRoleType(role), rank, size, collocation=together, restart=restart)
         host = MemberHost(incarnation, self.node((str(role), rank)))
         host.start(self.classes[role], context, None, self.config)
         env = self.memory((str(role), rank))
@@ -271,24 +250,15 @@ class Stage:
 
     def link(self, fresh=True):
         self.epoch += 1
-        return TrainerLink(
-            self.port,
-            lambda report: self.logs.update({report.step: dict(report.metrics)}),
-            "job",
-            self.path,
-            recovery=LocalRecovery(
-                self.port,
-                self.member,
-                epoch=self.epoch,
-                fresh=fresh,
-                restart_info=RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else ""),
-                opened=lambda: self.on_opened(),
-                progressed=self.progress.append,
-            ),
-            checkpoints=StoreCheckpoints(
-                self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread
-            ),
-        )
+        restart = RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else "")
+        noted = {"opened": lambda: self.on_opened(), "progressed": self.progress.append}
+        recovery = LocalRecovery(self.port, self.member, self.epoch, fresh, restart, **noted)
+        stride = Stride(self.commit_every)
+        checkpoints = StoreCheckpoints(self.roots(), self.every, stride=stride, spread=self.spread)
+        return TrainerLink(self.port, self.note, "job", self.path, recovery=recovery, checkpoints=checkpoints)
+
+    def note(self, report):
+        self.logs[report.step] = dict(report.metrics)
 
     def restarted_after(self):
         """The step that each trainer has begun after."""
@@ -296,31 +266,26 @@ class Stage:
 
     def calls_of(self, role, method, rank=None):
         """The numbers of these calls."""
-        return [
-            number
-            for number, call in enumerate(self.port.calls)
-            if call[::2] == (role, method) and rank in (None, call[1])
-        ]
+        calls = [(number, call) for number, call in enumerate(self.port.calls) if call[::2] == (role, method)]
+        return [number for number, call in calls if rank in (None, call[1])]
 
     def make(self):
-        handles = {
-            role: [LocalHandle(self.port, role, rank) for rank in range(len(members))]
-            for role, members in self.port.members.items()
-        }
-        trainer = self.trainer_class(handles, self.classes, self.config)
+        sizes = {role: len(members) for role, members in self.port.members.items()}
+        handles = {role: [LocalHandle(self.port, role, rank) for rank in range(size)] for role, size in sizes.items()}
+        trainer = self.trainer(handles, self.classes, self.config)
         self.attempts.append(trainer)
         return trainer
 
     def run(self, faults=None, deaths=10):
         """Run it; a trainer that was killed is started again."""
+        self.run_to_end(faults, deaths)
+        return self.outcome()
+
+    def run_to_end(self, faults, deaths):
         self.port.faults = dict(faults or {})
         for _ in range(deaths):
-            try:
-                with process_environment(self.memory("trainer")):
-                    run_trainer(self.make, self.link(fresh=self.epoch == 0))
-            except TrainerKilled:
-                continue
-            return self.outcome()
+            with suppress(TrainerKilled), process_environment(self.memory("trainer")):
+                return run_trainer(self.make, self.link(fresh=self.epoch == 0))
         raise AssertionError("the trainer never came to its end")
 
     def outcome(self):
@@ -328,20 +293,17 @@ class Stage:
         return plain({"end": self.config["end"][-1], "logs": self.logs, "members": self.states()})
 
     def states(self):
-        return {
-            f"{role}-{rank}": member.host.workload.state_dict()
-            for role, members in self.port.members.items()
-            for rank, member in enumerate(members)
-            if member.alive
-        }
+        alive = {process: member for process, member in self.members().items() if member.alive}
+        return {f"{role}-{rank}": member.host.workload.state_dict() for (role, rank), member in alive.items()}
+
+    def members(self):
+        """The workers that are there now, by role and rank."""
+        groups = self.port.members.items()
+        return {(str(role), rank): member for role, members in groups for rank, member in enumerate(members)}
 
     def executed(self):
         """Count the executions of each method in the workers that are there now."""
-        return {
-            (str(role), rank): dict(member.host.executed)
-            for role, members in self.port.members.items()
-            for rank, member in enumerate(members)
-        }
+        return {process: dict(member.host.executed) for process, member in self.members().items()}
 
 
 def plain(value):

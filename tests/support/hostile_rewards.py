@@ -32,7 +32,12 @@ async def step(state, action, extra_info):
             return {"next_state": state, "reward": 0.0, "extra_info": {"lock": threading.Lock()}}
         case 5:
             return {"next_state": state, "reward": "much"}
-    done = extra_info.get("again", False)
+    return await calm(state, action, extra_info)
+
+
+async def calm(state, action, extra_info):
+    """A step without a fault."""
+    done = "again" in extra_info
     next_state = f"{state}{action} more " if lot(action, 2) else "something else "
     info = {**extra_info, "again": True}
     return {"next_state": None if done else next_state, "reward": lot(action, 5) / 4, "done": done, "extra_info": info}
@@ -71,14 +76,6 @@ def reward(completion, answer, extra_info):
         case 5:
             os._exit(3)
     return lot(completion, 5) / 4
-
-
-async def calm(state, action, extra_info):
-    """A step without a fault."""
-    done = "again" in extra_info
-    next_state = f"{state}{action} more " if lot(action, 2) else "something else "
-    info = {**extra_info, "again": True}
-    return {"next_state": None if done else next_state, "reward": lot(action, 5) / 4, "done": done, "extra_info": info}
 
 
 class Calm:

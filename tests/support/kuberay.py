@@ -14,12 +14,7 @@ def _each(kind, names):
 
 
 def _object(required=(), **properties):
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 POD_TEMPLATE = _object(["spec"], metadata=ANY, spec=ANY)

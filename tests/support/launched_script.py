@@ -17,16 +17,8 @@ NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
 
 def main(model, out, size, *which):
     world = int(os.environ.get("WORLD_SIZE", 1))
-    shared = {
-        "num_steps": 2,
-        "batch_size": int(size) // world,
-        "saving_steps": 2,
-        "logging_steps": 1,
-        "eval_steps": 1,
-        "optimizer_args": {"lr": 1e-3},
-        "use_accelerate": True,
-        "engine": {"threads": 1},
-    }
+    steps = {"num_steps": 2, "saving_steps": 2, "logging_steps": 1, "eval_steps": 1, "batch_size": int(size) // world}
+    shared = {**steps, "optimizer_args": {"lr": 1e-3}, "use_accelerate": True, "engine": {"threads": 1}}
     samples, held_out = asked(*NAMES, kind=Share), asked("Alan", "Kurt", "Emil", kind=Share)
     evaluations = {}
     for name in which:
@@ -36,9 +28,8 @@ def main(model, out, size, *which):
         elif name == "grpo":
             trainer = classic.GRPOTrainer(model, max_new_tokens=6, **data)
         else:
-            trainer = classic.OnPolicyDistillationTrainer(
-                model, teacher_model=f"{model}-teacher", max_new_tokens=6, **data
-            )
+            teacher = {"teacher_model": f"{model}-teacher"}
+            trainer = classic.OnPolicyDistillationTrainer(model, max_new_tokens=6, **teacher, **data)
         trainer.train()
         evaluations[name] = trainer.test()
     (Path(out) / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(evaluations))

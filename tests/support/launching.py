@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines under launchers: real processes, of which none outlives its test."""
 
-import json
 import os
 import shlex
 import signal
@@ -14,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
+from tests.support.commands import ROOT
+from tests.support.run_files import write_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
 DEADLINE_S = 240.0
 TORCHRUN = "-m torch.distributed.run"
@@ -33,35 +33,26 @@ config: {steps: 5, pause_s: 0, fault: {where: "", rank: 1, step: 3, once: nothin
 
 def write_desk(folder):
     """A working directory with a tiny model, data, and the toy job."""
-    write_tiny_model(folder / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
-    write_tiny_model(folder / "teacher", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=1)
-    rows = [(a, b) for a in range(1, 10) for b in range(1, 6)]
-    problems = [json.dumps({"prompt": f"{a}+{b}=", "answer": a + b}) for a, b in rows]
-    examples = [json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}"}) for a, b in rows]
-    (folder / "problems.jsonl").write_text("\n".join(problems))
-    (folder / "examples.jsonl").write_text("\n".join(examples))
-    pairs = [json.dumps({"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a}"}) for a, b in rows[:7]]
-    (folder / "pairs.jsonl").write_text("\n".join(pairs))
+    for seed, name in enumerate(("model", "teacher")):
+        write_tiny_model(folder / name, hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=seed)
+    rows = [(f"{a}+{b}=", a, a + b) for a in range(1, 10) for b in range(1, 6)]
+    write_rows(folder / "problems.jsonl", [{"prompt": prompt, "answer": total} for prompt, _, total in rows])
+    write_rows(folder / "examples.jsonl", [{"prompt": prompt, "response": str(total)} for prompt, _, total in rows])
+    pairs = [{"prompt": prompt, "chosen": str(total), "rejected": str(a)} for prompt, a, total in rows[:7]]
+    write_rows(folder / "pairs.jsonl", pairs)
     (folder / "toy.yaml").write_text(TOY)
     return folder
 
 
-SFT = (
-    "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3 "
-    "engine.threads=1"
-)
-PAIRS = "model=model data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3 engine.threads=1"
-GRPO = (
-    "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
-    "steps=2 reward.function=tests.support.policy_rewards:jumble "
-    "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
-)
+MODEL = "model=model engine.threads=1"
+SFT = f"-m dlrover.python.rl.recipe.sft {MODEL} data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3"
+PAIRS = f"{MODEL} data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3"
+JUMBLED = "reward.function=tests.support.policy_rewards:jumble "
+GRPO = f"-m dlrover.python.rl.recipe.grpo {MODEL} data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 steps=2"
+GRPO += f" eval_every=1 {JUMBLED}rollout.samples_per_prompt=4 rollout.max_new_tokens=4"
 WITH_CRITIC = "optimizer.lr=1e-3 critic.optimizer.lr=1e-3"
 PPO = GRPO.replace("recipe.grpo", "recipe.ppo").replace("prompts_per_step=4", f"prompts_per_step=8 {WITH_CRITIC}")
-DISTILL = (
-    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=tests.support.policy_rewards:jumble ", "")
-    + " teachers.teacher.model=teacher"
-)
+DISTILL = f"{GRPO} teachers.teacher.model=teacher".replace("recipe.grpo", "recipe.distill").replace(JUMBLED, "")
 TWO_STEPS = {
     "sft": f"{SFT} epochs=0.6",
     "rm": f"-m dlrover.python.rl.recipe.rm {PAIRS} batch_size=4 epochs=1",
@@ -76,20 +67,11 @@ ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 @contextmanager
 def started(desk, *lines, **env):
     """Processes of these command lines, all killed in the end, with whatever they have started."""
-    paths = str(ROOT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
-    children = [
-        subprocess.Popen(
-            [sys.executable, *shlex.split(line)],
-            cwd=desk,
-            env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for line in lines
-    ]
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    commands = [[sys.executable, *shlex.split(line)] for line in lines]
+    children = [subprocess.Popen(command, cwd=desk, env=environment, **options) for command in commands]
     try:
         yield children
     finally:

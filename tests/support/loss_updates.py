@@ -17,13 +17,9 @@ TEACHERS = 2
 
 
 def rows_of(prompt_id, reward, action_tokens) -> Batch:
-    return Batch(
-        {
-            "prompt_id": np.array(prompt_id, dtype=np.int64),
-            "reward": np.array(reward, dtype=np.float64),
-            "action_tokens": np.array(action_tokens, dtype=np.int64),
-        }
-    )
+    numbers = {"prompt_id": prompt_id, "action_tokens": action_tokens}
+    columns = {name: np.array(values, dtype=np.int64) for name, values in numbers.items()}
+    return Batch({**columns, "reward": np.array(reward, dtype=np.float64)})
 
 
 def token_rows(masks, values, rewards, **more) -> Batch:
@@ -65,18 +61,10 @@ def ragged_update(seed: int, trajectories: bool = False, rows: int = 16) -> Batc
     old = -rng.exponential(1.0, total)
     noisy = {name: flat.like((old + rng.normal(0, 0.3, total)).astype(np.float32)) for name in COLUMNS}
     noisy["old_logprobs"] = flat.like(old.astype(np.float32))
-    batch = Batch(
-        {
-            "tokens": flat.like(np.arange(total)),
-            "action_mask": flat,
-            "prompt_id": prompt_of_sample[sample],
-            "reward": reward,
-            "action_tokens": np.array([int(row.sum()) for row in mask]),
-            "teacher_logprobs": flat.like(-rng.exponential(1.0, (total, TEACHERS)).astype(np.float32)),
-            "teacher_weights": rng.dirichlet(np.ones(TEACHERS), size=rows),
-            **noisy,
-        }
-    )
+    teachers = {"teacher_logprobs": flat.like(-rng.exponential(1.0, (total, TEACHERS)).astype(np.float32))}
+    teachers |= {"teacher_weights": rng.dirichlet(np.ones(TEACHERS), size=rows)}
+    batch = rows_of(prompt_of_sample[sample], reward, [int(row.sum()) for row in mask])
+    batch = batch.with_columns(tokens=flat.like(np.arange(total)), action_mask=flat, **teachers, **noisy)
     return batch.with_columns(trajectory=sample) if trajectories else batch
 
 
@@ -98,15 +86,8 @@ class Outcome:
 def outcome(
     algorithm, rows: Batch, outputs: torch.Tensor, order=None, ranks=1, budget=10_000, loss=None, **extra
 ) -> Outcome:
-    """Annotate and run the loss as engines do.
-
-    Args:
-        outputs: of each token of the update.
-        order: of the rows.
-        ranks: over which units are dealt.
-        budget: tokens of a micro-batch.
-        loss: instead of the algorithm's.
-        extra: columns of the engine, for each token of the update."""
+    """Annotate and run the loss as engines do: ``outputs`` and ``extra`` columns are of each token of the update,
+    ``budget`` limits the tokens of a micro-batch, units are dealt over ``ranks``."""
     rows = rows if order is None else rows.take(list(order))
     batch = rows.with_columns(**select_added(rows, algorithm.annotate(rows)).columns)
     unit = batch.dense("unit") if "unit" in batch else np.arange(len(batch))
@@ -134,9 +115,6 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance=1e-6) -> None:
     torch.testing.assert_close(actual.gradient, expected.gradient, rtol=0, atol=tolerance)
     assert abs(actual.loss - expected.loss) < tolerance
     assert actual.metrics == pytest.approx(expected.metrics, abs=10 * tolerance)
-
-
-# -- plain lists ------------------------------------------------------------------------------------------------------
 
 
 def plain_samples(batch: Batch) -> list[dict]:

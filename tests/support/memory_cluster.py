@@ -30,11 +30,7 @@ class Method:
 
 
 class MemoryActor:
-    """A worker that locates itself on ``node``, starts and closes at once.
-
-    Attributes:
-        context: that it was started with as a worker.
-    """
+    """A worker that locates itself on ``node``, starts with a ``context`` and closes at once."""
 
     def __init__(self, request, node, pid):
         self.request, self.node, self.pid = request, node, pid
@@ -63,20 +59,14 @@ class MemoryActor:
 
 @dataclass
 class MemoryCluster:
-    """A twin of ``RayClusterApi``.
-
-    Attributes:
-        started: process and bundle of each actor that was started.
-        killed: the processes whose actors were killed.
-        calls: node, function name and arguments of what was run on nodes.
-    """
+    """A twin of ``RayClusterApi``."""
 
     nodes: tuple[str, ...]
     groups: dict[str, GroupRow] = field(default_factory=dict)
     actors: dict[str, MemoryActor] = field(default_factory=dict)
-    started: list = field(default_factory=list)
-    killed: list = field(default_factory=list)
-    calls: list = field(default_factory=list)
+    started: list = field(default_factory=list)  # process and bundle of each actor
+    killed: list = field(default_factory=list)  # processes
+    calls: list = field(default_factory=list)  # node, function name and arguments of what was run on nodes
     _excluded: dict = field(default_factory=dict)
 
     def list_actors(self, prefix):

@@ -14,12 +14,9 @@ from dlrover.python.rl.control.placement import plan
 def job_of(workloads, groups=(), nodes=1, devices=4, device_type="GPU"):
     """``workloads``: role to its number of workers, or to the fields of its spec."""
     fields = {role: {"num": spec} if isinstance(spec, int) else spec for role, spec in workloads.items()}
-    return JobSpec(
-        "job",
-        TrainerSpec("m", "T", nodes, device_type, devices),
-        {RLRoleType(role): WorkloadSpec("m", "W", **spec) for role, spec in fields.items()},
-        tuple({RLRoleType(role): count for role, count in group.items()} for group in groups),
-    )
+    specs = {RLRoleType(role): WorkloadSpec("m", "W", **spec) for role, spec in fields.items()}
+    together = tuple({RLRoleType(role): count for role, count in group.items()} for group in groups)
+    return JobSpec("job", TrainerSpec("m", "T", nodes, device_type, devices), specs, together)
 
 
 def placed(*args, **options):

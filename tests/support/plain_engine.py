@@ -9,6 +9,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
+from tests.support.torch_models import DECODER
 
 CONFIG = OptimizerConfig(lr=5e-4, warmup_steps=3, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
 STEPS = 5
@@ -32,21 +33,8 @@ def write_model(path, vocab_size=260, kind=Qwen2ForCausalLM, **shape):
 
 def model_config(kind, **shape):
     """The sizes of a small model."""
-    tokenizer = make_byte_tokenizer()
-    sizes = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.06,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return kind(**sizes | shape)
+    sizes = {"vocab_size": 260, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.06}
+    return kind(**DECODER | sizes | shape)
 
 
 def write_random(path, model):
@@ -68,15 +56,11 @@ def make_batch(seed=0):
         if len(mask) > 14:
             mask[10:13] = False
     ragged = Ragged.from_rows(tokens)
-    return Batch(
-        {
-            "tokens": ragged,
-            "action_mask": Ragged.from_rows(masks),
-            "old": ragged.like(generator.normal(size=sum(map(len, tokens))) - 5),
-            "weight": generator.uniform(0.5, 1.5, len(LENGTHS)).astype(np.float32) / 50,
-            "candidates": ragged.like(generator.integers(0, 256, (len(ragged.values), CANDIDATES))),
-        }
-    )
+    old = ragged.like(generator.normal(size=len(ragged.values)) - 5)
+    weight = generator.uniform(0.5, 1.5, len(LENGTHS)).astype(np.float32) / 50
+    candidates = ragged.like(generator.integers(0, 256, (len(ragged.values), CANDIDATES)))
+    columns = {"tokens": ragged, "action_mask": Ragged.from_rows(masks), "old": old, "weight": weight}
+    return Batch({**columns, "candidates": candidates})
 
 
 class EntropyLoss:

@@ -8,64 +8,61 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
+from tests.support.commands import ROOT
 from tests.support.run_files import read_json, steps_of, write_rows
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
-TRAINERS = {
-    "grpo": ("GRPOTrainer", ()),
-    "ppo": ("PPOTrainer", ("critic",)),
-    "distill": ("DistillationTrainer", ("teacher",)),
-}
+TRAINERS = {"grpo": ("GRPOTrainer",), "ppo": ("PPOTrainer", "critic"), "distill": ("DistillationTrainer", "teacher")}
+"""Of each recipe, and the role that it cannot do without."""
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 32}
 CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
 
-def policy_job(folder, recipe, *, roles=(), out="out", **config):
-    """A job of a recipe with one worker of each role; it writes to ``folder/out``.
-
-    Args:
-        folder: where model, data and output go.
-        recipe: ``grpo``, ``ppo`` or ``distill``.
-        roles: beside those that the trainer cannot do without.
-        out: the output's folder.
-        config: fields of the configuration to replace.
-    """
+def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", **config):
+    """A job of a recipe with one worker of each role but rollouts, which writes to the folder ``out`` beside its model
+    and data; ``roles``: beside those that the trainer cannot do without."""
     folder = Path(folder)
     write_inputs(folder)
-    trainer, own = TRAINERS[recipe]
+    trainer, *own = TRAINERS[recipe]
     builder = JobBuilder().device_type("CPU").device_per_node(16).config(policy_config(folder) | config)
     builder.trainer(f"dlrover.python.rl.recipe.{recipe}", trainer)
     builder.actor(WORKLOADS, "ActorWorkload").total(1)
-    builder.rollout(WORKLOADS, "RolloutWorkload").total(1)
+    builder.rollout(WORKLOADS, "RolloutWorkload").total(rollouts)
     builder.reward(WORKLOADS, "RewardWorkload").total(1)
     for role in (*own, *roles):
         builder.role(role, WORKLOADS, CLASSES.get(role, "TeacherWorkload")).total(1)
-    job = builder.spec(recipe, search_path=(str(Path(__file__).parents[2]),))
+    job = builder.spec(recipe, search_path=(str(ROOT),))
     object.__setattr__(job, "job_dir", folder / out)
     return job
 
 
-def write_inputs(folder):
+def grpo_job(folder, *overrides):
+    """The example's own job file on the small inputs, four prompts for each step."""
+    write_inputs(folder)
+    paths = [f"model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"job_dir={folder / 'out'}"]
+    sizes = ["data.eval_rows=8", "prompts_per_step=4", "steps=1"]
+    return load_job(ROOT / "examples" / "arithmetic" / "grpo.yaml", [*paths, *sizes, *overrides])
+
+
+def write_inputs(folder, shape=SHAPE):
     """A model of two small layers, and additions of one-digit numbers; left as they are where they exist."""
+    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
-        write_tiny_model(folder / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
+        write_tiny_model(folder / "model", **shape)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
     write_rows(folder / "problems.jsonl", rows)
 
 
 def policy_config(folder):
-    return {
-        "model": str(folder / "model"),
-        "data": {"train": str(folder / "problems.jsonl"), "eval_rows": 4},
-        "steps": 3,
-        "prompts_per_step": 4,
-        "optimizer": {"lr": 3e-3},
-        "rollout": {"samples_per_prompt": 8, "max_new_tokens": 8},
-        "reward": {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0},
-        "engine": {"threads": 1},
-    }
+    data = {"train": str(folder / "problems.jsonl"), "eval_rows": 4}
+    reward = {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0}
+    rollout = {"samples_per_prompt": 8, "max_new_tokens": 8}
+    numbers = {"steps": 3, "prompts_per_step": 4, "optimizer": {"lr": 3e-3}, "engine": {"threads": 1}}
+    return {"model": str(folder / "model"), "data": data, "rollout": rollout, "reward": reward, **numbers}
 
 
 def finished(job):
@@ -77,7 +74,7 @@ def finished(job):
 
 def write_teacher(folder, name="teacher", sharper=3.0, seed=0):
     """A model of the policy's shape that is surer of what it says; with seed 0 that is what the policy begins with."""
-    write_tiny_model(folder / name, hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=seed)
+    write_tiny_model(folder / name, **SHAPE, seed=seed)
     model = AutoModelForCausalLM.from_pretrained(folder / name)
     model.model.norm.weight.data *= sharper
     model.save_pretrained(folder / name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dlrover.python.rl.common.sockets import HeldPort
-from tests.support.commands import is_alive
+from tests.support.commands import is_alive, wait_for
 
 _SERVER = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there already in each process: they are forked from one that has it.
@@ -77,10 +77,7 @@ def children():
 
 
 def wait_until_gone(pid, limit_s=15.0):
-    deadline_s = time.monotonic() + limit_s
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} outlived its owner"
-        os.sched_yield()
+    wait_for(lambda: not is_alive(pid), limit_s)
 
 
 def free_port():

@@ -29,13 +29,7 @@ async def step(state: str, action: str, extra_info: dict) -> dict:
     action_type = parse_action_type(action)
     env_response = {"next_state": None, "reward": 0.0, "score": 0.0, "done": False, "extra_info": extra_info}
     if action_type == "search":
-        query = parse_query(action)
-        passage = await search_result(query)
-        env_response["next_state"] = state + action + passage
-    elif action_type == "answer":
-        pred = parse_pred(action)
-        reward = float(is_equivalent(pred, extra_info["answer"]))
-        env_response["reward"] = reward
-        env_response["score"] = reward
-        env_response["done"] = True
-    return env_response
+        passage = await search_result(parse_query(action))
+        return {**env_response, "next_state": state + action + passage}
+    reward = float(is_equivalent(parse_pred(action), extra_info["answer"]))
+    return {**env_response, "reward": reward, "score": reward, "done": True}

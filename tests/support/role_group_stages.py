@@ -116,26 +116,23 @@ class RayStage(Stage):
     def handle(self, role, rank):
         return find(self._executor.name_of(role, rank, 1, standby=-1))
 
-    async def _start(self):
+    async def _execute(self, event, *commands, count=1):
+        """Carry commands out, which give ``count`` events of this class."""
         events = asyncio.Queue()
-        self._executor.execute(Place(1), events.put_nowait)
-        assert isinstance(await asyncio.wait_for(events.get(), 60), Placed)
-        for role, size in SIZES.items():
-            members = tuple((rank, 1) for rank in range(size))
-            self._executor.execute(StartMembers(role, members), events.put_nowait)
-        for _ in range(sum(SIZES.values())):
-            event = await asyncio.wait_for(events.get(), 120)
-            assert isinstance(event, MemberStarted), event
+        for command in commands:
+            self._executor.execute(command, events.put_nowait)
+        for _ in range(count):
+            assert isinstance(came := await asyncio.wait_for(events.get(), 120), event), came
+
+    async def _start(self):
+        await self._execute(Placed, Place(1))
+        starts = [StartMembers(role, tuple((rank, 1) for rank in range(size))) for role, size in SIZES.items()]
+        await self._execute(MemberStarted, *starts, count=sum(SIZES.values()))
 
     def close(self):
-        asyncio.run(self._release())
-
-    async def _release(self):
-        events = asyncio.Queue()
         self._executor._tasks.clear()  # they ended with the loop they ran on
         self._executor._table.clear()
-        self._executor.execute(Release(1, final=True), events.put_nowait)
-        assert isinstance(await asyncio.wait_for(events.get(), 60), Released)
+        asyncio.run(self._execute(Released, Release(1, final=True)))
 
     def kill(self, role, rank):
         handle = self.handles[role][rank]

@@ -4,6 +4,8 @@
 import asyncio
 import threading
 
+from tests.support.user_environments import HABITS
+
 seen = []
 """What was called, with what."""
 
@@ -30,18 +32,10 @@ async def step(state, action, extra_info):
         await asyncio.sleep(extra_info["nap"])
         napping.discard(key)
     habit = extra_info.get("habit")
-    if habit == "raise":
-        raise RuntimeError("out of order")
-    if habit == "none":
-        return None
-    if habit == "fallthrough":
-        return {"reward": 0.0, "done": False}
+    if habit in HABITS:
+        return HABITS[habit](state)
     if habit == "sleep":
         await asyncio.sleep(600)
-    if habit == "huge":
-        return {"next_state": "x" * 10_000_000, "reward": 0.0}
-    if habit == "bomb":
-        return 9**9**9
     next_state = "another " if habit == "unrelated" else f"{state}{action}seen "
     if habit == "long":
         next_state = state + action + "x" * 4000

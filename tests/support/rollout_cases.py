@@ -14,10 +14,10 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from tests.support import sglang_stand_in
+from tests.support import sglang_stand_in, torch_models
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
-EOS = 258
+EOS = torch_models.EOS
 
 ON_CUDA = {"compile": False, "kv_cache_bytes": 1 << 26, "engine_args": {"gpu_memory_utilization": 0.1}}
 """So that vLLM starts quickly, and in a part of the device."""
@@ -25,27 +25,16 @@ ON_CUDA = {"compile": False, "kv_cache_bytes": 1 << 26, "engine_args": {"gpu_mem
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine that the suite runs over.
-
-    Attributes:
-        label: what the tests call it.
-        name: in the registry.
-        needs: what has to be here for it.
-        device: where it computes.
-        backend: its own options.
-        hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
-        tells_cut: it gives the log-probs of a distribution that was cut.
-        longest: tokens of a sequence at most, of a model with 128 positions.
-    """
+    """An engine that the suite runs over: ``label`` to the tests, ``name`` in the registry."""
 
     label: str
     name: str
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # what has to be here for it
     device: str = "cpu"
-    backend: dict = field(default_factory=dict)
-    hidden: int = 32
-    tells_cut: bool = True
-    longest: int = 128
+    backend: dict = field(default_factory=dict)  # its own options
+    hidden: int = 32  # width of the model; vLLM's kernels for CPUs want heads of at least 32
+    tells_cut: bool = True  # it gives the log-probs of a distribution that was cut
+    longest: int = 128  # tokens of a sequence at most, of a model with 128 positions
 
     def make(self, model, memory=None, **settings):
         settings = RolloutSettings(**{"max_batch": 8, "device": self.device, "backend": self.backend, **settings})
@@ -102,13 +91,8 @@ class Reference:
         logits = self.model(torch.tensor([list(tokens)])).logits[0, :-1]
         return torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
 
-    @torch.no_grad()
     def greedy(self, prompt, count):
-        """Return the result of the library's own ``generate``."""
-        out = self.model.generate(
-            torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, eos_token_id=EOS, pad_token_id=256
-        )
-        return out[0, len(prompt) :].tolist()
+        return torch_models.greedy(self.model, prompt, count)
 
 
 def prompts(texts=TEXTS, first_id=0):
@@ -127,11 +111,8 @@ def completions(out):
 
 
 def requests(texts=TEXTS, samples=1):
-    return [
-        Request.fresh(number, index, list(text.encode()))
-        for number, text in enumerate(texts)
-        for index in range(samples)
-    ]
+    numbered = [(number, index, text) for number, text in enumerate(texts) for index in range(samples)]
+    return [Request.fresh(number, index, list(text.encode())) for number, index, text in numbered]
 
 
 def drain(engine):

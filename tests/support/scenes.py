@@ -2,10 +2,7 @@
 """An environment of states that never continue each other: a sample of two turns is two rows. Some fail in the second;
 rewards are not the scores that people read."""
 
-
-def lot(text: str, of: int) -> int:
-    """A number below ``of`` that depends on the text alone."""
-    return sum(text.encode()) % of
+from tests.support.hostile_rewards import lot
 
 
 async def reset(extra_info):
@@ -14,14 +11,8 @@ async def reset(extra_info):
 
 async def step(state, action, extra_info):
     if "again" not in extra_info:
-        info = {**extra_info, "again": True}
-        return {
-            "next_state": "next scene: ",
-            "reward": lot(action, 3) / 2,
-            "score": 0.0,
-            "extra_info": info,
-            "done": False,
-        }
+        going = {"next_state": "next scene: ", "done": False, "extra_info": {**extra_info, "again": True}}
+        return {**going, "reward": lot(action, 3) / 2, "score": 0.0}
     if lot(action, 5) == 0:
         raise RuntimeError("the curtain fell")
     return {"next_state": None, "reward": lot(action, 4) / 4, "score": float(lot(action, 2)), "done": True}

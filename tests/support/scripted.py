@@ -20,13 +20,7 @@ from dlrover.python.rl.recipe.rollout.stream import InlineLoop
 class Scripted:
     """Each completion is ``say(context, sample_index)`` and the end of sequence; a token of each in every step.
 
-    Args:
-        say: the text that follows a context.
-        longest: tokens of a sequence at most.
-
-    Attributes:
-        steps: what has been called ``advance``.
-        seeds: of every request, by its key and the length of its prompt.
+    ``longest``: tokens of a sequence at most. ``seeds``: of every request, by its key and the length of its prompt.
     """
 
     def __init__(self, say, longest=4096):

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -25,20 +24,9 @@ workload:
 
 
 async def serve(
-    folder,
-    port=0,
-    steps=3,
-    step_s=0.01,
-    cpus=16.0,
-    limits=None,
-    is_open=False,
-    tls=None,
-    results="",
-    failures=10,
-    off=(),
-    reads_in="thread",
-    open_files=None,
-):
+    folder, port=0, steps=3, step_s=0.01, cpus=16.0, limits=None, is_open=False, tls=None, results="", failures=10,
+    off=(), reads_in="thread", open_files=None,
+):  # fmt: skip
     """``off``: names of modules, and what takes the place of a guard there; ``open_files``: soft and hard limit."""
     if open_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(open_files))
@@ -156,10 +144,9 @@ def serving(folder, **options):
 
 
 def until(condition, within_s=WITHIN_S):
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "too late"
-        time.sleep(0.01)
+    from tests.support.commands import wait_for
+
+    wait_for(condition, within_s)
 
 
 if __name__ == "__main__":

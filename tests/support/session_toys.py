@@ -3,6 +3,7 @@
 
 import os
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,17 @@ from dlrover.python.rl.engine.model.train_module import TrainModule
 
 
 class Watched(TrainModule):
-    """Shows its gradients."""
+    """Shows its gradients, and steps with ``optimizer``."""
 
     def gradients_now(self):
         """Whole ones: what each rank has of them, put together."""
-        gradients = {}
-        for name, parameter in self.named_parameters():
-            whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            gradients[name] = whole.clone()
-        return gradients
+        gradients = [(name, parameter.grad) for name, parameter in self.named_parameters()]
+        whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in gradients}
+        return {name: gradient.clone() for name, gradient in whole.items()}
+
+    def optimizer_step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class TwoLayers(Watched):
@@ -48,30 +51,22 @@ class TwoLayers(Watched):
         return self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale
 
     def mean_square(self, x):
-        return self(torch.as_tensor(x, dtype=torch.float32, device=self.device)).square().mean()
+        return self.squares(x).mean()
+
+    def squares(self, x):
+        return self(torch.as_tensor(x, dtype=torch.float32, device=self.device)).square()
 
     def train_step(self, x, divide_by=1):
         self.eval()
-        loss = self.mean_square(x) / divide_by
+        loss = (self.squares(x).sum() if self.gradients == "sum" else self.mean_square(x)) / divide_by
         loss.backward()
         return loss.item()
-
-    def optimizer_step(self):
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def facts(self, *seen):
         optimizer = getattr(self, "optimizer", None)
         counted = sum(p.numel() for g in optimizer.param_groups for p in g["params"]) if optimizer else None
-        return {
-            "seen": list(seen),
-            "hooks": getattr(self, "made", 0),
-            "training": self.training,
-            "device": str(self.device),
-            "optimized": counted,
-            "scale": self.scale.item(),
-            "pid": os.getpid(),
-        }
+        state = {"training": self.training, "device": str(self.device), "scale": self.scale.item(), "pid": os.getpid()}
+        return {"seen": list(seen), "hooks": getattr(self, "made", 0), "optimized": counted, **state}
 
     def rows(self, values):
         return list(values)
@@ -114,12 +109,6 @@ class Summing(TwoLayers):
 
     gradients = "sum"
 
-    def train_step(self, x, divide_by=1):
-        self.eval()
-        loss = self(torch.as_tensor(x, dtype=torch.float32)).square().sum() / divide_by
-        torch.autograd.backward(loss)
-        return loss.item()
-
 
 def start(width=8):
     """Some weights, the same each time."""
@@ -129,7 +118,7 @@ def start(width=8):
     return {**weights, "steps_seen": torch.tensor(5.0)}
 
 
-class Policy(TrainModule, Qwen2ForCausalLM):
+class Policy(Watched, Qwen2ForCausalLM):
     """RLite's tutorial module."""
 
     def on_weights_materialized(self):
@@ -142,10 +131,6 @@ class Policy(TrainModule, Qwen2ForCausalLM):
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / grad_acc_steps
         loss.backward()
         return loss.item()
-
-    def optimizer_step(self):
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def logprobs(self, rows):
@@ -168,15 +153,15 @@ class Reference(Policy):
         pass
 
 
-class Long(Watched, Policy):
+class Long(Policy):
     """Takes sequences that may be divided: the labels come beside them, and the losses add up."""
 
     gradients = "sum"
 
     def train_step(self, ids, labels, of):
         ids, labels = (torch.as_tensor(rows, device=self.device) for rows in (ids, labels))
-        logits = self(input_ids=ids).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / of
+        loss = functional.cross_entropy(self(ids).logits.flatten(0, 1), labels.flatten(), reduction=self.gradients)
+        loss = loss / of if self.gradients == "sum" else loss
         loss.backward()
         return loss.item()
 
@@ -185,12 +170,6 @@ class EvenLong(Long):
     """Likewise; each rank's loss is the mean over its part."""
 
     gradients = "mean"
-
-    def train_step(self, ids, labels, of):
-        ids, labels = (torch.as_tensor(rows, device=self.device) for rows in (ids, labels))
-        loss = functional.cross_entropy(self(ids).logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        return loss.item()
 
 
 class Unlucky(TwoLayers):
@@ -222,32 +201,26 @@ class EchoEngine:
         images = prompts.objects("multi_modal_data") if "multi_modal_data" in prompts else [None] * len(rows)
         texts = [f"{image!r} {self.settings.tensor_parallel_size} {seed}" for image in images]
         both = [row + row for row in rows for _ in range(count)]
-        return Batch(
-            {
-                "prompt_id": np.repeat(ids, count),
-                "sample_index": np.tile(np.arange(count), len(rows)),
-                "tokens": Ragged.from_rows(both, dtype=np.int64),
-                "action_mask": Ragged.from_rows(
-                    [np.arange(2 * len(row)) >= len(row) for row in rows for _ in range(count)], dtype=np.bool_
-                ),
-                "logprobs": Ragged.from_rows([np.zeros(len(row)) for row in both], dtype=np.float32),
-                "finished": np.ones(len(both), dtype=np.bool_),
-                "version": np.full(len(both), self.version),
-                "completion": [text for text in texts for _ in range(count)],
-            }
-        )
+        masks = [np.arange(len(row)) >= len(row) // 2 for row in both]
+        of_tokens = {
+            "tokens": Ragged.from_rows(both, dtype=np.int64),
+            "action_mask": Ragged.from_rows(masks, dtype=np.bool_),
+            "logprobs": Ragged.from_rows([np.zeros(len(row)) for row in both], dtype=np.float32),
+        }
+        numbers = {"prompt_id": np.repeat(ids, count), "sample_index": np.tile(np.arange(count), len(rows))}
+        ends = {"finished": np.ones(len(both), dtype=np.bool_), "version": np.full(len(both), self.version)}
+        return Batch({**numbers, **of_tokens, **ends, "completion": [text for text in texts for _ in range(count)]})
 
     def receive(self, weights, rewind=False):
         self.version = weights.version
 
-    def cpu(self):
-        self._place = "cpu"
+    def move(self, place):
+        self._place = place
+
+    cpu, meta = partialmethod(move, "cpu"), partialmethod(move, "meta")
 
     def cuda(self, part="all"):
-        self._place = "cuda"
-
-    def meta(self):
-        self._place = "meta"
+        self.move("cuda")
 
     def place(self):
         return self._place

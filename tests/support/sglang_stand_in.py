@@ -22,22 +22,15 @@ READS_BACK = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class StandIn:
-    """The model behind the server.
-
-    Attributes:
-        deaf: names of weights that an update does not reach, though it is said to have succeeded.
-        said: every path that was asked for, in order.
-    """
+    """The model behind the server. An update does not reach the weights called ``deaf``, though it is said to have."""
 
     def __init__(self, path):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.lock, self.aborted, self.there = threading.Lock(), set(), set(KINDS)
-        self.deaf, self.said = (), []
+        self.deaf, self.said = (), []  # ... and every path that was asked for
         self.context = self.model.config.max_position_embeddings
         self.longest = min(self.context, CACHE_TOKENS) - 1
-
-    # -- what the paths do --------------------------------------------------------------------------------------------
 
     def health(self, body):
         return None
@@ -98,8 +91,6 @@ class StandIn:
 
     def resume_memory_occupation(self, body):
         self.there |= set(body["tags"])
-
-    # -- how it draws -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _draw(self, ids, how):

@@ -36,15 +36,12 @@ KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")
 def transport(kind, folder, settings=PATIENT):
     """A transport by the name that the tests give it."""
     settings = replace(settings, folder=folder, channel="ACTOR")
-    makers = {
-        "disk": lambda: DiskTransport(settings),
-        "broadcast": lambda: BroadcastTransport(settings),
-        "cuda_ipc": lambda: CudaIpcTransport(settings),
-        "pull": lambda: PullTransport(settings),
-        "adapters": lambda: make_transport("pull", {}, settings),
-        "pull_copied": lambda: PullTransport(settings, maps_pages=False),
-    }
-    return makers[kind]()
+    if kind == "adapters":
+        return make_transport("pull", {}, settings)
+    if kind == "pull_copied":
+        return PullTransport(settings, maps_pages=False)
+    kinds = {"disk": DiskTransport, "broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport}
+    return kinds.get(kind, PullTransport)(settings)
 
 
 def toy_weights(seed=0):
@@ -158,9 +155,6 @@ def completions(engine):
     prompts = {"prompt_id": np.arange(3), "tokens": Ragged.from_rows([list(text.encode()) for text in texts])}
     generated = engine.generate(Batch(prompts), GREEDY, (0,))
     return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
-
-
-# -- in processes of their own ----------------------------------------------------------------------------------------
 
 
 def send_side(kind, folder, pipe, seed, halt_at, versions=1):  # noqa: PLR0913 - as a process is started

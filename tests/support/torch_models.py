@@ -10,19 +10,11 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 
 VOCAB, EOS, PAD = 259, 258, 256
 
-_DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
+DECODER = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": EOS, "pad_token_id": PAD,
+}  # fmt: skip
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ROPE,
            "original_max_position_embeddings": 32}  # fmt: skip
@@ -80,7 +72,7 @@ def _for(family):
     if family == "gpt2":
         return {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
                 "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}  # fmt: skip
-    return _DECODER
+    return DECODER
 
 
 def loaded(model):
@@ -95,14 +87,8 @@ def loaded(model):
 def greedy(model, prompt, count):
     """What the library's ``generate`` gives for one prompt."""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    ends = {"max_new_tokens": count, "eos_token_id": EOS, "pad_token_id": PAD}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
     return out[0, len(prompt) :].tolist()
 
 

@@ -52,38 +52,25 @@ class InterruptedFit(Loop):
         raise KeyboardInterrupt
 
 
-class CallsFail(Loop):
-    def fit(self):
-        self.RG_ACTOR.fail(bad_rank=1)
+def calling(call):
+    """A loop that makes no steps but one call of its actors."""
+    return type("Calling", (Loop,), {"fit": call})
 
 
-class LeavesCalls(Loop):
-    """Makes no steps, and does not wait for its call."""
-
-    def fit(self):
-        self.RG_ACTOR.fail.options(blocking=False)(bad_rank=1)
-
-
-class CallsWrongly(Loop):
-    def fit(self):
-        self.RG_ACTOR.add(1, 2, 3)
-
-
-class CallsExit(Loop):
-    def fit(self):
-        self.RG_ACTOR.leave()
-
-
-class Stopper(Loop):
-    def fit(self):
-        self.RG_ACTOR.stop_here()
+CallsFail = calling(lambda self: self.RG_ACTOR.fail(bad_rank=1))
+LeavesCalls = calling(lambda self: self.RG_ACTOR.fail.options(blocking=False)(bad_rank=1))
+CallsWrongly = calling(lambda self: self.RG_ACTOR.add(1, 2, 3))
+CallsExit = calling(lambda self: self.RG_ACTOR.leave())
+Stopper = calling(lambda self: self.RG_ACTOR.stop_here())
 
 
 class LosesMember(Loop):
-    """A worker is lost in the first incarnation, outside of durable steps."""
+    """A worker is lost outside of durable steps, in the first incarnation or several."""
+
+    times = 1
 
     def fit(self):
-        if not self.restart_info.count:
+        if self.restart_info.count < self.times:
             self.actors[0].port.kill("ACTOR", 1)
         self.RG_ACTOR.add(1)
 
@@ -98,10 +85,8 @@ class LosesMemberInAStep(Loop):
             self.log(step, loss=sum(self.RG_ACTOR.add(step)))
 
 
-class AlwaysLosesMember(Loop):
-    def fit(self):
-        self.actors[0].port.kill("ACTOR", 1)
-        self.RG_ACTOR.add(1)
+class AlwaysLosesMember(LosesMember):
+    times = 10
 
 
 class Picky(Loop):

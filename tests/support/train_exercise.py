@@ -75,11 +75,10 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
     places.append(engine.place())
     after = engine.footprint()
     reports += train(engine, rank, range(SAVED_AFTER + 1, STEPS))
+    columns = ("logprobs", "entropy", "candidate_logprobs")
     result = {
         "replica": replica_of(engine, rank),
-        "logprobs": [row.copy() for row in evaluated.ragged("logprobs")],
-        "entropy": [row.copy() for row in evaluated.ragged("entropy")],
-        "candidate_logprobs": [row.copy() for row in evaluated.ragged("candidate_logprobs")],
+        **{name: [row.copy() for row in evaluated.ragged(name)] for name in columns},
         "steps": reports,
         "progress": [after - before for before, after in pairwise(noted)],
         "footprints": (before, empty, after),

@@ -5,6 +5,7 @@ import asyncio
 import os
 import threading
 import time
+from contextlib import suppress
 
 log = []
 
@@ -50,18 +51,12 @@ async def shutdown():
 
 async def _deaf():
     while True:
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            continue
 
 
 def _raise(state):
     raise RuntimeError("out of order")
-
-
-def _forever(state):
-    return 9**9**9  # in C, without releasing the interpreter
 
 
 HABITS = {
@@ -72,7 +67,7 @@ HABITS = {
     "misspelt": lambda state: {"next_sate": "x", "reward": 0.0},
     "huge": lambda state: {"next_state": "x" * 10_000_000, "reward": 0.0},
     "exit": lambda state: os._exit(3),
-    "bomb": _forever,
+    "bomb": lambda state: 9**9**9,  # in C, without releasing the interpreter
     "object": lambda state: {"next_state": "x", "reward": 0.0, "extra_info": {"lock": threading.Lock()}},
     "short": lambda state: {"next_state": state + "shortseen", "reward": 1},
 }

@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def level(completion, answer, level=1):
@@ -27,10 +28,6 @@ def obedient(completion, answer, extra_info):
             pass
     if completion == "raise":
         raise KeyError("no such thing")
-    if completion == "exit":
-        sys.exit(3)
-    if completion == "segfault":
-        os.kill(os.getpid(), signal.SIGSEGV)
     if completion in HOSTILE:
         return HOSTILE[completion](extra_info)
     if completion == "heavy":
@@ -73,23 +70,21 @@ def _flood(extra_info):
 
 def _forge(extra_info):
     """Write an answer to all open descriptors."""
-    for descriptor in range(3, 4096):
-        try:
-            os.write(descriptor, b'{"number": "guess", "reward": 1000.0}\n')
-        except OSError:
-            continue
+    _write_everywhere(b'{"number": "guess", "reward": 1000.0}\n')
     return 0.0
 
 
 def _half_forge(extra_info):
     """Write a reply that never ends."""
-    for descriptor in range(3, 4096):
-        try:
-            os.write(descriptor, b'{"number": ')
-        except OSError:
-            continue
+    _write_everywhere(b'{"number": ')
     while True:
         signal.pause()
+
+
+def _write_everywhere(content):
+    for descriptor in range(3, 4096):
+        with suppress(OSError):
+            os.write(descriptor, content)
 
 
 def _kill_parent(extra_info):
@@ -102,6 +97,8 @@ def _long_words(extra_info):
 
 
 HOSTILE = {
+    "exit": lambda extra_info: sys.exit(3),
+    "segfault": lambda extra_info: os.kill(os.getpid(), signal.SIGSEGV),
     "abort": lambda extra_info: os.abort(),
     "memory": _fill_memory,
     "bomb": _bomb,

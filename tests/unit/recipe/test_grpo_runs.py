@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
 from tests.chaos.job import tiny_job
-from tests.ray.recipe_jobs import grpo_job
-from tests.support.policy_jobs import policy_job, write_inputs, write_teacher
+from tests.support.policy_jobs import grpo_job, policy_job, write_inputs, write_teacher
 from tests.support.processes import children
 from tests.support.run_files import read_json, read_lines, steps_of, untimed
 from tests.support.tipping import Kept

@@ -19,8 +19,7 @@ from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
 from dlrover.python.rl.trainer.plan import TrainerPlan, plan_of
 from dlrover.python.rl.trainer.trainer import BaseTrainer
-from tests.ray.recipe_jobs import grpo_job
-from tests.support.policy_jobs import policy_job, swap_tokens, write_inputs, write_teacher
+from tests.support.policy_jobs import grpo_job, policy_job, swap_tokens, write_inputs, write_teacher
 from tests.support.run_files import write_rows
 
 VERIFIERS = "dlrover.python.rl.environment.verifiers"

@@ -15,7 +15,8 @@ from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, Ro
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.chaos.job import tiny_job
-from tests.support.recipe_stage import Stage, TrainerKilled, both, kill, kill_trainer
+from tests.support.durable_toys import TrainerKilled, both, kill, kill_trainer
+from tests.support.recipe_stage import Stage
 from tests.support.run_files import write_rows
 
 STEPS = 3

@@ -23,8 +23,9 @@ from dlrover.python.rl.recipe.workloads import (
 )
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.support import example_jobs
+from tests.support.durable_toys import both, kill, kill_trainer
 from tests.support.policy_jobs import policy_config, write_inputs, write_teacher
-from tests.support.recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer
+from tests.support.recipe_stage import Stage, flip_a_bit
 from tests.support.run_files import read_json, read_lines, untimed, write_rows
 
 STEPS = 3

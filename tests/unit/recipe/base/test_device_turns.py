@@ -19,7 +19,8 @@ from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.online import collector
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from tests.chaos.job import tiny_job
-from tests.support.recipe_stage import Stage, kill
+from tests.support.durable_toys import kill
+from tests.support.recipe_stage import Stage
 
 SHARING = ("ACTOR", "ROLLOUT", "REFERENCE")
 TOGETHER = ",".join(SHARING)

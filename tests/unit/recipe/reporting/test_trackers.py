@@ -18,9 +18,9 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
+from tests.support.durable_toys import kill_trainer
 from tests.support.example_jobs import EXAMPLES, stage
 from tests.support.fake_trackers import FakeWandb
-from tests.support.recipe_stage import kill_trainer
 from tests.support.run_files import read_lines, write_rows
 
 

@@ -11,7 +11,8 @@ a mark in the folder keeps the next one from doing it again. The acts::
     die    kill every process that gets there      hold   wait for the file <mark>.go
     ecc, nccl, rendezvous, odd           raise such an error; "odder" in every process that gets there
 
-While the folder has a file ``hang``, no step begins. The module needs nothing of the tests: it can be copied.
+While the folder has a file ``hang``, no step begins; a run whose config says to ``hold`` a step waits before it until
+the file ``<job_dir>.gate`` has been written. The module needs nothing of the tests: it can be copied.
 """
 
 import json
@@ -28,25 +29,20 @@ from types import SimpleNamespace
 import yaml
 from omegaconf import OmegaConf
 
-from dlrover.python.rl.common.errors import InvocationTimeout
 from dlrover.python.rl.trainer.shard import Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
 ROWS = 6
+SETTINGS = ("steps", "step_s", "faults", "ends", "secret_settings", "hold")
 
 
-def toy_text(folder, roles=None, trainer="Loop", actor="Worker", module="tests.ray.toy_job", devices=2, **keys):
-    """Return the job's file, and make its folder where it can be made.
-
-    Args:
-        roles: role to the number of its workers; one actor by default.
-        keys: of the config (``steps``, ``step_s``, ``faults``, ``ends``, ``secret_settings``), or of the file.
-    """
+def toy_text(folder, roles=None, trainer="Loop", actor="Worker", module="tests.support.toy_job", devices=2, **keys):
+    """Return the job's file, and make its folder where it can be made; ``keys``: of the config, or of the file."""
     with suppress(FileNotFoundError):
         Path(folder).mkdir(exist_ok=True)
     config = {"folder": str(folder), "steps": 5, "step_s": 0.05}
-    config |= {key: keys.pop(key) for key in ("steps", "step_s", "faults", "ends", "secret_settings") if key in keys}
+    config |= {key: keys.pop(key) for key in SETTINGS if key in keys}
     workload = {
         role: {"module": module, "class": actor if role == "actor" else "Worker", "num": num}
         for role, num in (roles or {"actor": 1}).items()
@@ -64,8 +60,6 @@ def expected_totals(steps, rollouts=True):
     return totals[1:]
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
-
 ERRORS = {
     "ecc": "CUDA error: uncorrectable ECC error encountered",
     "nccl": "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
@@ -73,6 +67,9 @@ ERRORS = {
     "odd": "an internal assertion of a library failed",
     "odder": "an internal assertion of a library failed",
 }
+
+
+SIGNALS = {"kill": signal.SIGKILL, "die": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class DistStoreError(RuntimeError):
@@ -102,10 +99,8 @@ def mark_of(folder, fault):
 def commit_fault(act, mark):
     if act in ERRORS:
         raise (DistStoreError if act == "rendezvous" else RuntimeError)(ERRORS[act])
-    if act in ("kill", "die"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if act == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if act in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[act])
     if act == "loop":
         while True:
             pass
@@ -116,28 +111,16 @@ def commit_fault(act, mark):
     if act == "leave":
         sys.exit(5)
     if act == "hold":
-        wait_for(mark.with_name(mark.name + ".go").exists)
-
-
-def wait_for(condition, deadline_s=60.0):
-    """Wait until ``condition()`` holds, and return what it gave."""
-    never, began_s = threading.Event(), time.monotonic()
-    while not (outcome := condition()):
-        assert time.monotonic() - began_s < deadline_s, f"not within {deadline_s:g} s"
-        never.wait(0.02)
-    return outcome
-
-
-# -- workers ----------------------------------------------------------------------------------------------------------
+        until_s = time.monotonic() + 60.0
+        while not mark.with_name(mark.name + ".go").exists():
+            assert time.monotonic() < until_s, "it was not let go"
+            time.sleep(0.02)
 
 
 class Worker(BaseWorkload):
     """ACTOR keeps a total, from which ROLLOUT samples; each notes its calls."""
 
-    def __init__(self, master_handle, config):
-        super().__init__(master_handle, config)
-        self.total = 0.0
-        commit_faults(config, f"{self.role}-{self.rank}", "start", 0)
+    total = 0.0
 
     def note(self, method, step):
         with open(Path(self.config.folder) / "calls", "a") as calls:
@@ -172,10 +155,6 @@ class Worker(BaseWorkload):
         self.note("later", step)
         return step + self.rank
 
-    @trainer_invocation(is_async=True, timeout=1.0)
-    def get_stuck(self, rank):
-        time.sleep(600 if rank == self.rank else 0)
-
     def master_phase(self):
         import ray
 
@@ -190,7 +169,8 @@ class Worker(BaseWorkload):
         """Say all secrets of the job, as they are and as ``repr`` writes them."""
         import logging
 
-        secrets = {name: value for name, value in self.secrets().items() if name != "CLUSTER_API_KEY"}
+        secrets = self.secrets()
+        secrets.pop("CLUSTER_API_KEY", None)
         logging.getLogger("dlrover.toy_job").warning("secrets: %s", secrets["config"].get("pem"))
         raise RuntimeError(f"it fails as it was told to, with {secrets}\n{secrets['config'].get('pem')}")
 
@@ -272,9 +252,6 @@ class Ranked(Worker):
         return self.torch_master_port
 
 
-# -- trainers ---------------------------------------------------------------------------------------------------------
-
-
 class Loop(BaseTrainer):
     """Sync, sample, learn; the totals are logged, and written at the end with the numbers of rollouts."""
 
@@ -293,6 +270,9 @@ class Loop(BaseTrainer):
         time.sleep(self.config.get("step_s", 0.0))
         while (Path(self.config.folder) / "hang").exists():
             time.sleep(0.05)
+        if step == self.config.get("hold"):
+            (self.job_dir / "waiting").touch()
+            Path(f"{self.job_dir}.gate").read_text()
         total = self.RG_ACTOR.publish(step)[0]
         number = self.sample(total, step) if self.rollouts else step
         self.fault("middle", step)
@@ -300,6 +280,8 @@ class Loop(BaseTrainer):
         self.state["totals"] = [*self.state["totals"], total]
         self.fault("end", step)
         self.log(step, reward=float(total))
+        with open(self.job_dir / "steps.jsonl", "a") as steps:
+            steps.write(f"[{step}, {total}]\n")
 
     def sample(self, total, step):
         self.RG_ROLLOUT.receive(total, step)
@@ -359,19 +341,6 @@ class GetsByRay(Loop):
         if step == 1:
             assert ray.get(self.actors[1].later.remote(refs[0])) == 2
         self.log(step, reward=float(sum(numbers)))
-
-
-class ReplacesLate(Loop):
-    """Replaces a worker that has not answered in time."""
-
-    def step(self, step):
-        try:
-            self.RG_ACTOR.get_stuck(step % 2)
-        except InvocationTimeout as late:
-            self.replace_late(late)
-        else:
-            raise AssertionError("it was not late")
-        super().step(step)
 
 
 class Holding(Loop):
