@@ -63,6 +63,11 @@ def test_continued_states_are_one_sequence_of_the_engines_ids():
     assert taken.objects("completion") == ["word seen word "]
 
 
+def test_prompt_without_extra_info_has_an_empty_one():
+    given, none = (fetched(word, info).objects("extra_info") for info in ({}, None))
+    assert given == none
+
+
 def test_reward_of_a_sample_is_summed_without_rounding():
     taken = fetched(word, {"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]})
     assert taken.dense("reward").tolist() == [1.0, 100.0]

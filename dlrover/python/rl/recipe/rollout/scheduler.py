@@ -296,5 +296,5 @@ def _read_rows(wanted: Batch) -> Iterator[tuple[GroupKey, dict[str, Any]]]:
     """Yield the key and the prompt of each row; prompts of :meth:`RolloutScheduler.generate` have no retry or step."""
     numbers = [wanted.dense(name).tolist() if name in wanted else [0] * len(wanted) for name in GroupKey._fields]
     objects = (wanted.objects(name) for name in _PROMPT_COLUMNS)
-    for key, values in zip(zip(*numbers, strict=True), zip(*objects, strict=True), strict=True):
-        yield GroupKey(*key), dict(zip(_PROMPT_COLUMNS, values, strict=True))
+    for key, (prompt, answer, info) in zip(zip(*numbers, strict=True), zip(*objects, strict=True), strict=True):
+        yield GroupKey(*key), {"prompt": prompt, "answer": answer, "extra_info": info or {}}

@@ -20,11 +20,8 @@ _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:na
 def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
     """Digest the ``modules`` that the job names or imports from its folders, with the ``versions`` of packages."""
     folders = [Path(job.work_dir), *map(Path, job.search_path)]
-    names = {
-        job.trainer.module,
-        *(spec.module for spec in job.workloads.values()),
-        *_referenced(salvage_plain(job.config, [])),
-    }
+    config = salvage_plain(job.config, [])
+    names = {job.trainer.module, *(spec.module for spec in job.workloads.values()), *_referenced(config)}
     modules: dict[str, str] = {}
     _add_modules(names, folders, modules)
     return {"modules": modules, "versions": installed_versions(_PACKAGES)}
