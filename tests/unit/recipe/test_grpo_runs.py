@@ -77,12 +77,6 @@ def test_run_leaves_a_model_not_trained_on_held_out_rows(whole_run):
     assert (summary["train_engine"], summary["rollout_engine"]) == ("Fsdp2TrainEngine", "TorchRolloutEngine")
 
 
-def test_samples_have_the_version_of_their_weights(whole_run):
-    rows = read_lines(whole_run[0] / "samples.jsonl")
-    assert len(rows) == 3 * 4 * 8
-    assert {(row["step"], row["version"], row["retry"]) for row in rows} == {(1, 0, 0), (2, 1, 0), (3, 2, 0)}
-
-
 def run(folder, steps=3, **config):
     job = tiny_job(folder, steps, **config)
     return job.job_dir, run_here(check_job(job, local=True))

@@ -112,10 +112,11 @@ def test_errors_of_rows_models_and_options_come_together(tmp_path):
 
 def test_unknown_options_hide_no_other_error(tmp_path):
     algorithm = {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1}
-    config = {"engine": {"weight_sync_options": {"foldr": "x"}}, "rollout": {"samples_per_prompt": 1}}
-    places = ["engine.weight_sync_options.foldr", "algorithm.kl_coeff", "rollout.samples_per_prompt"]
-    problems = problems_of(policy_job(tmp_path, "grpo", algorithm=algorithm, **config))
-    assert list(problems) == [*(f"config.{place}" for place in places), "workload"]
+    engine = {"weight_sync_options": {"foldr": "x"}, "weight_sync": "dsk"}
+    config = {"algorithm": algorithm, "rollout": {"samples_per_prompt": 1}, "engine": engine}
+    engine_places = ["engine.weight_sync_options.foldr", "engine.weight_sync"]
+    places = [f"config.{key}" for key in (*engine_places, "algorithm.kl_coeff", "rollout.samples_per_prompt")]
+    assert list(problems_of(policy_job(tmp_path, "grpo", **config))) == [*places, "workload"]
 
 
 @pytest.mark.parametrize(

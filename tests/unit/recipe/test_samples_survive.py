@@ -13,6 +13,7 @@ from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.checkpoint import member_state
+from dlrover.python.rl.trainer.call_log import CallProbe
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.chaos.job import tiny_job
 from tests.support.durable_toys import TrainerKilled, both, kill, kill_trainer
@@ -152,18 +153,24 @@ def texts_in(value):
     return sum(map(texts_in, value)) if isinstance(value, list | tuple) else 0
 
 
-def count_texts(job):
-    """The number of characters that the trainer receives, by the method that has returned them."""
-    received, wait = Counter(), job.port.wait
+class Counted(GRPOTrainer):
+    """Counts the characters that it receives, by the method that has returned them."""
 
-    def counting(refs, timeout_s):
-        outcomes = wait(refs, timeout_s)
-        for ref, outcome in zip(refs, outcomes, strict=True):
-            received[ref.method] += texts_in(outcome.value)
-        return outcomes
+    received = Counter()
 
-    job.port.wait = counting
-    return received
+    def bind(self, link, attempt=None):
+        steps = super().bind(link, attempt)
+        wait = steps.port.wait
+
+        def counting(refs, timeout_s):
+            outcomes = wait(refs, timeout_s)
+            for ref, outcome in zip(refs, outcomes, strict=True):
+                if not isinstance(ref.token, CallProbe):  # which has the number of rows only
+                    self.received[ref.method] += texts_in(outcome.value)
+            return outcomes
+
+        steps.port.wait = counting
+        return steps
 
 
 @pytest.mark.parametrize("shown", [0, 2])
@@ -174,8 +181,9 @@ def test_trainer_receives_no_more_text_of_longer_samples(tmp_path, inputs, shown
         data = {"train": write_rows(tmp_path / f"{tokens}.jsonl", rows), "eval_rows": 4}
         log, rollout = {"samples_every": 0, "show_samples": shown, "max_chars": 3}, {"max_new_tokens": tokens}
         job = stage(tmp_path / str(tokens), inputs, steps=2, data=data, rollout=rollout, log=log, eval_every=1)
-        counts.append(count_texts(job))
+        job.trainer, Counted.received = Counted, Counter()
         job.run()
+        counts.append(Counted.received)
         sizes.append(sum((job.folder / name).stat().st_size for name in FILES))
     assert sizes[1] > sizes[0] + 1000
     assert counts[0]["init_model"] == counts[1]["init_model"] > 0, "names of engines"

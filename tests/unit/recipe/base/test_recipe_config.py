@@ -31,7 +31,6 @@ GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
     [
         ("CPU", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
         ("GPU", False, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
-        ("HERE", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
         ("HERE", True, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
     ],
 )
