@@ -19,12 +19,12 @@ def lines_of(*reports):
     return stream.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(("total", "rest"), [(0, ""), (8, "  eta 0 s"), (10, r"  eta \d+ s")])
-def test_first_and_last_report_have_a_line_but_not_fast_ones(total, rest):
+@pytest.mark.parametrize(("total", "eta"), [(0, ""), (8, "  eta 0 s"), (10, r"  eta \d+ s")])
+def test_first_and_last_report_have_a_line_but_not_fast_ones(total, eta):
     of = f"/{total}" if total else ""
     first, last = lines_of(*(StepReport(step, total, {"reward": step / 8}) for step in range(1, 9)))
     assert first == f"my-job  step 1{of}  reward 0.125"
-    assert re.fullmatch(rf"my-job  step 8{of}  reward 1  \S+ steps/s{rest}", last)
+    assert re.fullmatch(rf"my-job  step 8{of}  reward 1  \S+ steps/s{eta}", last)
 
 
 def test_outage_is_forgotten_after_a_while(monkeypatch):

@@ -132,7 +132,7 @@ def test_impossible_engine_is_refused(session, model, make, message):
 
 
 class Saves(TwoLayers):
-    """Its methods would be hidden by those with the same names of the engine and of the process."""
+    """Has methods that those of the engine and of the process would hide."""
 
     def save(self):
         pass
