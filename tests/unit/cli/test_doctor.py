@@ -21,7 +21,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.ray.cluster.health import compare
 from dlrover.python.rl.runtime.run import machine as health
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
-from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, check_folder, check_port
+from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, check_port
 from tests.support.served import JOB
 
 
@@ -37,7 +37,6 @@ def test_unwritable_folder_is_bad(tmp_path):
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "file")])
     assert done.exit_code == 1 and "BAD" in done.output and "name a folder that can be written" in done.output
-    assert check_folder(Path("/proc/nowhere")).ok is False
 
 
 def test_doctor_checks_the_named_ports_too(tmp_path):

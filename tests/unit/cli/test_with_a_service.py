@@ -155,8 +155,9 @@ def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):
     desk.begin("long-runner")
     for name in ("first", "second", "third"):
         desk.report(name, desk.begin(name), JobPhase.FINISHED)
-    assert [view["name"] for view in json.loads(desk("list", "--json"))] == ["long-runner", "third", "second"]
-    assert "1 older ended jobs are not listed" in desk("list")
+    listed = desk("list")
+    assert [name in listed for name in ("long-runner", "third", "second", "first")] == [True, True, True, False]
+    assert "1 older ended jobs are not listed" in listed
 
 
 def test_the_doctor_asks_the_service(desk, monkeypatch):

@@ -2,7 +2,6 @@
 """Addresses at which a process of a job listens."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,8 +41,15 @@ def test_listening_socket_at_a_taken_port_is_refused():
         listening_socket("127.0.0.1", 4, server.getsockname()[1])
 
 
+class Weights:
+    version = 1
+
+    def named_weights(self):
+        yield "weight", torch.zeros(1)
+
+
 def test_pull_transport_listens_by_the_same_rule(monkeypatch):
-    weights = SimpleNamespace(version=1, named_weights=lambda: iter([("weight", torch.zeros(1))]))
+    weights = Weights()
 
     def offer(address):
         transport = PullTransport(SyncSettings(address=address, timeout_s=10.0))

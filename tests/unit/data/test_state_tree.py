@@ -252,9 +252,7 @@ def test_device_bytes_make_the_same_state_file(tmp_path):
     state = {"a": torch.randn(700), "b": torch.arange(9, dtype=torch.int16), "none": torch.empty(0), "c": b"xyz"}
     whole = write_state(tmp_path / "whole", {"role": "ACTOR"}, state, durable=False)
     skeleton, buffers = dump(state)
-    pieces = [
-        DeviceBytes(torch.frombuffer(buffer, dtype=torch.uint8)) if len(buffer) > 9 else buffer for buffer in buffers
-    ]
+    pieces = [DeviceBytes(torch.frombuffer(part, dtype=torch.uint8)) if len(part) > 9 else part for part in buffers]
     written = write_state(tmp_path / "pieces", {"role": "ACTOR"}, StateTree(skeleton, pieces), durable=False)
     assert (written.nbytes, written.checksum) == (whole.nbytes, whole.checksum)
     read = read_state(tmp_path / "pieces", written)

@@ -353,8 +353,6 @@ def add(a, b):
 """
 
 
-@pytest.mark.parametrize(
-    "tests", [CHEATED["literals"], SUITE + "self.assertEqual(add(20, 3), 23)\n        assert add(1, 1) == 2\n"]
-)
+@pytest.mark.parametrize("tests", [CHEATED["literals"], SUITE + "self.assertEqual(add(20, 3), 23)\n"])
 def test_program_reading_frames_finds_no_literal(tests):
     assert python_tests(fenced(FRAMES), None, {"tests": tests}) == 0.0

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import GENERATED, ColumnSpec, SequenceColumns
-from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard, Trajectory
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
@@ -109,6 +108,8 @@ def test_trajectory_columns_are_as_long_as_the_tokens(turns):
 
 def test_trajectory_of_a_chat_has_the_tokens_of_its_template():
     """A sampled end marker replaces the template's; an answer that was cut off gets the template's."""
+    from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer  # which takes children seconds
+
     tokenizer = make_byte_tokenizer()
     messages = [{"role": "user", "content": "1+1?"}]
     answers = [("is it 2", True), ("or 3, and so", False), ("2", True)]
