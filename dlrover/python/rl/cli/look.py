@@ -1,4 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs for looking at runs, from the files in their folders."""
 
-VERBS = ()
+from pathlib import Path
+
+import click
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
+from dlrover.python.rl.common.log import echo
+from dlrover.python.rl.config.spec import RUNS
+from dlrover.python.rl.master.client.resume import find_saved_run
+
+_PORT = 8480
+
+
+@click.command()
+@click.argument("names_or_dirs", nargs=-1, metavar="[RUN]...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="A loopback address: there are no passwords.")
+@click.option("--port", type=click.IntRange(0, 65535), default=_PORT, show_default=True, help="0: any free port.")
+@click.option("--export", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write one HTML file instead.")
+def view(names_or_dirs: tuple[str, ...], host: str, port: int, file: Path | None) -> None:
+    """Serve a page with runs on this machine: curves, recoveries, steps, samples, logs.
+
+    RUN is a run's folder, a job's name below ./runs, or a folder of runs; the default is ./runs."""
+    from dlrover.python.rl.page.serve import serve_page  # the server takes a moment
+
+    folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
+    if file is None:
+        serve_page(folders, host, port)
+        return
+    if len(folders) != 1:
+        raise InvalidJob([ConfigError("--export", "writes one run: name it")])
+    from dlrover.python.rl.page.export import export
+
+    (folder,) = folders.values()
+    try:
+        file.write_text(export(folder), encoding="utf-8")
+    except OSError as error:
+        raise JobConflict(f"{file} cannot be written: {error.strerror or error}") from error
+    echo(f"{file}: {file.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
+def _folder_of(name_or_dir: str) -> Path:
+    """Return the folder of a run or of runs. Raises InvalidJob."""
+    path = Path(name_or_dir)
+    if path.is_dir() and not (path / "latest").is_dir():
+        return path.resolve()
+    return find_saved_run(name_or_dir).folder
+
+
+VERBS = (view,)
