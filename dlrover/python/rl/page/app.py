@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -24,11 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError
 from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.page.login import LoginGate
 from dlrover.python.rl.page.run_data import Plain, Run, RunFolders, number_in
 
 STATIC = files("dlrover.python.rl.page") / "static"
-ASSETS = {"page.js": "text/javascript", "page.css": "text/css", "uPlot.iife.min.js": "text/javascript",
-          "uPlot.min.css": "text/css"}  # fmt: skip
+_KINDS = {".js": "text/javascript", ".css": "text/css"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
     " base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -68,8 +69,13 @@ ANSWERS: dict[str, Callable[[RunFolders, Query], Plain]] = {
 """The answers of ``api/<name>``, each a function of the runs and the query."""
 
 
-def create_app(runs: RunFolders, middleware: list[Middleware] | None = None) -> Starlette:
-    """Return the application. ``middleware`` comes first: the service checks tokens there."""
+def create_app(
+    runs: RunFolders,
+    check: Callable[[str], object] | None = None,
+    may_fail: Callable[[str], bool] = lambda address: True,
+) -> Starlette:
+    """Return the application, behind :class:`~dlrover.python.rl.page.login.LoginGate` if there is a ``check`` of
+    tokens."""
     streams = asyncio.BoundedSemaphore(_MOST_STREAMS)
 
     async def index(request: Request) -> Response:
@@ -77,9 +83,11 @@ def create_app(runs: RunFolders, middleware: list[Middleware] | None = None) -> 
 
     async def asset(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in ASSETS:
+        kind = _KINDS.get(Path(name).suffix)
+        if kind is None or not (STATIC / Path(name).name).is_file():
             return JSONResponse({"error": "there is no such file"}, 404)
-        return Response((STATIC / name).read_bytes(), media_type=ASSETS[name], headers={"Cache-Control": "no-cache"})
+        content = (STATIC / Path(name).name).read_bytes()
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def answer(request: Request) -> Response:
         name = request.path_params["name"]
@@ -111,7 +119,8 @@ def create_app(runs: RunFolders, middleware: list[Middleware] | None = None) -> 
         Route("/api/stream", stream),
         Route("/api/{name}", answer),
     ]
-    layers = [*(middleware or []), Middleware(PageHeaders), Middleware(GZipMiddleware, minimum_size=2000)]
+    gate = [Middleware(LoginGate, check=check, may_fail=may_fail)] if check is not None else []
+    layers = [Middleware(PageHeaders), *gate, Middleware(GZipMiddleware, minimum_size=2000)]
     return Starlette(routes=routes, middleware=layers, exception_handlers={DLRoverRLError: _refuse})
 
 

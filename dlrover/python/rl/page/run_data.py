@@ -142,7 +142,8 @@ class Run:
 
     @property
     def timeline(self) -> Timeline:
-        return self._cache("timeline", ("journal*.jsonl",), lambda: read_timeline(self.folder))
+        timeline: Timeline = self._cache("timeline", ("journal*.jsonl",), lambda: read_timeline(self.folder))
+        return timeline
 
     @property
     def _owner(self) -> Any:
@@ -333,13 +334,16 @@ class RunFolders:
         self._roots = roots
         self._runs: dict[str, Run] = {}
 
-    def all(self) -> list[Run]:
+    def folders(self) -> dict[str, Path]:
+        """Return the folders of the runs by their ids."""
         folders: dict[str, Path] = {}
         for root in self._roots:
-            for name, folder in find_runs(root).items():
-                run_id = name if len(self._roots) == 1 else str(Path(root.parent.name, root.name, name))
-                folders[run_id] = folder
-        self._runs = {name: self._runs.get(name) or Run(folder, name) for name, folder in folders.items()}
+            prefix = Path() if len(self._roots) == 1 else Path(root.parent.name, root.name)
+            folders |= {str(prefix / name): folder for name, folder in find_runs(root).items()}
+        return folders
+
+    def all(self) -> list[Run]:
+        self._runs = {name: self._runs.get(name) or Run(folder, name) for name, folder in self.folders().items()}
         return list(self._runs.values())
 
     def get(self, run_id: str) -> Run:

@@ -36,7 +36,7 @@ def read_stream(
     reader = LogReader(files, process, tail=max(_TAIL_LINES // max(len(names), 1), _LEAST_TAIL))
     reader.positions.update({name: (inode, offset) for name, (inode, offset) in cursor["logs"].items()})
     wanted = search.lower()
-    rows = [
+    rows: list[Entry] = [
         {"at_s": at_s, "process": who, "kind": "event", "level": "", "text": text}
         for at_s, who, text in entries[cursor["journal"] :]
         if not process or who.lower().replace("[", "-").rstrip("]") == process
