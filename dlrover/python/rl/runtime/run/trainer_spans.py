@@ -24,6 +24,7 @@ class RecordedPort:
         self._issue: tuple[tuple[int, int], str, list[int], str, float, list[str]] | None = None
         self._wait: tuple[str, str, float, float] | None = None
         self._step: tuple[int, float] | None = None
+        self._last_called = 0  # the step of the last call
 
     def put(self, value: Any) -> Ref:
         return self._inner.put(value)
@@ -47,12 +48,13 @@ class RecordedPort:
                 self._note_wait(refs[0].role, refs[0].method, began_s)
 
     def begin_step(self, step: int | None) -> None:
-        """End the attempt of the current step, and begin one of ``step``; None: the trainer ends."""
+        """End the attempt of the current step, and begin one of ``step``. None: the trainer ends, perhaps after the last
+        step, where it makes no calls."""
         with self._lock:
             self._write_issue()
             self._write_wait()
             now_s = time.time()
-            if self._step is not None:
+            if self._step is not None and (step is not None or self._step[0] == self._last_called):
                 self._spans.add_step(*self._step, now_s)
             self._step = (step, now_s) if step is not None else None
 
@@ -67,6 +69,7 @@ class RecordedPort:
                 issue[2].append(rank)
                 return
             self._write_issue()
+            self._last_called = call.call_id[0]
             self._issue = call.call_id, role, [rank], call.method, time.time(), sorted(set(_sources_of(call)))
 
     def _note_wait(self, role: str, method: str, began_s: float) -> None:
