@@ -49,8 +49,8 @@ class RecordedPort:
                 self._note_wait(refs[0].role, refs[0].method, began_s)
 
     def begin_step(self, step: int | None) -> None:
-        """End the attempt of the current step, and begin one of ``step``. None: the trainer ends, perhaps after the last
-        step, where it makes no calls."""
+        """End the attempt of the current step, and begin one of ``step``. None: the trainer ends, perhaps after the
+        last step, where it makes no calls."""
         with self._lock:
             self._write_issue()
             self._write_wait()
