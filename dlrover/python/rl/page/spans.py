@@ -235,9 +235,6 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, list[_File]]:
     return files
 
 
-_MARK = re.compile(rb'^\["(?:step|process)",.*$', re.MULTILINE)
-
-
 class _Attempt(NamedTuple):
     step: int
     begin_s: float
@@ -245,43 +242,50 @@ class _Attempt(NamedTuple):
     is_open: bool = False
 
 
-def _attempts(files: Sequence[_File], now_s: float | None) -> list[_Attempt]:
-    """Return all attempts of steps, also those that the trainer's end cut off, from the content of its files."""
-    data = b"\n".join(file.content() for file in files)
+_MARK = re.compile(rb'\n\["(?:step",(\d+),|process",)[^\n]*')
+
+
+def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[_Attempt]:
+    """Return the attempts of some steps, also those that the trainer's end cut off. This looks through all lines, since
+    recoveries repeat steps, but reads only a few."""
+    data = b"\n" + b"\n".join(file.content() for file in files)
     attempts: list[_Attempt] = []
-    trainer, ended_s, position = None, None, 0
+    trainer, before = None, None
+    position = 0
     for mark in _MARK.finditer(data):
+        if mark[1] is not None and not first <= int(mark[1]) <= last:
+            before, position = mark, mark.end()
+            continue
         row = _parse(mark[0])
         if isinstance(row, _Step):
             attempts.append(_Attempt(*row))
-            ended_s, position = row.end_s, mark.start()
+            before, position = mark, mark.end()
         elif isinstance(row, _Start) and trainer != (row.attempt, row.pid):  # no rotation
-            attempts += _cut_off(data, position, mark.start(), ended_s, row.begin_s)
-            trainer, ended_s, position = (row.attempt, row.pid), None, mark.start()
-    return attempts + _cut_off(data, position, len(data), ended_s, now_s)
+            attempts += _cut_off(data[position : mark.start()], before, None)
+            trainer, before, position = (row.attempt, row.pid), None, mark.end()
+    attempts += _cut_off(data[position:], before, now_s)
+    return [each for each in attempts if first <= each.step <= last]
 
 
-def _cut_off(data: bytes, begin: int, end: int, begin_s: float | None, end_s: float | None) -> list[_Attempt]:
-    """Return the attempt in a part of the trainer's lines that has no "step" line, if there is one."""
-
-    def row_at(position: int) -> _Row | None:
-        return _parse(data[position + 1 :].partition(b"\n")[0]) if position >= 0 else None
-
-    last = row_at(data.rfind(b'\n["issue",', begin, end))
-    if not isinstance(last, _Issue) or last.step < 1:
+def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) -> list[_Attempt]:
+    """Return the attempt in a part of the trainer's lines that has no "step" line, if there is one. ``before`` is the
+    line of the step before it by the same process."""
+    rows = [row for line in lines.splitlines() if (row := _parse(line)) is not None]
+    issues = [row for row in rows if isinstance(row, _Issue)]
+    if not issues or issues[-1].step < 1:
         return []
-    first = row_at(data.find(b'\n["issue",%d,' % last.step, begin, end))
-    rows = map(_parse, data[data.rfind(b'\n["issue",', begin, end) : end].splitlines())
-    last_s = max((_end_of(row) for row in rows if row is not None), default=last.begin_s)
-    began_s = begin_s if begin_s is not None else first.begin_s if first is not None else last.begin_s
-    return [_Attempt(last.step, began_s, max(last_s, end_s or 0.0), is_open=True)]
+    step = issues[-1].step
+    ended = _parse(before[0]) if before is not None else None
+    begin_s = ended.end_s if isinstance(ended, _Step) else min(row.begin_s for row in issues if row.step == step)
+    return [_Attempt(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
 
 
 def last_step(folder: Path) -> int:
     """Return the number of the last step that has spans, 0 if none has."""
     with ExitStack() as opened:
-        attempts = _attempts(_open_files(folder, opened).get(TRAINER, ()), None)
-        return attempts[-1].step if attempts else 0
+        data = b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
+    lines = (data[data.rfind(b'\n["%s",' % kind) + 1 :].partition(b"\n")[0] for kind in (b"step", b"issue"))
+    return max([0, *(row.step for row in map(_parse, lines) if isinstance(row, _Step | _Issue))])
 
 
 def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) -> list[StepLanes]:
@@ -290,8 +294,7 @@ def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) 
     with ExitStack() as opened:
         files = _open_files(folder, opened)
         trainer = files.pop(TRAINER, [])
-        recorded = _attempts(trainer, now_s)
-        attempts = [each for each in recorded if first <= each.step <= last]
+        attempts = _attempts(trainer, first, last, now_s)
         if not attempts:
             return []
         span = min(each.begin_s for each in attempts) - _CLOCK_S, max(each.end_s for each in attempts) + _CLOCK_S
