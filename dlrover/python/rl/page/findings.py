@@ -4,15 +4,17 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
 
-from dlrover.python.rl.page.spans import TRAINER, Loss, StepLanes, WorkerCall
+from dlrover.python.rl.page.spans import TRAINER, Loss, StepLanes, WorkerCall, last_step, read_steps
 
 _SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
 _UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
 _WHOLE_SHARE = 0.05  # of all steps together
 _TRAINER_SHARE, _TRAINER_S = 0.3, 0.1
+_LAST_STEPS = 20
 _HUNG_RATIO, _HUNG_S = 5.0, 10.0
 
 
@@ -33,6 +35,14 @@ def findings(steps: Sequence[StepLanes]) -> list[Finding]:
     stands out."""
     found = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
     return sorted(found, key=lambda finding: -finding.cost_s)
+
+
+def time_lines(folder: Path) -> list[str]:
+    """Return what made the last steps of a run slow, as text; nothing if no cause stands out."""
+    last = last_step(folder)
+    steps = read_steps(folder, max(last - _LAST_STEPS + 1, 1), last)
+    causes = [f"  {finding.sentence} {finding.remedy}" for finding in findings(steps)]
+    return ["What made the last steps slow:", *causes] if causes else []
 
 
 def _losses(steps: Iterable[StepLanes]) -> Iterator[Finding]:
