@@ -20,8 +20,8 @@ DIED = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "killed by signal 9", "Fatal 
 def write_run(
     folder: Path, steps: int = 20, samples: int = 4, lost_at: int = 7, cost_s: float | None = 3.0, ended: bool = True
 ) -> Path:
-    """Write a run that lost ROLLOUT[1] in step ``lost_at``, 0 for none, and had its replacement ``cost_s`` later; None: it has not
-    made progress since."""
+    """Write a run that lost ROLLOUT[1] in step ``lost_at``, 0 for none, and continued ``cost_s`` later; None: it has
+    made no progress since."""
     (folder / "logs").mkdir(parents=True)
     (folder / "samples").mkdir()
     write_journal(folder, steps, lost_at, cost_s, ended)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from dlrover.python.rl.master.client.jobs import (
     check_name,
     is_run_folder,
 )
+from dlrover.python.rl.page.findings import time_lines
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -162,7 +164,10 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
-    echo("\n".join(explain_lines(view, jobs.history(view))))
+    lines = explain_lines(view, jobs.history(view))
+    folder = Path(view.folder)
+    lines += time_lines(folder) if not view.owner and view.folder and folder.is_dir() else []
+    echo("\n".join(lines))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:

@@ -43,6 +43,7 @@ class SpanFile:
         self._process, self._attempt, self._most_bytes = process, attempt, most_mb * _MB // 2
         self._lines: list[tuple[Any, ...]] = []
         self._dropped = 0
+        self._is_torn = True  # a killed process may have left half a line
         self._timer: threading.Timer | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._add(self._title())
@@ -108,7 +109,8 @@ class SpanFile:
             data, size = _encode([self._title()]) + data, 0
         if len(data) > self._most_bytes:
             raise OSError(f"{len(data)} bytes are more than the file may have")
-        append(self._path, b"\n" * bool(size) + data, _AT_ONCE)  # a killed process may have left half a line
+        append(self._path, b"\n" * (self._is_torn and size > 0) + data, _AT_ONCE)
+        self._is_torn = False
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:

@@ -255,7 +255,11 @@ class TrainerRun:
         """Run the trainer; raises as ``run_trainer``."""
         job, resources = self.job, {str(role): amounts for role, amounts in self.resources.items()}
         attempt = self.recovery.epoch if self.recovery is not None else self.attempt
-        port = RecordedPort(self.port, SpanFile(job.job_dir, TRAINER_ID, attempt, job.spans_mb))
+        port = RecordedPort(
+            self.port,
+            SpanFile(job.job_dir, TRAINER_ID, attempt, job.spans_mb),
+            at_once=isinstance(self.port, LocalPort),
+        )
         link = TrainerLink(port, self.report, job.name, job.job_dir, resources, self.recovery, self.checkpoints)
         link = replace(link, announce=self.announce, files=synced_files(job), results=results_of(job))
         link = replace(link, begin_step=port.begin_step)

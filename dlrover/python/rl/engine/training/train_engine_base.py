@@ -134,9 +134,9 @@ class BackendTrainEngine(ABC):
             raise EngineError("use either the batch's 'candidates' or 'top'")
         micros = [replace(micro, top=top) for micro in self._pack(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
-            with phase("forward"):
-                outputs = backend.outputs(micros, temperature, entropy)
-            return gather_outputs(batch, head, outputs, entropy, top)
+            outputs = backend.outputs(micros, temperature, entropy)
+            with phase("forward"):  # the outputs are computed one by one
+                return gather_outputs(batch, head, outputs, entropy, top)
 
     def _pack(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
         """Divide this rank's batch into as many micro-batches as every other rank's, so that all work in lockstep; the

@@ -16,14 +16,15 @@ _APART_S = 0.01  # shorter pauses are inside one wait: the durable port waits in
 
 class RecordedPort:
     """The port below the port of durable steps. Its ``spans`` get the calls to workers, the waits, and the steps that
-    :meth:`begin_step` begins. Thread safe."""
+    :meth:`begin_step` begins. ``at_once``: the inner port runs a call before ``submit`` returns. Thread safe."""
 
-    def __init__(self, inner: Port, spans: SpanFile) -> None:
-        self._inner, self._spans = inner, spans
+    def __init__(self, inner: Port, spans: SpanFile, at_once: bool = False) -> None:
+        self._inner, self._spans, self._at_once = inner, spans, at_once
         self._lock = threading.RLock()
         self._issue: tuple[tuple[int, int], str, list[int], str, float, list[str]] | None = None
         self._wait: tuple[str, str, float, float] | None = None
         self._step: tuple[int, float] | None = None
+        self._last_called = 0  # the step of the last call
 
     def put(self, value: Any) -> Ref:
         return self._inner.put(value)
@@ -33,7 +34,8 @@ class RecordedPort:
             self._note_issue(role, rank, call)
         began_s = time.time()
         ref = self._inner.submit(role, rank, call)
-        self._note_wait(role, call.method, began_s)  # in one process the call runs here
+        if self._at_once:
+            self._note_wait(role, call.method, began_s)
         return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
@@ -47,12 +49,13 @@ class RecordedPort:
                 self._note_wait(refs[0].role, refs[0].method, began_s)
 
     def begin_step(self, step: int | None) -> None:
-        """End the attempt of the current step, and begin one of ``step``; None: the trainer ends."""
+        """End the attempt of the current step, and begin one of ``step``. None: the trainer ends, perhaps after the
+        last step, where it makes no calls."""
         with self._lock:
             self._write_issue()
             self._write_wait()
             now_s = time.time()
-            if self._step is not None:
+            if self._step is not None and (step is not None or self._step[0] == self._last_called):
                 self._spans.add_step(*self._step, now_s)
             self._step = (step, now_s) if step is not None else None
 
@@ -67,6 +70,7 @@ class RecordedPort:
                 issue[2].append(rank)
                 return
             self._write_issue()
+            self._last_called = call.call_id[0]
             self._issue = call.call_id, role, [rank], call.method, time.time(), sorted(set(_sources_of(call)))
 
     def _note_wait(self, role: str, method: str, began_s: float) -> None:
