@@ -31,7 +31,9 @@ def write_run(
     for first in range(1, steps + 1, PART_STEPS):
         part = range(first, min(first + PART_STEPS, steps + 1))
         text = "".join(json.dumps(sample_of(step, each)) + "\n" for step in part for each in range(samples))
-        (folder / f"samples/steps-{first:06}.jsonl").write_text(text, encoding="utf-8")
+        newest = first + PART_STEPS > steps
+        name = "samples.jsonl" if newest else f"samples/steps-{first:06}.jsonl"
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "job.yaml").write_text(f"name: {folder.name}\nconfig:\n  steps: {steps}\n  lr: 0.001\n", encoding="utf-8")
     owner = Owner(folder.name, "abcd1234", "Ray", "host-a", "", 0, "", BEGAN_S, 0.0, "", ())
     record = Owner(**{**vars(owner), "state": "finished" if ended else "running"})

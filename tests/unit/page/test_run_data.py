@@ -162,7 +162,8 @@ def test_samples_of_a_step_are_found_by_bisection(tmp_path, step, parts):
     folder = write_run(tmp_path / "toy", steps=300, samples=6)
     if not parts:  # as runs before there were parts
         files = sorted((folder / "samples").iterdir())
-        (folder / "samples.jsonl").write_bytes(b"".join(file.read_bytes() for file in files))
+        newest = folder / "samples.jsonl"
+        newest.write_bytes(b"".join(file.read_bytes() for file in (*files, newest)))
         for file in files:
             file.unlink()
     assert samples.read_samples(folder, step) == [sample_of(step, number) for number in range(6)]
@@ -171,10 +172,10 @@ def test_samples_of_a_step_are_found_by_bisection(tmp_path, step, parts):
 
 
 def test_samples_of_a_repeated_step_are_those_before(folder):
-    part = folder / "samples/steps-000001.jsonl"
+    part = folder / "samples.jsonl"
     lines = part.read_text().splitlines(keepends=True)
     part.write_text("".join(lines[: 4 * 18]))
-    part.with_name("steps-000001.superseded.jsonl").write_text("".join(lines[4 * 18 :]))
+    part.with_name("samples.superseded.jsonl").write_text("".join(lines[4 * 18 :]))
     assert samples.read_samples(folder, 20) == [sample_of(20, number) for number in range(4)]
 
 

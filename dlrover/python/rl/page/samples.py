@@ -57,11 +57,11 @@ def lineage(folder: Path, step: int) -> list[Row]:
 
 
 def _parts(folder: Path, ending: str) -> dict[int, Path]:
-    """Return the files of samples by their first steps; a run before there were parts has one."""
-    pattern = _PART if ending == ".jsonl" else re.compile(_PART.pattern.replace(r"\.jsonl", re.escape(ending)))
-    parts = _numbered(folder / "samples", pattern)
-    single = folder / f"samples{ending}"
-    return dict(sorted(parts.items())) or ({0: single} if single.is_file() else {})
+    """Return the files of samples by their first steps: the newest, and those of earlier steps."""
+    newest = folder / f"samples{ending}"
+    first = _limits(newest)[:1]
+    earlier = _numbered(folder / "samples", _PART) if ending == ".jsonl" else {}
+    return dict(sorted((earlier | ({first[0]: newest} if first else {})).items()))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
