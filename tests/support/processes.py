@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -67,6 +68,12 @@ def _one(results, function, rank, world_size, port, arguments):
     except BaseException:  # noqa: BLE001 - the boundary of the process: it goes to the test
         result, failure = None, traceback.format_exc()
     results.put((rank, result, failure))
+
+
+def children():
+    """The processes that this one has started."""
+    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
+    return {pid for file in files if file.exists() for pid in file.read_text().split()}
 
 
 def wait_until_gone(pid, limit_s=15.0):

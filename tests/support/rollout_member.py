@@ -15,9 +15,9 @@ SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=
 FOREVER = 1e9
 
 
-def actor(model):
+def actor(model, engine=ENGINE, optimizer=OptimizerConfig(lr=1e-2)):  # noqa: B008 -- a frozen value
     workload = ActorWorkload(None, {})
-    workload.init_model(model, ENGINE, OptimizerConfig(lr=1e-2), GRPO())
+    workload.init_model(model, engine, optimizer, GRPO())
     return workload
 
 

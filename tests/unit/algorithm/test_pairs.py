@@ -104,64 +104,32 @@ def test_pairs_gradient_equals_the_loss_gradient(config):
 
 ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4])
 SLOPE = 0.1 / (1 + math.exp(0.4))
-BY_HAND = {
-    # algorithm, outputs, loss, gradient, metrics
-    "reward model": (
-        RewardModel(),
-        [9.0, 0.0, 3.0, 9.0, 0.5],
-        math.log1p(math.exp(-1)),
-        [0, -0.5 / (1 + math.e), -0.5 / (1 + math.e), 0, 1 / (1 + math.e)],
-        {"accuracy": 1, "margin": 1, "chosen": 1.5, "rejected": 0.5},
-    ),
-    "dpo": (
-        DPO(beta=0.1),
-        [9.0, 1.0, 2.0, 9.0, -1.0],
-        math.log1p(math.exp(-0.4)),
-        [0, -SLOPE, -SLOPE, 0, SLOPE],
-        {"accuracy": 1, "margin": 0.4, "chosen": 0.3, "rejected": -0.1},
-    ),
-    "dpo at the start": (
-        DPO(beta=0.1),
-        [0.0] * 5,
-        math.log(2),
-        [0, -0.05, -0.05, 0, 0.05],
-        {"accuracy": 0.5, "margin": 0, "chosen": 0, "rejected": 0},
-    ),
-    "ipo at its margin": (
-        DPO(beta=0.1, kind="ipo"),
-        [0.0, 5.0, 0.0, 0.0, 0.0],
-        0,
-        [0] * 5,
-        {"accuracy": 1, "margin": 0.5, "chosen": 0.5, "rejected": 0},
-    ),
-}
+LOSS, HALF = math.log1p(math.exp(-0.4)), 0.5 / (1 + math.e)
 
 
 @pytest.mark.feature(109, 110)
-@pytest.mark.parametrize("name", BY_HAND)
-def test_pairs_loss_by_hand(name):
-    algorithm, outputs, loss, gradient, metrics = BY_HAND[name]
-    actual = outcome(algorithm, ONE, torch.tensor(outputs))
+@pytest.mark.parametrize(
+    ("algorithm", "outputs", "loss", "gradient", "figures"),
+    [
+        (RewardModel(), [9, 0, 3, 9, 0.5], math.log1p(math.exp(-1)), [0, -HALF, -HALF, 0, 2 * HALF], (1, 1, 1.5, 0.5)),
+        (
+            DPO(beta=0.1),
+            [9, 1, 2, 9, -1],
+            math.log1p(math.exp(-0.4)),
+            [0, -SLOPE, -SLOPE, 0, SLOPE],
+            (1, 0.4, 0.3, -0.1),
+        ),
+        (DPO(beta=0.1), [0] * 5, math.log(2), [0, -0.05, -0.05, 0, 0.05], (0.5, 0, 0, 0)),
+        (DPO(beta=0.1, kind="ipo"), [0, 5, 0, 0, 0], 0, [0] * 5, (1, 0.5, 0.5, 0)),
+    ],
+    ids=["reward model", "dpo", "dpo at the start", "ipo at its margin"],
+)
+def test_pairs_loss_by_hand(algorithm, outputs, loss, gradient, figures):
+    actual = outcome(algorithm, ONE, torch.tensor(outputs, dtype=torch.float32))
+    metrics = dict(zip(("accuracy", "margin", "chosen", "rejected"), figures, strict=True))
     assert actual.loss == pytest.approx(loss, abs=1e-6)
     assert actual.gradient.tolist() == pytest.approx(gradient, abs=1e-6)
     assert actual.metrics == pytest.approx(metrics, abs=1e-6)
-
-
-@pytest.mark.feature(110)
-def test_conservative_dpo_is_least_at_the_log_odds_of_labels():
-    config = DPO(beta=0.1, label_smoothing=0.2)
-    best = torch.tensor([0.0, math.log(0.8 / 0.2) / 0.1, 0.0, 0.0, 0.0])
-    assert outcome(config, ONE, best).gradient.abs().max() < 1e-6
-
-
-def test_pairs_without_an_action_in_one_row_count_nowhere():
-    batch = pairs_of(
-        [[False, True], [False, False], [False, True], [False, True, True]], [True, False, False, True], [1, 1, 2, 2]
-    )
-    rows = add_pair_columns(batch)
-    assert rows.dense("weight") == pytest.approx([0, 0, 1 / 3, 1 / 3])
-    assert rows.dense("sign").tolist() == [0, 0, -1, 1]
-    assert rows.dense("unit").tolist() == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("chosen", "pair"), [([True, True], [1, 1]), ([True, False], [1, 2]), ([True, False], [1, 3])])

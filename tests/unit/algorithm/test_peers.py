@@ -20,7 +20,6 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.losses.columns import whiten
 from dlrover.python.rl.algorithm.losses.policy_gradient import correction_weights, kl_estimate
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
@@ -121,12 +120,6 @@ def test_verl_reinforce(verl, seed):
     assert_equal(tokens_advantages(ReinforcePlusPlusBaseline().annotate(batch)), expected)
 
 
-def test_verl_whitening(verl):
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = verl.verl_F.masked_whiten(values, torch.ones(50))
-    assert_equal(torch.from_numpy(whiten(values.numpy())), expected, 1e-6)
-
-
 def verl_config(**options):
     config = peer("verl.workers.config")
     return config.FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
@@ -151,14 +144,9 @@ def test_verl_policy_losses(verl, name, seed):
     leaf = grid(batch, current).requires_grad_()
     options = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high}
     options |= {"clip_ratio_c": config.dual_clip} if config.dual_clip else {}
-    expected, _ = verl.get_policy_loss_fn(name.split(",")[0])(
-        padded(batch.ragged("old_logprobs")),
-        leaf,
-        tokens_advantages(config.annotate(batch)),
-        mask,
-        MODES[config.averaging],
-        verl_config(**options),
-    )
+    old, advantages = padded(batch.ragged("old_logprobs")), tokens_advantages(config.annotate(batch))
+    loss = verl.get_policy_loss_fn(name.split(",")[0])
+    expected, _ = loss(old, leaf, advantages, mask, MODES[config.averaging], verl_config(**options))
     expected.backward()
     actual = outcome(config, batch, current)
     assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
@@ -170,13 +158,8 @@ def test_verl_value_loss(verl, seed):
     batch = clean_update(seed)
     annotated = PPO().annotate(batch)
     scores = logprobs_for(batch, seed)
-    expected, fraction = verl.compute_value_loss(
-        grid(batch, scores),
-        padded(annotated.ragged("returns")),
-        padded(batch.ragged("values")),
-        padded(batch.ragged("action_mask")),
-        0.2,
-    )
+    returns, values, mask = map(padded, (annotated["returns"], batch["values"], batch["action_mask"]))
+    expected, fraction = verl.compute_value_loss(grid(batch, scores), returns, values, mask, 0.2)
     actual = outcome(PPO(), batch, scores, loss=PPO().value_loss)
     assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
     assert actual.metrics["value_clip_fraction"] == pytest.approx(fraction.item(), abs=1e-6)
@@ -198,12 +181,9 @@ def test_verl_correction(level, kind):
     threshold = 1.3 if kind == "truncate" else "0.8_1.3"
     expected, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
     rows, places = mask.nonzero(as_tuple=True)
-    columns = {
-        "old_logprobs": log_ratio[rows, places],
-        "rollout_logprobs": torch.zeros(len(rows), dtype=torch.float64),
-        "weight": torch.ones(len(rows), dtype=torch.float64),
-        "unit": rows,
-    }
+    old = log_ratio[rows, places]
+    columns = {"old_logprobs": old, "rollout_logprobs": torch.zeros_like(old), "weight": torch.ones_like(old)}
+    columns["unit"] = rows
     actual, _ = correction_weights(columns, kind, level, 0.8, 1.3)
     assert_equal(actual, expected[rows, places])
 
@@ -215,13 +195,8 @@ class Trainer(SimpleNamespace):
     """Has what the losses of TRL's trainers look at."""
 
     def __init__(self, **attributes):
-        same = SimpleNamespace(
-            gather=lambda values: values,
-            gather_for_metrics=lambda values: values,
-            reduce=lambda values, reduction: values,
-            num_processes=1,
-            device="cpu",
-        )
+        same = SimpleNamespace(num_processes=1, device="cpu", reduce=lambda values, reduction: values)
+        same.gather = same.gather_for_metrics = lambda values: values
         model = SimpleNamespace(training=True)
         metrics = {"train": defaultdict(list)}
         super().__init__(accelerator=same, model=model, _metrics=metrics, aux_loss_enabled=False, **attributes)
@@ -246,36 +221,17 @@ def test_trl_grpo_losses(name, seed):
     current, entropies = logprobs_for(batch, seed), torch.zeros_like(mask)
     leaf = grid(batch, current).requires_grad_()
     kind = name.split(",")[0]
-    state = Trainer(
-        _get_per_token_logps_and_entropies=lambda *_args, **_kwargs: (leaf, entropies, None),
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level=level,
-        beta=beta,
-        loss_type=kind,
-        epsilon_low=config.clip_low,
-        epsilon_high=1 + config.clip_high if kind == "cispo" else config.clip_high,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-        use_vllm=False,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=9,
-        _entropy_bonus_enabled=False,
-    )
-    nothing = torch.zeros((len(batch), 0), dtype=torch.int64)
-    expected = trainer._compute_loss(
-        state,
-        None,
-        {
-            "prompt_ids": nothing,
-            "prompt_mask": nothing,
-            "completion_ids": mask.long(),
-            "completion_mask": mask,
-            "advantages": tokens_advantages(config.annotate(batch)),
-            "old_per_token_logps": padded(batch.ragged("old_logprobs")),
-            "ref_per_token_logps": padded(batch.ragged("ref_logprobs")),
-            "num_items_in_batch": mask.sum(),
-        },
-    )
+    high = 1 + config.clip_high if kind == "cispo" else config.clip_high
+    named = {"importance_sampling_level": level, "beta": beta, "loss_type": kind, "epsilon_low": config.clip_low}
+    counts = {"top_entropy_quantile": 1.0, "current_gradient_accumulation_steps": 1, "max_completion_length": 9}
+    unused = {"off_policy_mask_threshold": None, "use_vllm": False, "_entropy_bonus_enabled": False}
+    state = Trainer(**named, epsilon_high=high, **counts, **unused)
+    state.args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    state._get_per_token_logps_and_entropies = lambda *_args, **_kwargs: (leaf, entropies, None)
+    rows = dict.fromkeys(("prompt_ids", "prompt_mask"), torch.zeros((len(batch), 0), dtype=torch.int64))
+    rows |= {"completion_ids": mask.long(), "completion_mask": mask, "num_items_in_batch": mask.sum()}
+    rows |= {f"{name}_per_token_logps": padded(batch.ragged(f"{name}_logprobs")) for name in ("old", "ref")}
+    expected = trainer._compute_loss(state, None, rows | {"advantages": tokens_advantages(config.annotate(batch))})
     expected.backward()
     actual = outcome(config, batch, current)
     assert actual.loss == pytest.approx(expected.item(), rel=1e-5)
@@ -315,31 +271,13 @@ def test_trl_dpo_losses(name, seed):
         return SimpleNamespace(log_probs=values, is_top1=zeros[:, 1:].bool(), **same)
 
     model.training = True
-    state = Trainer(
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_types=[name],
-        loss_weights=[1.0],
-        use_weighting=False,
-        beta=config.beta,
-        label_smoothing=0.0,
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    half = len(whole)
-    expected = trainer._compute_loss(
-        state,
-        model,
-        {
-            "input_ids": mask.long(),
-            "attention_mask": torch.ones_like(mask).long(),
-            "completion_mask": mask.long(),
-            "ref_chosen_logps": reference[:half],
-            "ref_rejected_logps": reference[half:],
-        },
-        return_outputs=False,
-    )
+    losses = {"loss_types": [name], "loss_weights": [1.0], "beta": config.beta, "f_divergence_type": "reverse_kl"}
+    unused = {"ld_alpha": None, "use_weighting": False, "label_smoothing": 0.0, "_total_train_tokens": 0, "_tp_size": 1}
+    state, half = Trainer(precompute_ref_logps=True, **losses, **unused), len(whole)
+    inputs = dict.fromkeys(("input_ids", "completion_mask"), mask.long())
+    inputs |= {"attention_mask": torch.ones_like(mask).long()}
+    inputs |= {"ref_chosen_logps": reference[:half], "ref_rejected_logps": reference[half:]}
+    expected = trainer._compute_loss(state, model, inputs, return_outputs=False)
     expected.backward()
     actual = outcome(config, batch, current)
     assert actual.loss == pytest.approx(expected.item(), rel=1e-5)

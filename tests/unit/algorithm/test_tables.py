@@ -75,12 +75,8 @@ def trained(algorithm, start, reference, steps=50, lr=1.0, more=lambda ids: {}, 
         if "candidates" in extra:
             extra_outputs["candidate_logprobs"] = whole[torch.from_numpy(extra["candidates"].values)]
         outputs = whole[ids.repeat_interleave(2)]
-        actual = outcome(
-            algorithm,
-            rows.with_columns(**extra),
-            outputs.detach(),
-            **{name: values.detach() for name, values in extra_outputs.items()},
-        )
+        detached = {name: values.detach() for name, values in extra_outputs.items()}
+        actual = outcome(algorithm, rows.with_columns(**extra), outputs.detach(), **detached)
         tensors = [outputs, *extra_outputs.values()]
         parts = actual.gradient.split([tensor.numel() for tensor in tensors])
         torch.autograd.backward(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
@@ -135,9 +131,8 @@ def test_policy_gradients_raise_the_reward(algorithm, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_distillation_of_sampled_tokens_reaches_the_teacher(seed):
     start, teacher = table(seed), table(50 + seed)
-    after = trained(
-        Distillation(), start, start, more=lambda ids: {"teacher_logprobs": teacher.log_softmax(-1)[ids].float()}
-    )
+    logprobs = teacher.log_softmax(-1).float()
+    after = trained(Distillation(), start, start, more=lambda ids: {"teacher_logprobs": logprobs[ids]})
     assert divergence(after, teacher) < 0.3 * divergence(start, teacher)
 
 
@@ -154,6 +149,5 @@ def test_distillation_of_likely_ids_reaches_the_teacher(seed, top):
 
     after = trained(VocabularyDistillation(), start, start, more=more)
     assert divergence(after, teacher) < (0.1 if top == VOCABULARY else 0.7) * divergence(start, teacher)
-    torch.testing.assert_close(
-        after.softmax(-1)[likeliest.indices], teacher.softmax(-1)[likeliest.indices], rtol=0, atol=0.1
-    )
+    ends = (logits.softmax(-1)[likeliest.indices] for logits in (after, teacher))
+    torch.testing.assert_close(*ends, rtol=0, atol=0.1)

@@ -11,12 +11,6 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=2, max_positions=96)
 
 
-@pytest.fixture(scope="session")
-def wide_model(tmp_path_factory):
-    """Takes longer prompts."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "wide", hidden=32, layers=2, max_positions=256)
-
-
 @pytest.fixture(autouse=True)
 def _logger_kept(kept_logger):
     pass

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples and data sets, checked; environments that judge elsewhere; the places of RLFusion's classes."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from dlrover.python.rl.common.errors import DataError, VerifierError
 from dlrover.python.rl.data.conversation import normalize_sft
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
+from tests.support.run_files import read_lines, write_rows
 
 ASKED = [{"role": "system", "content": "Be concise."}, {"role": "user", "content": "What is 2 + 2?"}]
 
@@ -30,8 +30,7 @@ class Judging(EnvBase):
 def test_sample_is_an_environment_or_a_dict():
     env = EnvBase(prompt=ASKED, answer="4")
     (sample,) = load_samples([env], "train_dataset")
-    assert (sample.prompt, sample.answer, sample.environment) == (ASKED, "4", env)
-    assert not sample.has_reward
+    assert (sample.prompt, sample.answer, sample.environment, sample.has_reward) == (ASKED, "4", env, False)
     assert load_samples([Judging(ASKED)], "train_dataset", rewards=True)[0].has_reward
     (sample,) = load_samples([{"prompt": ASKED, "answer": 4}], "train_dataset", answers=True)
     assert (sample.prompt, sample.answer) == (ASKED, 4)
@@ -52,10 +51,8 @@ def test_each_sample_is_asked_for_once():
     ("sample", "fault"),
     [
         ({"prompt": "2+2"}, "must have a prompt, a list of messages, not str"),
-        ({"prompt": []}, "must have a prompt, a list of messages, not list"),
         ({}, "must have a prompt, a list of messages, not None"),
         ({"prompt": [{"role": "asistant", "content": ""}]}, "unknown role 'asistant'; did you mean 'assistant'"),
-        ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role 'tool'"),
         ({"prompt": [{"role": "user", "content": 3}]}, "content must be text, not int"),
         ({"prompt": ["hello"]}, "must be a dict of role and content, not str"),
         ({"prompt": ASKED, "answer": [4]}, "an answer that is text, a number or None, not list"),
@@ -76,11 +73,7 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
     [
         ([EnvBase(ASKED, 4)], {"rewards": True}, r"train_dataset\[0\] has no reward: EnvBase must define get_reward"),
         ([EnvBase(ASKED)], {"answers": True}, r"train_dataset\[0\] has nothing to train on"),
-        (
-            [EnvBase(ANSWERED, 4)],
-            {"answers": True},
-            r"train_dataset\[0\] has both an answer and an assistant's message",
-        ),
+        ([EnvBase(ANSWERED, 4)], {"answers": True}, "has both an answer and an assistant's message"),
         ([{}] * 25, {}, "and 5 more"),
         ([], {}, "train_dataset is empty"),
         (iter([EnvBase(ASKED)]), {}, "must have a length"),
@@ -89,10 +82,6 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
 def test_samples_unfit_for_their_purpose_are_refused(samples, needs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         load_samples(samples, "train_dataset", **needs)
-
-
-def test_sample_may_end_with_an_assistants_message():
-    assert load_samples([EnvBase(ANSWERED)], "train_dataset", answers=True)
 
 
 @pytest.mark.feature(78)
@@ -115,15 +104,10 @@ def test_the_last_box_counts_with_its_nested_braces():
 # -- data sets of the hub, from files ---------------------------------------------------------------------------------
 
 
-def written(path, rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize(("kind", "column"), [(IntellectMathDataset, "question"), (AIME2025, "problem")])
 def test_problems_of_a_local_file_reward_the_box_alone(tmp_path, kind, column):
     rows = [{column: "What is 6 x 7?", "answer": 42}, {column: "Put 1 in a \\boxed{}.", "answer": "1", "id": 3}]
-    dataset = kind(path=written(tmp_path / "problems.jsonl", rows))
+    dataset = kind(path=write_rows(tmp_path / "problems.jsonl", rows))
     assert len(dataset) == 2
     assert dataset[0].prompt[0]["content"] == "What is 6 x 7?\n\nPut the final answer in \\boxed{}."
     assert dataset[1].prompt[0]["content"] == "Put 1 in a \\boxed{}."
@@ -135,7 +119,7 @@ def test_problems_of_a_local_file_reward_the_box_alone(tmp_path, kind, column):
 def test_conversations_of_a_local_file_in_both_layouts(tmp_path):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [{"messages": turns}, {"conversation": [{"input": "Hi", "output": "Hello"}], "source": "x"}]
-    dataset = CapyBaraSFTDataset(path=written(tmp_path / "talks.jsonl", rows))
+    dataset = CapyBaraSFTDataset(path=write_rows(tmp_path / "talks.jsonl", rows))
     assert [sample.prompt for sample in dataset] == [turns, turns]
     assert [sample.answer for sample in dataset] == [None, None]
 
@@ -151,7 +135,7 @@ def test_conversations_of_a_local_file_in_both_layouts(tmp_path):
 )
 def test_dataset_of_an_unfit_file_is_refused(tmp_path, kind, rows, arguments, message):
     if rows:
-        written(tmp_path / "a.jsonl", rows)
+        write_rows(tmp_path / "a.jsonl", rows)
     with pytest.raises((DataError, ValueError), match=message):
         kind(path=tmp_path / "a.jsonl", **arguments)
 
@@ -161,7 +145,6 @@ def test_dataset_of_an_unfit_file_is_refused(tmp_path, kind, rows, arguments, me
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
-
 
 OWN = """
 import sys
@@ -195,14 +178,10 @@ def judge(name, completion, row):
     return load_function(name)(completion, None, row["extra_info"])
 
 
-def rows_of(path):
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
 def stored(folder, *environments, **options):
     """The rows of a data set, and the name of its reward function."""
     samples = load_samples(environments, "train_dataset")
-    rows = rows_of(write_samples(folder, "train", samples, scored=True))
+    rows = read_lines(write_samples(folder, "train", samples, scored=True))
     return rows, write_rewards(folder, {"train": samples}, **options)
 
 
@@ -260,8 +239,9 @@ def test_a_folder_with_odd_letters_is_found(tmp_path):
 
 def test_examples_carry_no_environments_and_end_with_the_answer(tmp_path):
     talk = [*QUESTION, {"role": "assistant", "content": "4"}]
-    file = write_samples(tmp_path, "train", load_samples([Counting(QUESTION, 4), EnvBase(talk)], "train_dataset"))
-    assert [normalize_sft(row)["messages"] for row in rows_of(file)] == [talk, talk]
+    samples = load_samples([Counting(QUESTION, 4), EnvBase(talk)], "train_dataset", answers=True)
+    file = write_samples(tmp_path, "train", samples)
+    assert [normalize_sft(row)["messages"] for row in read_lines(file)] == [talk, talk]
     assert list(tmp_path.iterdir()) == [Path(file)]
 
 
@@ -282,8 +262,3 @@ def test_import_lines_of_rlfusion_work_with_the_new_name():
     exec(RLFUSION.replace("rlfusion", "dlrover.python.rl.classic"), places)
     names = {"EnvBase", "MathDataset", "SFTTrainer", "GRPOTrainer", "OnPolicyDistillationTrainer"}
     assert {name: places[name] for name in names} == {name: getattr(classic, name) for name in names}
-
-
-def test_the_place_of_an_environment_imports_no_torch():
-    code = "import sys; from dlrover.python.rl.classic.envs import EnvBase; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluator: its files, its engines, and what it does to neither model nor process."""
 
-import json
 import os
 import time
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from tests.support.judging_envs import Length, asked
+from tests.support.run_files import read_json, read_lines
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary")
 
@@ -27,7 +27,7 @@ def evaluator(model, dataset, folder, **arguments):
 
 
 def results(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_lines(folder / "results.jsonl")
 
 
 @pytest.mark.feature(131)
@@ -38,7 +38,7 @@ def test_evaluate_writes_samples_and_matching_metrics(model, tmp_path):
     assert [row["answer"] for row in rows] == [3, 5, 4]
     rewards = [row["reward"] for row in rows]
     assert rewards == [len(row["generated_answer"]) for row in rows]
-    assert figures == json.loads((tmp_path / "new" / "metrics.json").read_text(encoding="utf-8"))
+    assert figures == read_json(tmp_path / "new" / "metrics.json")
     assert (figures["num_samples"], figures["failed"]) == (3, 0)
     assert figures["reward_mean"] == pytest.approx(np.mean(rewards))
     assert figures["reward_std"] == pytest.approx(np.std(rewards))

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.common.disk_space import DiskWait, append, replace
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base import engine_workload
-from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
-from dlrover.python.rl.recipe.workloads import ActorWorkload
 from dlrover.python.rl.runtime.run.progress import redraw
+from tests.support.rollout_member import actor
 from tests.support.run_files import read_json, read_lines
 
 QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
@@ -79,9 +76,7 @@ def relief(disk):
 
 def make_actor(folder):
     model = write_tiny_model(folder / "T", hidden=32, layers=1, max_positions=16)
-    actor = ActorWorkload(None, {})
-    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
-    return actor, (model / "model.safetensors").read_bytes()
+    return actor(str(model)), (model / "model.safetensors").read_bytes()
 
 
 def test_file_on_a_full_disk_is_unchanged(disk):
@@ -126,11 +121,11 @@ def test_log_is_written_whole_through_full_disks(disk, relief):
 
 
 def test_model_is_saved_once_there_is_room(disk, relief, tmp_path):
-    actor, content = make_actor(tmp_path)
+    member, content = make_actor(tmp_path)
     disk.fill(left=20_000)
-    gathered, named_weights = [], actor._engine.named_weights
-    actor._engine.named_weights = lambda: gathered.append(1) or named_weights()
-    actor.save(disk.folder / "model")
+    gathered, named_weights = [], member._engine.named_weights
+    member._engine.named_weights = lambda: gathered.append(1) or named_weights()
+    member.save(disk.folder / "model")
     assert gathered == [1], "the other ranks take part once"
     assert sorted(os.listdir(disk.folder)) == ["model"]
     assert (disk.folder / "model" / "model.safetensors").read_bytes() == content
@@ -159,8 +154,8 @@ def test_model_is_written_whole_again_after_a_failed_upload(tmp_path, monkeypatc
             raise failures.pop()
 
     monkeypatch.setattr(engine_workload, "local_folder", uploaded)
-    actor, content = make_actor(tmp_path)
-    actor.save(tmp_path / "model")
+    member, content = make_actor(tmp_path)
+    member.save(tmp_path / "model")
     assert (tmp_path / "model/model.safetensors").read_bytes() == content
     with pytest.raises(EngineError, match="there was none"):
-        actor._engine.save_again(tmp_path / "again")
+        member._engine.save_again(tmp_path / "again")

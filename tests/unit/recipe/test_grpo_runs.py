@@ -2,7 +2,6 @@
 """Runs of GRPO in one process: what they write, failed samples, and environments that answer and reward."""
 
 import math
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,15 +16,12 @@ from dlrover.python.rl.master.job import check_job, run_here
 from tests.chaos.job import tiny_job
 from tests.ray.recipe_jobs import grpo_job
 from tests.support.policy_jobs import policy_job, write_inputs, write_teacher
+from tests.support.processes import children
 from tests.support.run_files import read_json, read_lines, steps_of, untimed
 from tests.support.tipping import Kept
 
 SUPPORT = Path(__file__).parents[2] / "support"
-
-
 HOSTILE = str(SUPPORT / "hostile_rewards.py")
-
-
 GAMES = {"train": None, "eval_rows": 4}
 
 
@@ -65,24 +61,17 @@ def test_run_reports_and_writes_each_step(whole_run):
 
 def test_run_announces_its_activities_in_order(whole_run):
     activities = whole_run[2]
-    roles = ["actor", "rollout", "reward", "reference"]
-    assert sorted(activities[:4]) == sorted(f"starting {role}" for role in roles)
-    assert activities[4:] == [
-        "loading the models",
-        "evaluating before the training",
-        "step 1",
-        "evaluating after the training",
-        "saving the model",
-    ]
+    assert sorted(activities[:4]) == [f"starting {role}" for role in ("actor", "reference", "reward", "rollout")]
+    evaluating = [f"evaluating {when} the training" for when in ("before", "after")]
+    assert activities[4:] == ["loading the models", evaluating[0], "step 1", evaluating[1], "saving the model"]
 
 
 def test_run_leaves_a_model_not_trained_on_held_out_rows(whole_run):
     out, *_ = whole_run
     AutoTokenizer.from_pretrained(out / "model")
     AutoModelForCausalLM.from_pretrained(out / "model")
-    held_out, rows = (
-        {row["prompt_id"] for row in read_lines(out / f"{name}.jsonl")} for name in ("held_out", "samples")
-    )
+    files = (read_lines(out / f"{name}.jsonl") for name in ("held_out", "samples"))
+    held_out, rows = ({row["prompt_id"] for row in file} for file in files)
     assert len(held_out) == 8 and not held_out & rows
     summary = read_json(out / "summary.json")
     assert summary["held_out_prompts"] == 8
@@ -111,9 +100,8 @@ def assert_same_files(first, second, files=("samples.jsonl", "held_out.jsonl", "
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path, reference):
-    first, second = (finished(tmp_path / name, reference=reference, eval_every=2) for name in ("one", "two"))
+def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path):
+    first, second = (finished(tmp_path / name, reference=True, eval_every=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
     assert_same_files(first, second)
 
@@ -133,7 +121,6 @@ ONE_OF_SEVEN = """\
     return len(completion) / 8
 """
 
-
 AWAY = """\
     with open(__file__ + ".calls", "ab") as calls:
         calls.write(b".")
@@ -145,34 +132,8 @@ AWAY = """\
 """Fails in the second step; the held-out prompts make four calls before the first."""
 
 
-@pytest.mark.slow
-def test_groups_with_a_failed_sample_are_drawn_again(tmp_path, monkeypatch):
-    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw", "max_redraws": 2}
-    out = finished(tmp_path, reward=reward, reference=True)
-    groups = {}  # step and prompt to the attempts, and the completions and rewards of each
-    for row in read_lines(out / "samples.jsonl"):
-        attempts = groups.setdefault((row["step"], row["prompt_id"]), {})
-        attempts.setdefault(row["retry"], []).append((row["completion"], row["reward"]))
-    assert max(len(attempts) for attempts in groups.values()) == 3
-    for attempts in groups.values():
-        for retry, samples in attempts.items():
-            failed = any(reward is None for _, reward in samples)
-            assert failed == (retry + 1 in attempts) or retry == 2
-        assert len({tuple(text for text, _ in samples) for samples in attempts.values()}) == len(attempts)
-    for row in steps_of(out):
-        of_step = [attempts for place, attempts in groups.items() if place[0] == row["step"]]
-        again = sum(len(samples) for attempts in of_step for retry, samples in attempts.items() if retry)
-        failures = [[sum(r is None for _, r in one) for one in attempts.values()] for attempts in of_step]
-        dropped = sum(map(all, failures))
-        assert (row["samples/redrawn"], row["groups/dropped"]) == (again, dropped)
-        assert row["samples/failed"] == sum(map(sum, failures))
-
-
-@pytest.mark.parametrize(
-    "on_failure", [*(pytest.param(rule, marks=pytest.mark.slow) for rule in ("drop_sample", "drop_group")), "redraw"]
-)
-def test_two_runs_with_failed_samples_are_alike(tmp_path, monkeypatch, on_failure):
-    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": on_failure}
+def test_two_runs_with_failed_samples_are_alike(tmp_path, monkeypatch):
+    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw"}
     first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
     assert untimed(first)[1]["samples/failed"] > 0
@@ -217,11 +178,6 @@ def played(folder, steps=2, rollout=None, **config):
     rollout = {"samples_per_prompt": 4, "max_new_tokens": 4} | (rollout or {})
     config = ({"reward": {}} if "env_path" in rollout else {}) | config
     return finished(folder, steps, prompts_per_step=4, rollout=rollout, **config)
-
-
-def children():
-    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return {pid for file in files if file.exists() for pid in file.read_text().split()}
 
 
 def running_threads():
@@ -277,36 +233,22 @@ def test_run_with_a_hostile_reward_function_finishes(tmp_path, leaves_nothing):
     assert all(row["error"] for row in rows if row["reward"] is None)
 
 
-def by_sample(rows):
-    """The rows of one step by their samples."""
-    samples = {}
-    for row in rows:
-        samples.setdefault(row["trajectory"], []).append(row)
-    assert len({(row["prompt_id"], row["sample_index"]) for row in rows}) == len(samples)
-    return list(samples.values())
-
-
-def mean_of(name, samples):
-    """The mean over samples that did not fail; the rows of a sample add up."""
-    return pytest.approx(np.mean([sum(row[name] for row in rows) for rows in samples if rows[0]["error"] is None]))
-
-
 @pytest.mark.feature(89)
 def test_score_and_all_figures_are_logged_of_whole_samples(tmp_path):
+    """Each sample is of two rows, which add up."""
     rollout = {"env_path": str(SUPPORT / "scenes.py"), "env_isolated": False}
     out = played(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep={"best": "eval/score"}, seed=5)
-    steps = steps_of(out)
+    steps, samples = steps_of(out), read_lines(out / "samples.jsonl")
     for metrics in steps:
-        rows = [row for row in read_lines(out / "samples.jsonl") if row["step"] == metrics["step"]]
-        samples = by_sample(rows)
-        assert (len(samples), len(rows)) == (16, 32)
-        assert metrics["reward/mean"] == mean_of("reward", samples)
-        assert metrics["reward/score"] == mean_of("score", samples)
-        assert metrics["reward/score"] != metrics["reward/mean"]
-        assert metrics["samples/failed"] == sum(row["error"] is not None for row in rows) / 2 > 0
-    answers, summary = by_sample(read_lines(out / "held_out.jsonl")), read_json(out / "summary.json")
-    assert len(answers) == 4
-    assert steps[-1]["eval/score"] == summary["eval/score"] == mean_of("score", answers)
+        rows = [row for row in samples if row["step"] == metrics["step"]]
+        counted = [row for row in rows if row["error"] is None]
+        assert len(rows) == 2 * 16 == 2 * len({row["trajectory"] for row in rows})
+        assert metrics["samples/failed"] == (len(rows) - len(counted)) / 2 > 0
+        for name, metric in {"reward": "reward/mean", "score": "reward/score"}.items():
+            assert metrics[metric] == pytest.approx(2 * np.mean([row[name] for row in counted]))
+    answers = [row["score"] for row in read_lines(out / "held_out.jsonl") if row["error"] is None]
+    summary = read_json(out / "summary.json")
+    assert steps[-1]["eval/score"] == summary["eval/score"] == pytest.approx(2 * np.mean(answers))
     assert {"before/eval/score", "best/eval/score"} <= set(summary)
 
 

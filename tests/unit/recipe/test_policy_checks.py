@@ -2,7 +2,6 @@
 """Errors in jobs of GRPO, PPO and distillation are found before anything starts."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
-from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.distill import DistillationConfig
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
@@ -45,28 +43,20 @@ def problems_of(job):
     ("override", "where", "message"),
     [
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "at least 2"),
-        ("algorithm.name=grop", "algorithm.name", "did you mean 'grpo'"),
         ("algorithm={name: ppo}", "algorithm", "needs values, which this trainer does not have; the trainer of"),
         ("algorithm={name: dapo, max_tokens: 100, overlong_buffer: 20}", "algorithm.max_tokens", "shaping"),
-        ("optimizer.lr=-1", "optimizer.lr", "greater than 0"),
         ("data.eval_rows=4000", "data.eval_rows", "cannot be held out"),
-        ("data.train=none.jsonl", "data.train", "none.jsonl: no such file"),
         ("+data.eval={a: none.jsonl}", "data.eval.a", "none.jsonl: no such file"),
         ("+data.eval={}", "data.eval", "has no set"),
         ("+data.eval={a/b: none.jsonl}", "data.eval", "'a/b' is no name"),
         ("+eval.samples=2", "eval.samples", "needs config.eval.temperature"),
         ("engine.train=fspd2", "engine.train", "did you mean 'fsdp2'"),
-        ("engine.rollout=vlm", "engine.rollout", "did you mean 'vllm'"),
         ("+engine.rollout_options={prefil_tokens: 2}", "engine.rollout_options.prefil_tokens", "prefill_tokens"),
-        ("+engine.train_options={zero_stage: 2}", "engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
         ("+engine.parallel={pipeline_parallel_size: 2}", "engine", "fsdp2 supports only 1"),
-        ("optimizer={name: adamw_8bits}", "optimizer.name", "adamw_8bit"),
         ("+engine.rollout_tensor_parallel_size=2", "engine.rollout_tensor_parallel_size", "runs on one device"),
-        ("+rollout.env_pth=x", "rollout.env_pth", "did you mean 'env_path'"),
         ("+keep={best: acuracy}", "keep.best", "no metric 'acuracy'; did you mean 'eval/accuracy'"),
         (f"reward.function={VERIFIERS}:exat", "reward.function", "has no 'exat'; did you mean 'exact'?"),
-        (f"reward.function={VERIFIERS[:-1]}:exact", "reward.function", f"did you mean '{VERIFIERS}'?"),
         ("reward.function=exat", "reward.function", "no reward function is called 'exat'; did you mean 'exact'?"),
     ],
 )
@@ -76,36 +66,24 @@ def test_grpo_with_a_bad_value_is_refused_with_its_place(tmp_path, override, whe
 
 
 FILTERING = {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}}
+DOUBTFUL = {"algorithm": {"name": "tests.support.column_loss:Doubtful"}}
 CLASHING = {"engine": {"rollout": "tests.support.column_engine:ClashingEngine"}}
 SGD = {"critic": {"optimizer": {"name": "sgd"}}, "engine": {"train": "megatron"}}
-
-
-def teachers(**of_teacher):
-    return {"teachers": {"teacher": of_teacher}}
 
 
 @pytest.mark.parametrize(
     ("recipe", "config", "where", "message"),
     [
-        ("ppo", {"critic": {"optimiser": {}}}, "critic.optimiser", "did you mean 'optimizer'"),
-        ("ppo", {"critic": {"warmup_steps": -1}}, "critic.warmup_steps", "greater than or equal to 0"),
         ("ppo", SGD, "critic.optimizer.name", "sgd"),
         ("ppo", {"critic": {"model": "./none"}}, "critic.model", "no such folder: ./none"),
-        ("ppo", {"updates_per_step": 0}, "updates_per_step", "greater than 0"),
         ("ppo", FILTERING, "rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"),
         ("distill", {"teachers": {}}, "teachers", "names no teacher"),
-        ("distill", teachers(model="./none"), "teachers.teacher.model", "no such folder: ./none"),
+        ("distill", {"teachers": {"teacher": {"model": "./none"}}}, "teachers.teacher.model", "no such folder: ./none"),
         ("distill", {"teachers": {"teecher": {"model": "a/b"}}}, "teachers.teecher", "did you mean 'teacher'"),
-        ("distill", teachers(model="a/b", weight=0), "teachers.teacher.weight", "greater than 0"),
         ("distill", {"algorithm": {"name": "grpo"}}, "algorithm.name", "does not use teachers"),
         ("distill", FILTERING, "rollout.dynamic_filtering", "depends on rewards"),
         ("distill", {"algorithm": {"name": "vocabulary_distillation"}, "top": 1000}, "top", "is 1000, but"),
-        (
-            "grpo",
-            {"algorithm": {"name": "tests.support.column_loss:Doubtful"}},
-            "algorithm",
-            "it needs likely, margin,",
-        ),
+        ("grpo", DOUBTFUL, "algorithm", "it needs likely, margin,"),
         ("grpo", CLASHING, "engine.rollout", "declares a column 'ref_logprobs', which the trainer has already"),
         ("grpo", {"data": {"train": None, "eval_rows": 4}}, "data.train", "is required"),
         ("grpo", {"eval_every": 1, "keep": {"best": "eval/score"}}, "keep.best", "no metric 'eval/score'"),
@@ -134,18 +112,11 @@ def test_errors_of_rows_models_and_options_come_together(tmp_path):
 
 
 def test_unknown_options_hide_no_other_error(tmp_path):
-    config = {
-        "algorithm": {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1},
-        "rollout": {"samples_per_prompt": 1},
-        "engine": {"weight_sync_options": {"foldr": "x"}, "weight_sync": "dsk"},
-    }
-    assert list(problems_of(policy_job(tmp_path, "grpo", **config))) == [
-        "config.engine.weight_sync_options.foldr",
-        "config.engine.weight_sync",
-        "config.algorithm.kl_coeff",
-        "config.rollout.samples_per_prompt",
-        "workload",
-    ]
+    algorithm = {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1}
+    config = {"engine": {"weight_sync_options": {"foldr": "x"}}, "rollout": {"samples_per_prompt": 1}}
+    places = ["engine.weight_sync_options.foldr", "algorithm.kl_coeff", "rollout.samples_per_prompt"]
+    problems = problems_of(policy_job(tmp_path, "grpo", algorithm=algorithm, **config))
+    assert list(problems) == [*(f"config.{place}" for place in places), "workload"]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +132,6 @@ def test_grpo_with_an_algorithm_on_examples_is_refused(tmp_path, name):
     config = {**to_plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
     problems = plan_of(GRPOTrainer).check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
     assert list(map(str, problems)) == ["config.algorithm.name: it learns from examples, not from samples"]
-
-
-def test_common_keys_are_overridden_without_a_plus(tmp_path):
-    overrides = ["engine.device=cpu", "optimizer.weight_decay=0.1", "engine.max_batch=4"]
-    assert problems_of(grpo_job(tmp_path, *overrides)) == {}
 
 
 # -- engines and adapters ----------------------------------------------------------------------------------------------
@@ -185,24 +151,15 @@ def test_engine_not_installed_is_refused_with_a_remedy(tmp_path, kind, engine, w
     assert problems_of(grpo_job(tmp_path, f"engine.{kind}={engine}"))[f"config.engine.{where}"] == message
 
 
-def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch):
-    overrides = ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
-
-    def problems(*more):
-        return problems_of(grpo_job(tmp_path, *overrides, *more))
+def test_base_in_4_bits_may_be_divided_but_not_split(tmp_path):
+    def problems(sizes):
+        overrides = ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}", f"+engine.parallel={sizes}"]
+        return problems_of(grpo_job(tmp_path, *overrides))
 
     for sizes in ("{ddp_size: 1}", "{ddp_size: 2}", "{context_parallel_size: 2}"):
-        assert not any("engine" in key for key in problems(f"+engine.parallel={sizes}"))
-    message = problems("+engine.parallel={tensor_parallel_size: 2}")["config.engine"]
+        assert not any("engine" in key for key in problems(sizes))
+    message = problems("{tensor_parallel_size: 2}")["config.engine"]
     assert message == "adapters cannot be split: tensor_parallel_size must be 1, not 2"
-
-    def absent_version(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", absent_version)
-    absent = "'bitsandbytes>=0.50' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
-    assert problems()["config.engine.lora.quantize_base"] == absent
-    assert problems("+optimizer.name=adamw_8bit")["config.optimizer.name"] == absent
 
 
 @pytest.mark.parametrize(
@@ -210,8 +167,6 @@ def test_base_in_4_bits_may_be_divided_and_needs_its_extra(tmp_path, monkeypatch
     [
         ([], "names no layer: 'all-linear' is all layers except the output layer"),
         (["q_prj", "v_proj"], "no linear layer is named 'q_prj'; did you mean 'q_proj'"),
-        (["self_attn.q_proj", "lm_head"], "the output layer shares the embedding's weight"),
-        ("all-linear", None),
         (["mlp.up_proj"], None),
     ],
 )
@@ -327,39 +282,18 @@ def test_conversations_need_a_chat_template(tmp_path):
     assert f"no chat template, which the 'messages' of {path}:21 need" in message
 
 
-@pytest.fixture
-def job_with_other_tokens(tmp_path):
-    """A job whose teacher gives two tokens each other's ids."""
+def test_teacher_with_other_tokens_is_refused(tmp_path):
     write_inputs(tmp_path)
     other = write_tiny_model(tmp_path / "other", hidden=32, layers=1, heads=4, kv_heads=2, max_positions=32)
     swap_tokens(other, "A", "B")
-    return policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}})
-
-
-def test_teacher_with_other_tokens_is_refused(job_with_other_tokens):
-    message = problems_of(job_with_other_tokens)["config.teachers.teacher.model"]
-    assert "its vocabulary differs from the policy's: 'A' has id" in message
-
-
-@pytest.mark.slow
-def test_loaded_teacher_with_other_tokens_ends_the_run(job_with_other_tokens, monkeypatch):
-    monkeypatch.setattr("dlrover.python.rl.recipe.distill.validate_vocabulary", lambda model, policy, where: [])
-    status = run_here(check_job(job_with_other_tokens, local=True))
-    assert status.phase is Phase.FAILED
-    assert "the model of the role 'teacher' has another vocabulary" in status.cause.message + status.cause.detail
+    problems = problems_of(policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}}))
+    assert "its vocabulary differs from the policy's: 'A' has id" in problems["config.teachers.teacher.model"]
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
-NO_ENVIRONMENT = "there is no env_path"
-UNUSED = {
-    "env_isolated": False,
-    "env_timeout_s": 9.0,
-    "env_missing_state": "done",
-    "env_failure_reward": 0.0,
-    "max_turns": 3,
-    "env_options": {"a": 1},
-}
+UNUSED = {"env_isolated": False, "env_timeout_s": 9.0, "env_missing_state": "done", "env_failure_reward": 0.0}
+UNUSED |= {"max_turns": 3, "env_options": {"a": 1}}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +317,7 @@ def test_environment_with_an_error_is_refused(tmp_path, rollout, message):
 
 def test_options_of_an_environment_need_one(tmp_path):
     problems = problems_of(policy_job(tmp_path, "grpo", rollout={"samples_per_prompt": 4, **UNUSED}))
-    assert problems == {f"config.rollout.{name}": NO_ENVIRONMENT for name in UNUSED}
+    assert problems == {f"config.rollout.{name}": "there is no env_path" for name in UNUSED}
 
 
 @pytest.mark.parametrize(

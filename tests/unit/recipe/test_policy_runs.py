@@ -2,7 +2,6 @@
 """Small runs of the policy recipes: what they log and leave, columns of an engine, unknown ids, and what they learn."""
 
 import logging
-import math
 import os
 
 import numpy as np
@@ -19,14 +18,8 @@ from tests.support.policy_jobs import finished, policy_job, reverse_kl, write_in
 from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
 
 MODEL = "model/model.safetensors"
-
-
-PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
-
-
 PRIVATE = ("checkpoints", "commits", "journal.jsonl")
 """Files for a later start of the run alone."""
-
 
 ADAPTED = ("model.safetensors", "config.json", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
 
@@ -46,50 +39,21 @@ def test_actor_stays_while_the_critic_is_warmed_up(tmp_path):
 @pytest.mark.slow
 def test_evaluation_of_two_sets_has_metrics_of_each(tmp_path):
     counts = {"few": 2, "more": 3}
-    sets = {
-        name: write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "answer": "1"} for n in range(count)])
-        for name, count in counts.items()
-    }
-    job = policy_job(
-        tmp_path,
-        "ppo",
-        data={"train": str(tmp_path / "problems.jsonl"), "eval": sets},
-        steps=1,
-        eval_every=1,
-        eval={"samples": 4, "temperature": 1.0},
-        keep={"best": "eval/more/pass@2"},
-        reward={"function": "tests.support.policy_rewards:odd", "workers": 1, "timeout_s": 60.0},
-    )
-    folder, (metrics,) = finished(job)
+    rows = {name: [{"prompt": f"{name}{n}", "answer": "1"} for n in range(count)] for name, count in counts.items()}
+    sets = {name: write_rows(tmp_path / f"{name}.jsonl", prompts) for name, prompts in rows.items()}
+    data = {"train": str(tmp_path / "problems.jsonl"), "eval": sets}
+    evaluation = {"eval_every": 1, "eval": {"samples": 4, "temperature": 1.0}, "keep": {"best": "eval/more/pass@2"}}
+    reward = {"function": "tests.support.policy_rewards:odd", "workers": 1, "timeout_s": 60.0}
+    folder, (metrics,) = finished(policy_job(tmp_path, "ppo", data=data, steps=1, reward=reward, **evaluation))
     held_out, summary = read_lines(folder / "held_out.jsonl"), read_json(folder / "summary.json")
     places = [(name, row) for name, count in counts.items() for row in range(count) for _ in range(4)]
     assert [(row["set"], row["row"]) for row in held_out] == places
     for name in sets:
-        right = np.array([row["reward"] for row in held_out if row["set"] == name]).reshape(-1, 4).sum(axis=1)
-        passes = [1 - math.comb(4 - count, 2) / math.comb(4, 2) for count in right.astype(int).tolist()]
-        expected = {"avg@4": right.mean() / 4, "pass@4": (right > 0).mean(), "pass@2": np.mean(passes)}
+        right = np.array([row["reward"] for row in held_out if row["set"] == name]).reshape(-1, 4)
+        expected = {"avg@4": right.mean(), "pass@4": right.any(axis=1).mean()}
         assert {key: metrics[f"eval/{name}/{key}"] for key in expected} == pytest.approx(expected)
-        assert summary[f"eval/{name}/accuracy"] == pytest.approx(right.mean() / 4)
-    assert 0 < metrics["eval/more/avg@4"] < 1
+        assert summary[f"eval/{name}/accuracy"] == pytest.approx(right.mean())
     assert (folder / "best/config.json").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.feature(140)
-def test_step_is_divided_into_phases_and_its_models_are_kept(tmp_path):
-    keep = {"best": "eval/reward", "patience": 1, "save_every": 1, "keep_last": 1}
-    reference = {"name": "grpo", "kl_coef": 0.01}
-    config = {"steps": 6, "eval_every": 1, "keep": keep, "algorithm": reference, "optimizer": {"lr": 1e-9}}
-    folder, rows = finished(policy_job(tmp_path, "grpo", roles=("reference",), **config))
-    assert len(rows) == 2, "with such a rate the second evaluation is not better than the first"
-    for row in rows:
-        phases = {name.partition("/")[2]: value for name, value in row.items() if name.startswith("time/")}
-        assert phases.keys() >= PHASES
-        assert sum(phases.values()) - phases["step"] == pytest.approx(phases["step"], rel=0.05)
-        assert row["speed/train_tflops"] > 0
-    summary = read_json(folder / "summary.json")
-    assert (summary["best/step"], summary["best/eval/reward"]) == (1, rows[0]["eval/reward"])
-    assert {path.parent.name for path in folder.rglob("model.safetensors")} == {"model", "best", "step-2"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), pytest.param(0o077, 0o600, marks=pytest.mark.slow)])
@@ -121,17 +85,15 @@ async def step(state, action, extra_info):
 """
 
 
-def run_with_columns(folder, turns, **rollout):
+def run_with_columns(folder, turns, max_staleness):
     for record in (column_engine.generated, column_loss.annotated, column_loss.arrived):
         record.clear()
     (folder / "asks.py").write_text(ENVIRONMENT)
-    asks = {"env_path": str(folder / "asks.py"), "env_isolated": False, "max_turns": turns} if turns > 1 else {}
-    config = {
-        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 5, **asks, **rollout},
-        "engine": {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"},
-        "algorithm": {"name": "tests.support.column_loss:Doubtful"},
-    }
-    finished(policy_job(folder, "grpo", **config, **({"reward": {}} if asks else {})))
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 5, "max_staleness": max_staleness, "max_turns": turns}
+    rollout |= {"env_path": str(folder / "asks.py"), "env_isolated": False}
+    engine = {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"}
+    algorithm = {"name": "tests.support.column_loss:Doubtful"}
+    finished(policy_job(folder, "grpo", rollout=rollout, engine=engine, algorithm=algorithm, reward={}))
     return {tuple(tokens[at] for at in range(len(tokens))) for tokens in column_engine.generated.values()}
 
 
@@ -154,10 +116,9 @@ def split_turns(tokens, completions):
     return turns
 
 
-@pytest.mark.parametrize("turns", [1, 3])
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(("turns", "max_staleness"), [(1, 0), (3, 1)])
 def test_engine_columns_arrive_at_the_loss_token_by_token(tmp_path, turns, max_staleness):
-    generated = run_with_columns(tmp_path, turns, max_staleness=max_staleness)
+    generated = run_with_columns(tmp_path, turns, max_staleness)
     completions = {tuple(token[1:] for token in tokens) for tokens in generated}
     rows = [(split_turns(tokens, completions), passes) for tokens, passes in rows_of_losses()]
     assert len(rows) == 3 * 4 * 4
@@ -186,11 +147,9 @@ def padded(tmp_path):
     [
         ({}, True),
         ({"train": "deepspeed"}, True),
-        ({"train": "megatron"}, True),
         ({"rollout": "vllm"}, True),
         ({"rollout": "sglang"}, False),
         ({"train": "collections:OrderedDict"}, False),
-        ({"rollout": "collections:OrderedDict"}, False),
         ({"mask_unknown_ids": False}, False),
     ],
 )
@@ -237,10 +196,7 @@ def test_sft_counts_unknown_ids_in_the_loss(padded):
 # -- what is learned, by a model of 35 thousand parameters -------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
-
-
 COLUMNS_OF_THE_ACTOR = {"action_mask", "old_logprobs", "rollout_logprobs"}
-
 
 FAMILY = sorted(
     name
@@ -248,7 +204,6 @@ FAMILY = sorted(
     if issubclass(schema := ALGORITHMS.load(name), PolicyGradient) and schema().needs.all <= COLUMNS_OF_THE_ACTOR
 )
 """The algorithms that need neither a critic nor a teacher."""
-
 
 CRITIC = {"optimizer": {"lr": 3e-3}}
 
@@ -282,29 +237,6 @@ def test_ppo_doubles_the_reward(tmp_path, name, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.feature(127)
-def test_several_updates_learn_sooner_from_as_many_samples(tmp_path):
-    config = {"steps": 20, "critic": CRITIC, "algorithm": {"correction": "truncate"}}
-    _, often = finished(policy_job(tmp_path, "ppo", out="often", updates_per_step=2, epochs=2, **config))
-    _, once = finished(policy_job(tmp_path, "ppo", out="once", **config))
-    assert often[-1]["reward/mean"] > once[-1]["reward/mean"]
-
-
-@pytest.mark.slow
-@pytest.mark.feature(117)
-@pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
-def test_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
-    """At the end of training, whatever the reward has pulled it to."""
-    ends = []
-    for coefficient in (1e-6, 0.5):
-        algorithm = {"name": "grpo", "kl_coef": coefficient, "kl_in": place, "normalize": "none"}
-        job = policy_job(tmp_path, "grpo", out=str(coefficient), roles=["reference"], steps=50, algorithm=algorithm)
-        out, _ = finished(job)
-        ends.append(reverse_kl(out / "model", tmp_path / "model"))
-    assert ends[1] < 0.5 * ends[0]
-
-
-@pytest.mark.slow
 @pytest.mark.feature(124)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
@@ -322,10 +254,7 @@ def test_several_teachers_each_count_by_their_weight(tmp_path):
     first, second = write_teacher(tmp_path), write_teacher(tmp_path, "second", seed=5)
     ends = []
     for weights in ((1.0, 20.0), (20.0, 1.0)):
-        teachers = {
-            "teacher": {"model": first, "weight": weights[0]},
-            "coder": {"model": second, "weight": weights[1]},
-        }
+        teachers = {"teacher": {"model": first, "weight": weights[0]}, "coder": {"model": second, "weight": weights[1]}}
         config = {"steps": 40, "top": 64, "optimizer": {"lr": 1e-2}, "teachers": teachers}
         algorithm = {"name": "vocabulary_distillation"}
         job = policy_job(tmp_path, "distill", out=str(weights), roles=["coder"], algorithm=algorithm, **config)

@@ -3,34 +3,23 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.checkpoint import member_state
-from dlrover.python.rl.trainer.call_log import CallProbe
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.chaos.job import tiny_job
 from tests.support.recipe_stage import Stage, TrainerKilled, both, kill, kill_trainer
 from tests.support.run_files import write_rows
 
 STEPS = 3
-
-
 FILES = ("samples.jsonl", "held_out.jsonl")
-
-
 BESIDE = {"published_stamp", "receive_weights", "init_model", "init_verifier", "machine", "device_share"}
 """Methods that return other texts: a name, or a fingerprint."""
 
@@ -49,16 +38,6 @@ class TornRollout(RolloutWorkload):
         write_step(file, step, list(format_rows(numbers, texts))[:5], excerpt, at)
         os.truncate(file, file.stat().st_size - 10)
         return then()
-
-
-class SuicidalRollout(TornRollout):
-    """The whole process dies, of a job in one process; once in a folder."""
-
-    @trainer_invocation(target="RANK0")
-    def write_samples(self, file, step, at, numbers, texts, excerpt):
-        mark = file.parent / "died"
-        type(self).then = None if mark.exists() else lambda: (mark.touch(), os.kill(os.getpid(), signal.SIGKILL))
-        return super().write_samples(file, step, at, numbers, texts, excerpt)
 
 
 @pytest.fixture(autouse=True)
@@ -112,28 +91,11 @@ def nothing(port):
     pass
 
 
-@pytest.mark.parametrize(("method", "first"), [("begin_samples", 2), ("write_samples", 3)])
-def test_removed_file_is_begun_again(tmp_path, inputs, undisturbed, method, first):
-    job = stage(tmp_path, inputs)
-    strike(job, method, "after", [nothing, lambda port: (job.folder / "samples.jsonl").unlink()])
-    expected = [line for line in undisturbed[0]["samples.jsonl"].splitlines() if json.loads(line)["step"] >= first]
-    assert files_of(job)["samples.jsonl"].splitlines() == expected
+RARE = [pytest.param(method, marks=pytest.mark.slow) for method in ("texts", "write_held_out")]
 
 
-@pytest.mark.parametrize(
-    ("method", "when"),
-    [
-        ("begin_samples", "before"),
-        ("write_samples", "after"),
-        pytest.param("begin_samples", "after", marks=pytest.mark.slow),
-        pytest.param("write_samples", "before", marks=pytest.mark.slow),
-        *(
-            pytest.param(method, when, marks=pytest.mark.slow)
-            for method in ("texts", "write_held_out")
-            for when in ("before", "after")
-        ),
-    ],
-)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", ["begin_samples", "write_samples", *RARE])
 def test_deaths_while_files_are_written_leave_the_same_files(tmp_path, inputs, undisturbed, method, when):
     rollout = kill("ROLLOUT", 0)
     faults = [kill_trainer, rollout, both(rollout, kill_trainer)]
@@ -189,24 +151,18 @@ def texts_in(value):
     return sum(map(texts_in, value)) if isinstance(value, list | tuple) else 0
 
 
-class Counted(GRPOTrainer):
-    """Counts the characters that it receives, by the method that has returned them."""
+def count_texts(job):
+    """The number of characters that the trainer receives, by the method that has returned them."""
+    received, wait = Counter(), job.port.wait
 
-    received = Counter()
+    def counting(refs, timeout_s):
+        outcomes = wait(refs, timeout_s)
+        for ref, outcome in zip(refs, outcomes, strict=True):
+            received[ref.method] += texts_in(outcome.value)
+        return outcomes
 
-    def bind(self, link, attempt=None):
-        steps = super().bind(link, attempt)
-        wait = steps.port.wait
-
-        def counting(refs, timeout_s):
-            outcomes = wait(refs, timeout_s)
-            for ref, outcome in zip(refs, outcomes, strict=True):
-                if not isinstance(ref.token, CallProbe):  # which has the number of rows only
-                    self.received[ref.method] += texts_in(outcome.value)
-            return outcomes
-
-        steps.port.wait = counting
-        return steps
+    job.port.wait = counting
+    return received
 
 
 @pytest.mark.parametrize("shown", [0, 2])
@@ -214,18 +170,11 @@ def test_trainer_receives_no_more_text_of_longer_samples(tmp_path, inputs, shown
     counts, sizes = [], []
     for zeros, tokens in ((0, 2), (12, 12)):
         rows = [{"prompt": f"{'0' * zeros}{number}+1=", "answer": str(number + 1)} for number in range(1, 30)]
-        job = stage(
-            tmp_path / str(tokens),
-            inputs,
-            steps=2,
-            data={"train": write_rows(tmp_path / f"{tokens}.jsonl", rows), "eval_rows": 4},
-            rollout={"max_new_tokens": tokens},
-            log={"samples_every": 0, "show_samples": shown, "max_chars": 3},
-            eval_every=1,
-        )
-        job.trainer, Counted.received = Counted, Counter()
+        data = {"train": write_rows(tmp_path / f"{tokens}.jsonl", rows), "eval_rows": 4}
+        log, rollout = {"samples_every": 0, "show_samples": shown, "max_chars": 3}, {"max_new_tokens": tokens}
+        job = stage(tmp_path / str(tokens), inputs, steps=2, data=data, rollout=rollout, log=log, eval_every=1)
+        counts.append(count_texts(job))
         job.run()
-        counts.append(Counted.received)
         sizes.append(sum((job.folder / name).stat().st_size for name in FILES))
     assert sizes[1] > sizes[0] + 1000
     assert counts[0]["init_model"] == counts[1]["init_model"] > 0, "names of engines"
@@ -235,48 +184,16 @@ def test_trainer_receives_no_more_text_of_longer_samples(tmp_path, inputs, shown
     assert max(received["write_samples"] for received in counts) <= 2 * shown * 300
 
 
-def keep_in_memory(job, name):
-    """Let the files of a run be in an object store."""
-    upath, link = pytest.importorskip("upath"), job._link
-    job._link = lambda: replace(link(), results=upath.UPath(f"memory://runs/{name}"))
-
-
-def test_run_in_an_object_store_has_the_same_samples(tmp_path, inputs, undisturbed):
-    job = stage(tmp_path, inputs)
-    keep_in_memory(job, "samples")
-    assert files_of(job, {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer}) == undisturbed[0]
-    assert not calls_to(job.port.calls, "write_samples")
-
-
 @pytest.mark.parametrize("is_local", [False, True], ids=["rollout", "trainer"])
-@pytest.mark.parametrize(("most", "count"), [(5, 5), (100, 16), ("off", 0)])
-def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undisturbed, most, count, is_local):
-    job = stage(tmp_path, inputs, log={"samples": most, "samples_rows": 7})
-    if is_local:
-        keep_in_memory(job, "few")
+def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undisturbed, is_local):
+    job = stage(tmp_path, inputs, log={"samples": 5, "samples_rows": 7})
+    if is_local:  # the files of the run are in an object store
+        upath, link = pytest.importorskip("upath"), job._link
+        job._link = lambda: replace(link(), results=upath.UPath("memory://runs/few"))
     files = files_of(job, {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer})
     rows = [json.loads(line) for line in undisturbed[0]["samples.jsonl"].splitlines()]
-    expected = [row for row in rows if row["trajectory"] < count]
+    expected = [row for row in rows if row["trajectory"] < 5]
     assert [json.loads(line) for line in files["samples.jsonl"].splitlines()] == expected
-    assert len(expected) == STEPS * count
+    assert len(expected) == STEPS * 5
+    assert bool(calls_to(job.port.calls, "write_samples")) != is_local
     assert files["held_out.jsonl"] == undisturbed[0]["held_out.jsonl"]
-
-
-@pytest.mark.slow
-def test_killed_process_resumes_with_the_same_files(tmp_path):
-    out = {}
-    for name, rollout in (("calm", "RolloutWorkload"), ("killed", "SuicidalRollout")):
-        job = tiny_job(tmp_path / name, STEPS, log={"samples_every": 0})
-        plain = OmegaConf.create(job_to_yaml(job))
-        if name == "killed":
-            plain.workload.rollout |= {"module": "test_samples_survive", "class": rollout}
-        file = tmp_path / name / "job.yaml"
-        OmegaConf.save(plain, file)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-        cli, out[name] = [sys.executable, "-m", "dlrover.python.rl.cli"], tmp_path / name / "out"
-        code = subprocess.run([*cli, "run", str(file), "--local"], env=env, cwd=tmp_path / name).returncode
-        assert code == (0 if name == "calm" else -signal.SIGKILL)
-        if name == "killed":
-            subprocess.run([*cli, "resume", str(out[name])], env=env, cwd=tmp_path / name, check=True)
-    for file in FILES:
-        assert (out["calm"] / file).read_bytes() == (out["killed"] / file).read_bytes(), file

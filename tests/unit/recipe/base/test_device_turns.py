@@ -17,12 +17,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.recipe.base.engine_workload import physical_device
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.online import collector
-from dlrover.python.rl.recipe.workloads import (
-    ActorWorkload,
-    ReferenceWorkload,
-    RewardWorkload,
-    RolloutWorkload,
-)
+from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from tests.chaos.job import tiny_job
 from tests.support.recipe_stage import Stage, kill
 
@@ -152,7 +147,7 @@ def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, 
 
 
 @pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
-def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, monkeypatch, weight_sync):
+def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, weight_sync):
     """An evaluation sends the weights after the update."""
 
     def run(folder, faults=None):
@@ -200,11 +195,10 @@ def test_roles_on_their_own_devices_keep_their_engines(tmp_path, undisturbed):
     job.trainer = Noting
     assert end_of(job) == undisturbed
     assert frozen == [{"REFERENCE": fingerprint_files(Path(job.config["model"]))}]
-    assert job.workload("ACTOR")._device_locks == ()
-    assert job.workload("ACTOR")._engine.place() == "cuda"
+    assert (job.workload("ACTOR")._device_locks, job.workload("ACTOR")._engine.place()) == ((), "cuda")
 
 
-def test_rollout_in_turn_cannot_run_ahead(tmp_path, monkeypatch):
+def test_rollout_in_turn_cannot_run_ahead(tmp_path):
     job = stage(tmp_path, max_staleness=1)
     with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
         job.run()

@@ -27,14 +27,12 @@ AUTO_SIZED = replace(ON_CUDA, max_tokens_per_microbatch="auto", gradient_checkpo
 ON_HOST = replace(ON_CUDA, train_options={"optimizer_on_host": True})
 COPIES = replace(ON_CUDA, parallel=ParallelSizes(ddp_size=2))
 TRAINED = ModelUse("trained", "")
-
-
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=64, layers=3, max_positions=64))
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=256, layers=1, max_positions=64))
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +81,15 @@ def test_shape_comes_from_a_folder_or_a_configuration(model, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(rank=4, quantize_base="nf4")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16), LoraSettings(rank=16, quantize_base="nf4")])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_weights_and_optimizer_are_an_engines(model, precision, optimizer, lora, on_host):
     if lora is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-        if lora.quantize_base is not None:
-            pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    if optimizer == "adamw_8bit" or (lora is not None and lora.quantize_base is not None):
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    optimizer = OptimizerConfig(name=optimizer)
     options = {"optimizer_on_host": on_host}
     engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora, backend=options))
     use = ModelUse("trained", model, optimizer=optimizer, lora=lora)
@@ -101,23 +100,6 @@ def test_weights_and_optimizer_are_an_engines(model, precision, optimizer, lora,
     assert host_bytes(shape_of(model), use, settings) == pytest.approx(2 * masters + moments, rel=0.02)
     assert planned.weights == pytest.approx(measured["weights"], rel=0.02)
     assert planned.optimizer == pytest.approx(measured.get("optimizer", 0), rel=0.02)
-
-
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16)])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_moments_in_8_bits_are_an_engines(tmp_path, lora, on_host):
-    for package in ("bitsandbytes", *(["peft"] if lora else [])):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    model = str(write_tiny_model(tmp_path / "wide", hidden=256, layers=1, max_positions=64))
-    optimizer, options = OptimizerConfig(name="adamw_8bit"), {"optimizer_on_host": on_host}
-    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(lora=lora, backend=options))
-    use, settings = ModelUse("trained", model, optimizer=optimizer, lora=lora), replace(ON_CUDA, train_options=options)
-    trained = sum(shard.master.numel() for shard in engine._model.shards.trained)
-    moments = sum(tensor.nbytes for tensor in engine._model.optimizer.tensors())
-    assert moments / trained < 2.4
-    planned = bytes_of(shape_of(model), use, settings).optimizer
-    assert planned == pytest.approx(engine.footprint().get("optimizer", 0), rel=0.02)
-    assert host_bytes(shape_of(model), use, settings) == pytest.approx(on_host * (8 * trained + moments), rel=0.02)
 
 
 @pytest.mark.parametrize(("trained", "measured"), [(255, 33.8e9), (128, 28.8e9)], ids=["sft", "grpo"])
@@ -151,10 +133,9 @@ def test_optimizer_on_the_host_leaves_6_bytes_or_8_if_sharded(plan, small):
         assert host_bytes(small, use, ON_HOST) == 16 * small.parameters / members
         assert host_bytes(small, use, ON_CUDA) == host_bytes(small, replace(use, kind="frozen"), ON_HOST) == 0
     eight = {ACTOR: ModelUse("trained", "", 8)}
-    line = plan(small, eight, replace(ON_HOST, threads=8), 80).lines()[-1]
-    assert line == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
-    line = plan(small, eight, ON_HOST, 80).lines()[-1]
-    assert line.endswith("for the optimizer; engine.threads: the cores that take its step")
+    counted, unknown = (plan(small, eight, engine, 80).lines()[-1] for engine in (replace(ON_HOST, threads=8), ON_HOST))
+    assert counted == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
+    assert unknown == f"{counted}; engine.threads: the cores that take its step"
     critic = replace(TRAINED, head="token")
     assert host_bytes(small, critic, ON_HOST) == 16 * bytes_of(small, critic, ON_HOST).gradients / 4
 
@@ -178,7 +159,6 @@ def test_base_in_4_bits_has_one_whole_matrix_at_a_time(small):
     ("members", "gigabytes", "parallel", "change"),
     [
         (2, 48, None, "engine.parallel.ddp_size=1"),
-        (2, 48, ParallelSizes(ddp_size=2), "engine.parallel.ddp_size=1"),
         (1, 48, None, "engine.parallel.ddp_size=1 workload.actor.num=2"),
         (2, 24, None, "engine.parallel.ddp_size=1 workload.actor.num=8"),
         (2, 24, ParallelSizes(), "workload.actor.num=8"),
@@ -281,15 +261,6 @@ def test_head_of_one_score_replaces_the_output_layer(small, tied):
     assert host_bytes(shape, use, ON_HOST) == 16 * trained
 
 
-def test_score_head_is_trained_beside_the_adapters(small):
-    lora, scoring = LoraSettings(rank=4), small.with_score_head()
-    adapters = small.trained_parameters(lora)
-    assert scoring.trained_parameters(replace(lora, targets="all-linear")) == adapters + small.hidden
-    both = replace(lora, targets=("q_proj", "score"))  # an adapter in place of the head itself
-    alone = small.trained_parameters(replace(lora, targets=("q_proj",)))
-    assert scoring.trained_parameters(both) == alone + 4 * (small.hidden + 1)
-
-
 def test_known_roles_of_other_models_sizes_and_engines(model):
     hub = {ACTOR: ModelUse("trained", "hub/policy"), REFERENCE: ModelUse("frozen", "hub/other")}
     assert [role for role, *_ in MemoryPlan(hub, ON_CUDA, "hub/policy", model).known()] == [ACTOR]
@@ -341,6 +312,10 @@ def test_unknown_models_and_engines_are_named_and_not_refused(plan, small):
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)
 
 
+ZERO_1, ZERO_2, ZERO_ON_HOST = (
+    {"train": "deepspeed", "train_options": options}
+    for options in ({"zero_stage": 1}, {"zero_stage": 2}, {"optimizer_on_host": True})
+)
 SPLIT = {"train": "megatron", "parallel": ParallelSizes(tensor_parallel_size=8)}
 DEEP = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4}
 
@@ -348,37 +323,23 @@ DEEP = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4}
 @pytest.mark.parametrize(
     ("shape", "members", "engine", "line"),
     [
-        (
-            "small",
-            8,
-            {"train": "deepspeed", "train_options": {"zero_stage": 1}},
-            "at least 2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed",
-        ),
-        (
-            "small",
-            8,
-            {"train": "deepspeed", "train_options": {"optimizer_on_host": True}},
-            "at least 0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes",
-        ),
-        ("large", 64, SPLIT, "at least 68.2 (weights 22.7, gradients 36.4, optimizer 9.1)"),
-        ("large", 64, {**SPLIT, "parallel": ParallelSizes(**DEEP)}, "at least 28.2 (weights"),
+        ("small", 8, ZERO_1, "2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed"),
+        ("small", 8, ZERO_ON_HOST, "0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes"),
+        ("large", 64, SPLIT, "68.2 (weights 22.7, gradients 36.4, optimizer 9.1)"),
+        ("large", 64, {**SPLIT, "parallel": ParallelSizes(**DEEP)}, "28.2 (weights"),
     ],
 )
 def test_state_of_deepspeed_and_megatron_is_planned(plan, request, shape, members, engine, line):
     uses = {ACTOR: ModelUse("trained", "", members)}
     planned = plan(request.getfixturevalue(shape), uses, replace(ON_CUDA, **engine), 80)
-    assert planned.lines()[-1].strip().startswith(f"ACTOR x{members}: {line}")
+    assert planned.lines()[-1].strip().startswith(f"ACTOR x{members}: at least {line}")
     assert planned.find_errors() == []
 
 
 @pytest.mark.parametrize(
     ("engine", "needed", "change"),
     [
-        (
-            {"train": "deepspeed", "train_options": {"zero_stage": 2}},
-            290.8,
-            "engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB",
-        ),
+        (ZERO_2, 290.8, "engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB"),
         (SPLIT, 163.6, "workload.actor.num=64 it is 68.2 GB"),
     ],
 )
@@ -390,14 +351,7 @@ def test_state_too_large_is_refused_with_a_change(plan, large, engine, needed, c
 
 @pytest.mark.parametrize(
     ("gigabytes", "tokens", "recomputes"),
-    [
-        (80, 16384, False),
-        (30, 8192, False),
-        (24, 4096, False),
-        (17, 16384, True),
-        (15.5, 8192, True),
-        (14, 1024, False),
-    ],
+    [(80, 16384, False), (24, 4096, False), (17, 16384, True), (15.5, 8192, True), (14, 1024, False)],
 )
 def test_passes_are_as_large_as_fit(small, gigabytes, tokens, recomputes):
     """Activations are recomputed only where the passes would be small."""

@@ -26,11 +26,7 @@ from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
 from tests.support.half_billion import SIZES
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
-
-
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
-
-
 SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
@@ -70,8 +66,7 @@ def device(name, gigabytes, in_turn=False):
 def trainer(monkeypatch):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
     return SimpleNamespace(
-        actor_handles={ACTOR: [None, None]},
-        RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80)),
+        actor_handles={ACTOR: [None, None]}, RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80))
     )
 
 
@@ -130,19 +125,21 @@ def test_members_share_a_device_they_have_together(trainer):
 # -- who stays on a device that is shared ------------------------------------------------------------------------------
 
 BOTH = ("ACTOR", "ROLLOUT")
+KINDS = {ACTOR: "trained", ROLLOUT: "rollout"}
 
 
 def together(gigabytes, roles=BOTH, place="a"):
     return DeviceShare(place, gigabytes * 1e9, True, roles)
 
 
-def stay(actors, rollouts, other_roles=(), bounded=True, **engine):
-    rows = {"longest": 512, "bounded": bounded}
-    uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
+def plan_of_two(bounded=True, **engine):
+    uses = {role: ModelUse(kind, "m", longest=512, bounded=bounded) for role, kind in KINDS.items()}
     engine = EngineConfig(**{"device": "cuda", "rollout": "torch", "precision": "bf16", **engine})
-    return all_stay(
-        MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, other_roles
-    )
+    return MemoryPlan(uses, engine.with_passes(16384, False), "m")
+
+
+def stay(actors, rollouts, other_roles=(), **changes):
+    return all_stay(plan_of_two(**changes), {ACTOR: actors, ROLLOUT: rollouts}, other_roles)
 
 
 @pytest.fixture
@@ -164,10 +161,7 @@ def test_weights_stay_on_a_device_with_room_for_a_copy():
     """The copy takes 1 GB twice, beside the 36.2 that the engines need."""
 
     def kept(actors, rollouts):
-        rows = {"longest": 512}
-        uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
-        engine = EngineConfig(device="cuda", rollout="torch", precision="bf16").with_passes(16384, False)
-        return weights_stay(MemoryPlan(uses, engine, "m"), {ACTOR: actors, ROLLOUT: rollouts})
+        return weights_stay(plan_of_two(), {ACTOR: actors, ROLLOUT: rollouts})
 
     one = [together(80)]
     assert kept(one, one)
@@ -183,20 +177,17 @@ def test_weights_stay_on_a_device_with_room_for_a_copy():
     ("gigabytes", "weight_sync", "expected"),
     [
         (80, "auto", (False, "cuda_ipc")),
-        (80, "auto, engines stay", (False, "cuda_ipc")),
         (80, "pull", (False, "pull")),
         (47, "auto", (False, "auto")),
         (47, "cuda_ipc", (True, "cuda_ipc")),
     ],
 )
 def test_weights_on_the_device_count_for_the_engines_there(gigabytes, weight_sync, expected):
-    uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
+    uses = {role: ModelUse(kind, "m", longest=512) for role, kind in KINDS.items()}
     trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]})
     trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
-    engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync.partition(",")[0]}
-    engine |= {"offload": False} if "stay" in weight_sync else {}
-    engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
-    settings = choose(trainer, uses, **engine)
+    engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync, "gradient_checkpointing": False}
+    settings = choose(trainer, uses, max_tokens_per_microbatch=16384, **engine)
     assert (settings.offload, settings.weight_sync) == expected
 
 

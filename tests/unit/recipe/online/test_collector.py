@@ -113,37 +113,24 @@ class Prompts:
         return Batch({"prompt": [f"p{row}" for row in rows], "answer": [None] * count, "extra_info": [{}] * count})
 
 
-class Rewards:
+class Rewards(list):
     def __init__(self, reward):
+        super().__init__([None])
         self.score = Method(scored_by(reward))
 
-    def __len__(self):
-        return 1
+
+def by_index(*key):
+    return float(key[3])
 
 
-def make_collector(
-    rollouts, reward=lambda *key: float(key[3]), steps=50, groups=4, on_failure="drop_sample", **rollout
-):
-    def publish():
-        ticket = SimpleNamespace(table=SimpleNamespace(nbytes=1000))
-        return [SimpleNamespace(result=lambda: ticket)]
-
-    trainer = SimpleNamespace(
-        RG_ROLLOUT=rollouts,
-        RG_REWARD=Rewards(reward),
-        RG_ACTOR=SimpleNamespace(
-            publish_weights=publish, published_stamp=lambda: [WeightStamp(rollouts.version, "aa")]
-        ),
-        state={},
-    )
-    config = GRPOConfig(
-        "model",
-        PromptData("problems.jsonl"),
-        steps=steps,
-        prompts_per_step=groups,
-        rollout=RolloutConfig(samples_per_prompt=SAMPLES, **rollout),
-        reward=RewardConfig(on_failure=on_failure),
-    )
+def make_collector(rollouts, reward=by_index, steps=50, groups=4, on_failure="drop_sample", **rollout):
+    ticket = SimpleNamespace(table=SimpleNamespace(nbytes=1000))
+    actor = SimpleNamespace(published_stamp=lambda: [WeightStamp(rollouts.version, "aa")])
+    actor.publish_weights = lambda: [SimpleNamespace(result=lambda: ticket)]
+    trainer = SimpleNamespace(RG_ROLLOUT=rollouts, RG_REWARD=Rewards(reward), RG_ACTOR=actor, state={})
+    roles = {"rollout": RolloutConfig(samples_per_prompt=SAMPLES, **rollout)}
+    roles["reward"] = RewardConfig(on_failure=on_failure)
+    config = GRPOConfig("model", PromptData("problems.jsonl"), steps=steps, prompts_per_step=groups, **roles)
     return SampleCollector(trainer, config, Prompts())
 
 

@@ -115,12 +115,12 @@ def test_changed_training_rows_are_refused(tmp_path):
     path = tmp_path / "p.jsonl"
     source(tmp_path, 8)
     path.write_text(path.read_text().replace('"answer": 3', '"answer": 4'))
-    data = PromptData(str(path), eval=str(path), eval_rows=3)
-    PromptSource(GRPOConfig("m", data)).load_state_dict(state)
+    config = GRPOConfig("m", PromptData(str(path), eval=str(path), eval_rows=3))
+    PromptSource(config).load_state_dict(state)
     path.write_text(path.read_text().replace("7+1=", "8-1="))
     with pytest.raises(DataError, match=r"config.data.train: the rows of '.*p.jsonl' or their order have changed"):
-        PromptSource(GRPOConfig("m", data)).load_state_dict(state)
-    PromptSource(GRPOConfig("m", data)).load_state_dict({**state, "digest": ""})
+        PromptSource(config).load_state_dict(state)
+    PromptSource(config).load_state_dict({**state, "digest": ""})
 
 
 def test_columns_are_taken_from_all_rows_and_files(tmp_path):

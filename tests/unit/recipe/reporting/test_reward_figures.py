@@ -13,7 +13,6 @@ from dlrover.python.rl.recipe.base.config import METRIC_NAMES, RewardConfig
 from dlrover.python.rl.recipe.online.batch import select_logged
 from dlrover.python.rl.recipe.reporting.rewards import (
     RewardFailures,
-    collect_scores,
     evaluation_metrics,
     failure_metrics,
     find_failed_groups,
@@ -37,15 +36,9 @@ NAN = float("nan")
 def scored(*draws):
     """Rows of (prompt id, retry, rewards)."""
     rows = [(prompt, retry, reward) for prompt, retry, rewards in draws for reward in rewards]
-    return Batch(
-        {
-            "prompt_id": np.array([row[0] for row in rows]),
-            "retry": np.array([row[1] for row in rows]),
-            "reward": np.array([row[2] for row in rows]),
-            "action_tokens": np.ones(len(rows), dtype=np.int64),
-            "error": ["it broke" if np.isnan(row[2]) else None for row in rows],
-        }
-    )
+    prompts, retries, scores = map(np.array, zip(*rows, strict=True))
+    numbers = {"prompt_id": prompts, "retry": retries, "reward": scores, "action_tokens": np.ones_like(prompts)}
+    return Batch(numbers | {"error": ["it broke" if np.isnan(score) else None for score in scores]})
 
 
 def rewards(batch):
@@ -139,18 +132,10 @@ ALONE = Batch({name: column for name, column in ROWS.columns.items() if name not
 
 def test_rows_of_a_sample_are_merged():
     samples = {name: np.asarray(column).tolist() for name, column in merge_rows(ROWS).columns.items()}
-    assert samples.pop("reward")[:2] == [0.75, 1.0]
-    assert samples.pop("score")[:2] == [1.0, 0.0]
-    assert samples == {
-        "prompt_id": [7, 7, 4],
-        "sample_index": [0, 1, 0],
-        "retry": [1, 1, 0],
-        "turns": [3, 1, 2],
-        "finished": [True, False, False],
-        "action_tokens": [7, 5, 14],
-        "token_count": [30, 30, 90],
-        "staleness": [2, 1, 3],
-    }
+    assert (samples.pop("reward")[:2], samples.pop("score")[:2]) == ([0.75, 1.0], [1.0, 0.0])
+    expected = {"prompt_id": [7, 7, 4], "sample_index": [0, 1, 0], "retry": [1, 1, 0], "turns": [3, 1, 2]}
+    expected |= {"finished": [True, False, False], "action_tokens": [7, 5, 14]}
+    assert samples == expected | {"token_count": [30, 30, 90], "staleness": [2, 1, 3]}
     assert np.isnan(merge_rows(ROWS).dense("reward")[2])
     of_row = SampleView.of(ROWS).of_row
     assert number_samples(ROWS).tolist() == [0, 0, 1, 2, 2]
@@ -163,20 +148,10 @@ def test_rows_without_a_trajectory_are_a_sample_each():
 
 
 def test_metrics_of_a_step_are_means_over_samples():
-    metrics = {
-        "reward/mean": 0.875,
-        "reward/std": 0.125,
-        "reward/min": 0.75,
-        "reward/max": 1.0,
-        "reward/score": 0.5,
-        "completions/length_mean": 26 / 3,
-        "completions/length_min": 5,
-        "completions/length_p50": 7,
-        "completions/length_p95": 7 + 0.9 * 7,
-        "completions/length_max": 14,
-        "completions/truncated": 2 / 3,
-    }
-    assert sample_metrics(ROWS) == pytest.approx(metrics)
+    metrics = {"reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0, "reward/score": 0.5}
+    lengths = {"mean": 26 / 3, "min": 5, "p50": 7, "p95": 7 + 0.9 * 7, "max": 14}
+    metrics |= {f"completions/length_{name}": length for name, length in lengths.items()}
+    assert sample_metrics(ROWS) == pytest.approx(metrics | {"completions/truncated": 2 / 3})
     unscored = sample_metrics(ROWS.take([3, 4]))
     assert np.isnan(unscored["reward/mean"]) and "reward/std" not in unscored
 
@@ -185,8 +160,7 @@ def test_parts_of_a_reward_are_means_over_scored_samples():
     parts = {"reward/right": np.array([1.0, 0.0, 1.0, NAN, NAN]), "reward/short": np.array([0.0, 0.5, 0.1, NAN, NAN])}
     rows = ALONE.with_columns(**parts)
     metrics = sample_metrics(rows)
-    assert metrics["reward/right"] == pytest.approx(2 / 3)
-    assert metrics["reward/short"] == pytest.approx(0.2)
+    assert (metrics["reward/right"], metrics["reward/short"]) == pytest.approx((2 / 3, 0.2))
     assert "reward/score" not in metrics
     assert select_logged(rows, rows=5).dense("reward/short").tolist()[:3] == [0.0, 0.5, 0.1]
 
@@ -202,9 +176,8 @@ def test_sample_without_a_token_is_no_truncated_completion():
 @pytest.mark.feature(89)
 def test_logged_rows_have_the_score_and_their_sample():
     rows = list(format_rows(select_logged(ROWS, rows=5), ROWS.select("completion")))
-    assert [row["trajectory"] for row in rows] == [0, 0, 1, 2, 2]
+    assert [(row["trajectory"], row["row"]) for row in rows] == [(0, 2), (0, 2), (1, 2), (2, 4), (2, 4)]
     assert [row["score"] for row in rows[:3]] == [0.0, 1.0, 0.0]
-    assert [row["row"] for row in rows] == [2, 2, 2, 4, 4]
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
@@ -252,12 +225,6 @@ def test_summary_of_other_prompts_has_no_earlier_scores():
 def test_accuracy_is_of_rewards_0_and_1_alone(answers, metrics):
     """A failed answer is wrong."""
     assert step_metrics(worth(*answers)) == metrics
-
-
-def test_answer_of_three_rows_is_right_by_their_sum():
-    columns = {"trajectory": np.array([5, 5, 5, 3]), "reward": np.array([0.0, 0.0, 1.0, 0.0])}
-    rows = Batch(columns | {"action_tokens": np.ones(4, dtype=np.int64)})
-    assert step_metrics(collect_scores(rows)) == {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/failed": 0.0}
 
 
 @pytest.mark.feature(89)

@@ -144,16 +144,6 @@ def test_restart_within_the_same_second_overwrites_no_events(tmp_path):
     assert board(tmp_path) == [(step, step / 10) for step in range(1, 5)]
 
 
-def test_restart_after_the_last_step_keeps_every_row(tmp_path):
-    written(RunLog(tmp_path), range(1, 4))
-    before = texts(tmp_path)
-    log = RunLog(tmp_path)
-    log.begin_step(4)
-    log.write_curve("reward/mean")
-    assert texts(tmp_path) == before
-    assert [step for step, _ in log._history] == [1, 2, 3]
-
-
 def test_missing_rows_are_warned_of(tmp_path, caplog):
     written(RunLog(tmp_path), [1])
     with caplog.at_level("WARNING"):
@@ -186,23 +176,21 @@ def test_counts_of_samples_and_tokens_survive_a_restart(tmp_path):
 def test_curve_is_drawn_again_every_half_a_minute(tmp_path):
     clock = ManualClock()
     log, image = RunLog(tmp_path, now_s=clock), tmp_path / "reward.png"
+
+    def drawing_after(seconds):
+        clock.advance(seconds)
+        log.redraw("reward/mean")
+        if log.drawing is not None:
+            log.drawing.join(60.0)
+        return log.drawing
+
     written(log, [1])
-    clock.advance(29.0)
-    log.redraw("reward/mean")
-    assert log.drawing is None
-    clock.advance(1.0)
-    log.redraw("reward/mean")
-    first = log.drawing
-    first.join(60.0)
-    before = image.read_bytes()
+    assert drawing_after(29.0) is None
+    first, before = drawing_after(1.0), image.read_bytes()
     assert before.startswith(b"\x89PNG")
-    clock.advance(29.0)
-    log.redraw("reward/mean")
-    assert log.drawing is first
-    clock.advance(1.0)
     written(log, [2, 3])
-    log.redraw("reward/mean")
-    log.drawing.join(60.0)
+    assert drawing_after(29.0) is first
+    assert drawing_after(1.0) is not first
     assert image.read_bytes() != before
 
 
@@ -210,9 +198,8 @@ def test_curve_is_drawn_again_every_half_a_minute(tmp_path):
 def test_curve_of_an_unfinished_run_is_drawn_from_its_rows(tmp_path, name, file):
     redraw(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    write_rows(
-        tmp_path / "metrics.jsonl", [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1))]
-    )
+    rows = [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1))]
+    write_rows(tmp_path / "metrics.jsonl", rows)
     with open(tmp_path / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 4, "los')
     redraw(tmp_path)

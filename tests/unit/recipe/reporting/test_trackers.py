@@ -19,31 +19,13 @@ from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from tests.support.example_jobs import EXAMPLES, stage
+from tests.support.fake_trackers import FakeWandb
 from tests.support.recipe_stage import kill_trainer
 from tests.support.run_files import read_lines, write_rows
 
 
-class FakeWandb(types.ModuleType):
-    """Runs by their ids."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.runs, self.starts, self.axes, self.fails = {}, [], [], False
-        self.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
-
-    def init(self, **settings):
-        self.starts.append(settings)
-        run = self.runs.setdefault(settings["id"], types.SimpleNamespace(steps=[], exit_codes=[]))
-        return types.SimpleNamespace(
-            log=lambda metrics: self._log(run, **metrics),
-            define_metric=lambda name, step_metric="step": self.axes.append((name, step_metric)),
-            finish=lambda exit_code: run.exit_codes.append(exit_code),
-        )
-
-    def _log(self, run, step, **metrics):
-        if self.fails:
-            raise ConnectionError("no network")
-        run.steps.append((step, metrics))
+class Active(threading.local):
+    run = None
 
 
 class FakeMlflow(types.ModuleType):
@@ -51,53 +33,45 @@ class FakeMlflow(types.ModuleType):
 
     def __init__(self):
         super().__init__("mlflow")
-        self.runs, self.places, self._active = {}, [], {}
+        self.runs, self.places, self.active = {}, [], Active()
         self.set_tracking_uri = self.set_experiment = self.places.append
         self.MlflowClient = lambda: types.SimpleNamespace(set_terminated=self._terminate)
-
-    @property
-    def now(self):
-        return self._active.get(threading.get_ident())
-
-    @now.setter
-    def now(self, run_id):
-        self._active[threading.get_ident()] = run_id
 
     def _terminate(self, run_id, status):
         self.runs[run_id].ended.append(status)
 
     def active_run(self):
-        return self.now and types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
+        return self.active.run and types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.active.run))
 
     def start_run(self, run_id=None, run_name=None):
-        if self.now is not None:
-            raise RuntimeError(f"Run {self.now} is already active")
-        self.now = run_id or f"run-{len(self.runs)}"
+        if self.active.run is not None:
+            raise RuntimeError(f"Run {self.active.run} is already active")
+        self.active.run = run_id or f"run-{len(self.runs)}"
         run = types.SimpleNamespace(name=run_name, steps=[], config=None, ended=[], params={}, tables={})
-        self.runs.setdefault(self.now, run)
+        self.runs.setdefault(self.active.run, run)
         return self.active_run()
 
     def log_dict(self, config, file):
-        self.runs[self.now].config = config
+        self.runs[self.active.run].config = config
 
     def log_params(self, params):
         """Refuses what MLflow refuses."""
         assert len(params) <= 100 and all(len(name) <= 250 for name in params)
         assert all(isinstance(value, str) and len(value) <= 500 for value in params.values())
         assert all(re.fullmatch(r"[/\w.\- :]*", name) and os.path.normpath(name) == name for name in params)
-        self.runs[self.now].params.update(params)
+        self.runs[self.active.run].params.update(params)
 
     def log_metrics(self, metrics, step):
         if refused := [name for name in metrics if not re.fullmatch(r"[/\w.\- :]*", name)]:
             raise ValueError(f"Invalid value {refused} for parameter 'metrics[0].name' supplied")
-        self.runs[self.now].steps.append((step, metrics))
+        self.runs[self.active.run].steps.append((step, metrics))
 
     def log_table(self, columns, file):
-        self.runs[self.now].tables[file] = columns
+        self.runs[self.active.run].tables[file] = columns
 
     def end_run(self, status):
-        self._terminate(self.now, status)
-        self.now = None
+        self._terminate(self.active.run, status)
+        self.active.run = None
 
 
 @pytest.fixture
@@ -150,18 +124,8 @@ def test_trackers_get_names_settings_and_steps_from_one(modules, tmp_path):
 def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.common.log._secrets", ())
     hide_values(["hunter22"])
-    settings = {
-        "reward": {"options": {"api_key": 12345678, "url": "https://canary@host"}},
-        "log": {"trackers": [{"mine": {"wandb_token": "canary"}}]},
-        "note": "a hunter22",
-        "rollout": {"max_new_tokens": 4},
-    }
-    shown = {
-        "reward": {"options": {"api_key": "***", "url": "***"}},
-        "log": {"trackers": [{"mine": {"wandb_token": "***"}}]},
-        "note": "a ***",
-        "rollout": {"max_new_tokens": 4},
-    }
+    settings = {"reward": {"api_key": 12345678, "url": "https://canary@host", "note": "a hunter22", "workers": 4}}
+    shown = {"reward": {"api_key": "***", "url": "***", "note": "a ***", "workers": 4}}
     write_steps(log_of(tmp_path / "job", settings), 1).write_summary({})
     assert modules["wandb"].starts[0]["config"] == only_runs(modules)[1].config == shown
     assert "canary" not in (tmp_path / "job" / "trackers.json").read_text()
@@ -176,20 +140,16 @@ def test_resumed_run_is_the_same_and_sends_newer_values(modules, tmp_path, again
         assert [step for step, _ in run.steps] == steps
     assert [start["resume"] for start in modules["wandb"].starts] == ["allow", "allow"]
     assert modules["wandb"].axes == [("step", "step"), ("*", "step")] * 2
-    modules["mlflow"].now = None  # as in another process
+    modules["mlflow"].active.run = None  # as in another process
     write_steps(log_of(tmp_path), 1)
     assert len(modules["wandb"].runs) == len(modules["mlflow"].runs) == 2, "another run has another name"
 
 
 def test_mlflow_parameters_are_the_dotted_keys_within_its_limits(modules, tmp_path):
     many = {f"option{number}": number for number in range(150)}
-    settings = {
-        "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)},
-        "reward": {"function": {"../mod.py:f@1": 0.5}, "model": None, "options": {}, "api_key": "canary"},
-        "prompt": "x" * 1000,
-        "n" * 300: True,
-        "many": many,
-    }
+    reward = {"function": {"../mod.py:f@1": 0.5}, "model": None, "options": {}, "api_key": "canary"}
+    settings = {"optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "reward": reward}
+    settings |= {"prompt": "x" * 1000, "n" * 300: True, "many": many}
     first = write_steps(log_of(tmp_path, settings), 1)
     write_steps(log_of(tmp_path, settings | {"prompt": "y"}, first), 2)  # MLflow refuses another value of a parameter
     assert only_runs(modules)[1].params == {
@@ -264,14 +224,7 @@ def test_samples_are_a_table_after_their_steps_metrics(modules, tmp_path):
 class Silent:
     """A tracker from before there were tables."""
 
-    def start(self, config, run):
-        pass
-
-    def log(self, metrics, step):
-        pass
-
-    def close(self, outcome):
-        pass
+    start = log = close = lambda *_, **__: None
 
 
 @pytest.mark.parametrize(("outcome", "exit_code", "status"), [("failed", 1, "FAILED"), ("stopped", 1, "KILLED")])
@@ -304,13 +257,8 @@ def test_log_without_a_step_ends_the_run_left_open(modules, tmp_path):
 def run_sft(tmp_path, name="out", faults=None):
     if not (tmp_path / "model").exists():
         write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
-    config = {
-        "model": str(tmp_path / "model"),
-        "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)},
-        "batch_size": 1,
-        "engine": {"threads": 1},
-        "log": {"wandb": {"project": "sums"}},
-    }
+    config = {"model": str(tmp_path / "model"), "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)}}
+    config |= {"batch_size": 1, "engine": {"threads": 1}, "log": {"wandb": {"project": "sums"}}}
     job = stage("sft", tmp_path / name, config)
     job.run(faults)
     return job
@@ -321,8 +269,7 @@ class Flaky(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "exit_code"),
-    [(Flaky, 1, 0), (Flaky, 100, 1), (ArithmeticError, 100, 1), (SystemExit, 100, 1)],
+    ("error", "times", "exit_code"), [(Flaky, 1, 0), (Flaky, 100, 1), (ArithmeticError, 100, 1), (SystemExit, 100, 1)]
 )
 def test_error_ends_the_run_as_failed_unless_it_is_repeated(modules, tmp_path, monkeypatch, error, times, exit_code):
     left, update = [error("in the third step")] * times, SFTTrainer.update

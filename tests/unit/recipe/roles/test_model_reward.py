@@ -6,24 +6,21 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.pairs import encode_pair
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload
 from tests.support.example_jobs import PAIRS, stage
-from tests.support.policy_jobs import finished, policy_job, swap_tokens, write_inputs
-from tests.support.run_files import read_lines, write_rows
+from tests.support.policy_jobs import policy_job, swap_tokens, write_inputs
+from tests.support.run_files import write_rows
 
 SHAPE = {"heads": 4, "kv_heads": 2, "max_positions": 32}
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-
-
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
@@ -69,19 +66,6 @@ def judge(reward_model):
         yield workload
 
 
-@pytest.mark.slow
-@pytest.mark.feature(109)
-def test_run_has_the_rewards_of_its_reward_model(reward_model, tmp_path):
-    folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
-    assert all(step["samples/failed"] == 0 for step in steps)
-    tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    samples = read_lines(folder / "samples.jsonl")
-    assert len({sample["reward"] for sample in samples}) > 8
-    for sample in samples[:16]:
-        encoded = encode_raw(tokenizer, sample["prompt"], sample["completion"])
-        assert sample["reward"] == pytest.approx(plain_score(reward_model, encoded.tokens), abs=1e-5)
-
-
 @pytest.mark.feature(109)
 def test_score_is_the_same_alone_and_beside_longer_ones(judge, reward_model):
     talk = [{"role": "user", "content": "1+1="}]
@@ -109,9 +93,8 @@ def test_completion_too_long_for_the_reward_model_fails_alone(judge):
     scored = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
     assert scored.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
     assert np.isnan(scored.dense("reward")).tolist() == [True, False]
-    judge._engine.evaluate = lambda batch: batch.with_columns(
-        scores=batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), np.inf, dtype=np.float32))
-    )
+    infinite = lambda tokens: tokens.like(np.full(len(tokens.values), np.inf, dtype=np.float32))  # noqa: E731
+    judge._engine.evaluate = lambda batch: batch.with_columns(scores=infinite(batch.ragged("tokens")))
     scored = judge.score(rollouts(["1+1="], ["2"]))
     assert scored.objects("error") == ["the reward model's score is inf"]
     assert np.isnan(scored.dense("reward")).all()
@@ -126,11 +109,7 @@ LOW = "tests.support.policy_rewards:low"
         ({"reward": {"function": LOW}}, "reward.model", "is required by ModelRewardWorkload"),
         ({"reward": {"model": "{folder}/model"}}, "reward.model", "holds Qwen2ForCausalLM, which gives no score"),
         ({"reward": {"model": "./none"}}, "reward.model", "no such folder: ./none"),
-        (
-            {"reward": {"model": "{model}", "function": LOW}},
-            "reward.function",
-            "is not called if there is a reward.mod",
-        ),
+        ({"reward": {"model": "{model}", "function": LOW}}, "reward.function", "is not called if there is a reward.m"),
         ({"reward": {"model": "{model}"}, "engine": {"train": "megatron"}}, "engine.train", "a reward model must not"),
     ],
 )

@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +20,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -44,13 +43,9 @@ from dlrover.python.rl.runtime.member.host import Stored
 from dlrover.python.rl.trainer.port import Ref
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 from tests.chaos.job import tiny_job
-from tests.support.processes import run
+from tests.support.processes import children, run
 from tests.support.recipe_stage import Stage
-
-ENGINE = EngineConfig(threads=1)
-
-
-SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=4)
+from tests.support.rollout_member import ENGINE, SAMPLING, actor, member, wanted
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +53,16 @@ def model(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64))
 
 
-def actor(model, engine=ENGINE):
-    workload = ActorWorkload(None, {})
-    workload.init_model(model, engine, OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1), GRPO())
-    return workload
-
-
-def rollout(model, ticket=None, engine=ENGINE):
-    workload = RolloutWorkload(None, {})
-    workload.init_model(model, engine)
-    if ticket is not None:
-        workload.receive_weights(ticket)
-    return workload
-
-
 def synced(model):
     """A rollout with the weights of an actor at its start."""
     first = actor(model)
-    return rollout(model, first.publish_weights())
-
-
-def prompts(*ids):
-    count = len(ids)
-    texts = [f"{number}+{number + 1}=" * (1 + number % 3) for number in ids]
-    columns = {"prompt": texts, "answer": ["1"] * count, "extra_info": [{}] * count}
-    return Batch({"prompt_id": np.array(ids, dtype=np.int64), **columns})
+    return member(model, first.publish_weights())
 
 
 def train(actor, rollout, step):
     """One step of a run, as the trainer drives it."""
     rollout.receive_weights(actor.publish_weights())
-    samples = rollout.generate(prompts(1, 2, 3), SAMPLING, (5, step))
+    samples = rollout.generate(wanted(1, 2, 3), SAMPLING, (5, step))
     sign = np.where(np.arange(len(samples)) % 2, 1, -1).astype(np.float32)
     rows = Batch({"advantage": sign, "weight": np.full(len(samples), 1 / 64, dtype=np.float32)})
     return actor.update(samples, rows, UpdatePlan(1.0))
@@ -105,13 +79,14 @@ def saved(workload):
 
 
 def test_replaced_actor_trains_on_bit_for_bit(model):
-    first, server = actor(model), rollout(model)
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
+    first, server = actor(model, optimizer=optimizer), member(model)
     for step in (1, 2, 3):
         train(first, server, step)
     state = saved(first)
     torch.rand(3)  # What comes after the commit does not come back.
     expected = [train(first, server, step) for step in (4, 5)]
-    second, other = actor(model), rollout(model)
+    second, other = actor(model, optimizer=optimizer), member(model)
     second.load_state_dict(state)
     assert [train(second, other, step) for step in (4, 5)] == expected
     assert bits(second)[1][1:] == bits(first)[1][1:]
@@ -145,17 +120,17 @@ class Foreign(TorchRolloutEngine):
 @pytest.mark.parametrize("engine", ["torch", f"{__name__}:Foreign"])
 def test_rollout_with_adapters_alone_has_the_merged_weights(model, engine):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    first = ActorWorkload(None, {})
-    first.init_model(model, replace(ENGINE, lora=LoraSettings(rank=2)), OptimizerConfig(lr=1e-2), GRPO())
-    server = rollout(model, engine=replace(ENGINE, rollout=engine))
+    first = actor(model, replace(ENGINE, lora=LoraSettings(rank=2)))
+    server = member(model, engine=replace(ENGINE, rollout=engine))
     train(first, server, 1)
     ticket = first.publish_weights()
     assert all(".lora_" in entry.name for entry in ticket.table.entries)
     assert server.receive_weights(ticket) == first.published_stamp()
-    merged = rollout(model)
+    merged = member(model)
     merged._engine.receive(first._engine.publish())
-    ours, plain = (each.generate(prompts(1, 2), SAMPLING, (1, 1)) for each in (server, merged))
-    assert same(ours, plain)
+    ours, plain = (each.generate(wanted(1, 2), SAMPLING, (1, 1)) for each in (server, merged))
+    for name in ("tokens", "logprobs", "versions"):
+        assert ours.ragged(name).values.tobytes() == plain.ragged(name).values.tobytes()
 
 
 def test_broadcast_to_rollouts_of_the_same_process_is_refused(model):
@@ -167,38 +142,6 @@ def test_broadcast_to_rollouts_of_the_same_process_is_refused(model):
     sender.close()
 
 
-def same(first, second):
-    """Equal to the bit, log-probs and versions included."""
-    return batch_bits(first) == batch_bits(second)
-
-
-def batch_bits(batch):
-    """The columns of a batch as bytes, or as they are if they hold objects."""
-
-    def bits(column):
-        if isinstance(column, Ragged):
-            return column.values.tobytes(), column.offsets.tobytes()
-        return column.tobytes() if isinstance(column, np.ndarray) else column
-
-    return {name: bits(column) for name, column in batch.columns.items()}
-
-
-@pytest.mark.feature(146)
-def test_sample_depends_on_its_seed_prompt_and_index_alone(model):
-    """Neither the worker that drew it matters, nor what was drawn beside it."""
-    first = actor(model)
-    weights = first.publish_weights()
-    whole = rollout(model, weights).generate(prompts(1, 2, 3, 4), SAMPLING, (1, 1))
-    parts = Batch.concat(
-        [
-            rollout(model, weights, EngineConfig(threads=1, max_batch=3)).generate(prompts(*ids), SAMPLING, (1, 1))
-            for ids in ((4,), (1, 2, 3))
-        ]
-    )
-    order = np.lexsort((parts.dense("sample_index"), parts.dense("prompt_id")))
-    assert [parts.objects("completion")[row] for row in order] == whole.objects("completion")
-
-
 # -- the reward --------------------------------------------------------------------------------------------------------
 
 
@@ -208,26 +151,12 @@ def make_judge(**config):
     return judge, level
 
 
-@pytest.mark.slow
-def test_failed_samples_have_a_reason_and_no_reward(model):
-    judge, _ = make_judge(function="tests.support.verifiers:obedient", timeout_s=1.0, workers=2)
-    samples = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
-    words = ["fine", "loop", "abort", "loop", "raise", "fine", "kill-parent", "fine"]
-    with closing(judge):
-        scored = judge.score(samples.with_columns(completion=words))
-        assert np.isnan(scored.dense("reward")).tolist() == [word in ("loop", "abort", "raise") for word in words]
-        reasons = [error for error in scored.objects("error") if error]
-        assert ["within 1 s" in reasons[0], "SIGABRT" in reasons[1], "KeyError" in reasons[3]] == [True] * 3
-        again = judge.score(samples.with_columns(completion=["fine"] * 8))
-        assert again.dense("reward").tolist() == [1.0] * 8
-
-
 def test_several_reward_functions_give_a_column_each(model):
     functions = {"tests.support.verifiers:obedient": 1.0, "tests.support.verifiers:length": 0.5}
     judge, level = make_judge(function=functions, timeout_s=5.0, workers=1)
     assert level == sandbox_level()
     with closing(judge):
-        samples = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
+        samples = synced(model).generate(wanted(1, 2), SAMPLING, (1, 1))
         scored = judge.score(samples.with_columns(completion=["four", "raise", *["fives"] * 6]))
     np.testing.assert_array_equal(scored.dense("reward/obedient"), [1.0, np.nan, *[1.0] * 6])
     np.testing.assert_array_equal(scored.dense("reward/length"), [4.0, np.nan, *[5.0] * 6])
@@ -245,8 +174,7 @@ def test_reward_functions_with_one_label_keep_their_whole_names():
 
 
 def threads_and_children():
-    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return set(threading.enumerate()), {pid for file in files if file.exists() for pid in file.read_text().split()}
+    return set(threading.enumerate()), children()
 
 
 @pytest.mark.slow
@@ -361,7 +289,7 @@ def test_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
 
 @pytest.mark.feature(104)
 def test_rollout_without_weights_serves_nothing(model):
-    replacement = rollout(model)
+    replacement = member(model)
     assert replacement._engine.version == -1
     with pytest.raises(WeightSyncError, match="no weights yet"):
         replacement.generate(None, None, ())
@@ -373,14 +301,14 @@ def test_weight_transport_of_the_job_is_used(model, name, tmp_path):
     """The rollouts receive while the actor sends, where the transport waits for them."""
     options = {"folder": str(tmp_path)} if name == "disk" else {}
     engine = SenderConfig(threads=1, weight_sync=name, weight_sync_options=options, receivers=2)
-    sender, servers = actor(model, engine), [rollout(model, engine=engine) for _ in range(2)]
+    sender, servers = actor(model, engine), [member(model, engine=engine) for _ in range(2)]
     for _ in range(2):
         ticket = sender.publish_weights()
         with ThreadPoolExecutor(2) as pool:
             received = list(pool.map(lambda server, ticket=ticket: server.receive_weights(ticket), servers))
         assert received == [sender.published_stamp()] * 2
-    for member in (sender, *servers):
-        member.close()
+    for workload in (sender, *servers):
+        workload.close()
 
 
 # -- a reference of which each worker holds a part ---------------------------------------------------------------------

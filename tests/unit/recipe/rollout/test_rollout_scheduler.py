@@ -17,7 +17,7 @@ from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, summarize_row
 from tests.support import rolled_environments
 from tests.support.scripted import SAMPLING, Rolling, groups, rolling, texts
 
-RL2, OURS = str(Path(rolled_environments.__file__).with_name("rl2_environment.py")), "tests.support.rolled_environments"
+OURS = "tests.support.rolled_environments"
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +37,6 @@ def fetched(say, *infos, samples=1, prompt="ask ", **limits):
     """The samples of groups with these ``extra_info``, in the environment of this suite."""
     with rolling(say, OURS, **limits) as rolled:
         return rolled.fetch(groups(*infos, prompt=prompt), samples=samples)
-
-
-def searching(context, index):
-    """Searches once, then answers; every other sample wrongly."""
-    if "<information>" not in context:
-        return "<search>six plus one</search>"
-    return f"<answer>{7 + index % 2}</answer>"
-
-
-@pytest.mark.feature(86)
-@pytest.mark.parametrize("isolated", [False, True])
-def test_environment_of_the_readme_is_loaded_from_its_path(isolated):
-    with rolling(searching, RL2, isolated=isolated) as rolled:
-        taken = rolled.fetch(groups({"answer": "7"}, {"answer": "8"}), samples=2)
-    assert taken.dense("reward").tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert taken.dense("turns").tolist() == [2] * 4
-    assert taken.objects("completion")[1] == (
-        "<search>six plus one</search>\n<information>six plus one is 7</information>\n<answer>8</answer>"
-    )
 
 
 @pytest.mark.feature(75)
@@ -117,8 +98,7 @@ def test_state_without_room_for_an_action_ends_the_sample():
 def test_turn_is_cut_at_the_room_left():
     """The second one is cut off, and counts as such."""
     taken = fetched(word, {}, longest=len("ask word \0seen wo"))
-    assert taken.objects("completion") == ["word seen wo"]
-    assert taken.dense("turns").tolist() == [2]
+    assert (taken.objects("completion"), taken.dense("turns").tolist()) == (["word seen wo"], [2])
     assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 

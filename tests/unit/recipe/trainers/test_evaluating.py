@@ -31,23 +31,16 @@ HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_tiny_model(folder / "model", hidden=32, layers=1, max_positions=64)
-    write_rows(folder / "examples.jsonl", EXAMPLES)
-    write_rows(folder / "pairs.jsonl", PAIRS)
-    write_rows(folder / "held_out.jsonl", HELD_OUT)
+    for name, rows in {"examples": EXAMPLES, "pairs": PAIRS, "held_out": HELD_OUT}.items():
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
 def config_of(inputs, kind="sft", **more):
-    data = {"train": str(inputs / "examples.jsonl"), "eval": str(inputs / "held_out.jsonl")}
-    return {
-        "model": str(inputs / "model"),
-        "data": data if kind == "sft" else {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")},
-        "batch_size": 2,
-        "epochs": 2.5,
-        "optimizer": {"lr": 1e-2},
-        "engine": {"threads": 1},
-        **more,
-    }
+    files = ("examples", "held_out") if kind == "sft" else ("pairs", "pairs")
+    data = {side: str(inputs / f"{file}.jsonl") for side, file in zip(("train", "eval"), files, strict=True)}
+    config = {"model": str(inputs / "model"), "data": data, "batch_size": 2, "epochs": 2.5, "optimizer": {"lr": 1e-2}}
+    return {**config, "engine": {"threads": 1}, **more}
 
 
 def evaluated_steps(folder):
@@ -68,10 +61,7 @@ def test_evaluation_in_its_steps_changes_no_state(inputs, tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    ("data", "steps"),
-    [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])],
-)
+@pytest.mark.parametrize(("data", "steps"), [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])])
 def test_evaluation_comes_after_the_last_step_by_default(inputs, tmp_path, data, steps):
     files = {name: str(inputs / value) if name == "eval" else value for name, value in data.items()}
     stage("sft", tmp_path, config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **files})).run()
@@ -93,20 +83,10 @@ def test_cross_entropy_and_perplexity_are_weighted_by_tokens(inputs, tmp_path, a
 @pytest.mark.feature(76)
 def test_held_out_rows_are_never_trained_on(inputs, tmp_path):
     where = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "response": str(n)} for n in range(40)])
-    config = config_of(inputs, data={"train": where, "eval_share": 0.1}, batch_size=8, epochs=1.0, eval_every=3)
-    job = stage("sft", tmp_path / "out", config)
-    lines, submit = {"train": set(), "measure": set()}, job.port.submit
-
-    def watching(role, rank, call):
-        if call.method in lines:
-            lines[call.method].update(call.args[0].token.stored().load().dense("line").tolist())
-        return submit(role, rank, call)
-
-    job.port.submit = watching
-    job.run()
-    assert (len(lines["train"]), len(lines["measure"])) == (36, 4)
-    assert not lines["train"] & lines["measure"]
-    assert read_json(tmp_path / "out/summary.json")["held_out_rows"] == 4
+    data, tokenizer = SFTData(train=where, eval_share=0.1), AutoTokenizer.from_pretrained(inputs / "model")
+    examples = load_examples(data, tokenizer, evaluates=True, seed=0)
+    train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
+    assert (len(train), len(held_out), len(train | held_out)) == (36, 4, 40)
 
 
 @pytest.mark.feature(76)
@@ -114,11 +94,8 @@ def test_pairs_of_one_prompt_are_held_out_together(inputs, tmp_path):
     def talk(number, answer):
         return [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}]
 
-    rows = [
-        {side: talk(number, f"{side} {answer}") for side in ("chosen", "rejected")}
-        for answer in range(2)
-        for number in range(10)
-    ]
+    order = [(number, answer) for answer in range(2) for number in range(10)]
+    rows = [{side: talk(number, f"{side} {answer}") for side in ("chosen", "rejected")} for number, answer in order]
     data = PairData(train=write_rows(tmp_path / "pairs.jsonl", rows), eval_share=0.3)
     examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=True, seed=0)
     train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
@@ -214,18 +191,15 @@ def test_roles_and_settings_of_answers_have_to_fit(inputs, config, roles, where,
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
-class Saved(list):
-    """Notes the folders it is told to write."""
-
-    def __call__(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.append(folder.name)
-
-
 def make_saver(tmp_path, before=None, evaluated=None, **config):
     """A saver, or one with the state of the saver ``before``, and the list of the folders that it has written."""
-    saved = Saved()
-    saver = ModelSaver(KeepConfig(**config), tmp_path, saved)
+    saved = []
+
+    def save(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.append(folder.name)
+
+    saver = ModelSaver(KeepConfig(**config), tmp_path, save)
     if evaluated is not None:
         saver.evaluated = evaluated
     if before is not None:
@@ -256,7 +230,7 @@ def test_best_model_by_a_named_metric_is_kept(tmp_path, config, values, best):
 
 @pytest.mark.parametrize(
     ("former", "metric"),
-    [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward"), ("accuracy", "eval/accuracy")],
+    [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward")],
 )
 def test_former_name_of_the_best_metric_is_read_with_a_note(tmp_path, caplog, former, metric):
     assert validate_keep(KeepConfig(best=former), 1, [metric]) == []

@@ -60,21 +60,16 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
 def test_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_offered, step):
     calls = []
     monkeypatch.setattr(policy_trainer.rewards, "step_metrics", lambda scores: evaluation)
-    collector = SimpleNamespace(
-        synced_bytes=7,
-        sync_weights=lambda: calls.append("sync"),
-        evaluate=lambda step: calls.append("evaluate"),
-        collect_scores=lambda answers: answers,
-    )
+    collector = SimpleNamespace(synced_bytes=7, sync_weights=lambda: calls.append("sync"))
+    collector.evaluate, collector.collect_scores = lambda step: calls.append("evaluate"), lambda answers: answers
+    saver = SimpleNamespace(update=lambda *_: calls.append("offer"), save_step=lambda step: calls.append("save"))
     trainer = SimpleNamespace(
         cfg=PolicyConfig(model="m", eval_every=2),
         reward_failures=SimpleNamespace(metrics=dict),
         collector=collector,
         sandbox={},
         warnings=StepWarnings(True, 64),
-        model_saver=SimpleNamespace(
-            update=lambda step, metrics: calls.append("offer"), save_step=lambda step: calls.append("save")
-        ),
+        model_saver=saver,
         report=lambda step, metrics, *counts: calls.append(counts),
     )
     PolicyTrainer.record(trainer, step, step_of(samples_of([0.0, 1.0]), 2), {})
@@ -107,8 +102,7 @@ def test_correction_is_on_where_rollouts_differ(name, engine, precision, max_sta
 
 
 @pytest.mark.parametrize(
-    ("name", "logged"),
-    [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")],
+    ("name", "logged"), [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")]
 )
 def test_metric_of_an_update_has_one_name(name, logged):
     assert policy_trainer._log_name(name) == logged

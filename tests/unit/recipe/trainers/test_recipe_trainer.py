@@ -190,12 +190,7 @@ class Group:
 
 @pytest.mark.parametrize(
     ("second", "members", "waits"),
-    [
-        (CriticWorkload, 2, True),
-        (ShardedReferenceWorkload, 2, True),
-        (ReferenceWorkload, 2, False),
-        (ShardedReferenceWorkload, 1, False),
-    ],
+    [(CriticWorkload, 2, True), (ReferenceWorkload, 2, False), (ShardedReferenceWorkload, 1, False)],
 )
 def test_second_role_whose_ranks_meet_loads_after_the_first(second, members, waits):
     """On shared devices they would wait for each other."""
@@ -224,13 +219,8 @@ def test_outputs_of_a_role_whose_ranks_meet_are_waited_for(kind, waits):
 @pytest.mark.parametrize(("taken", "total", "first"), [(6, 3, 7), (3, 3, 4), (0, 3, 4)])
 def test_log_continues_after_the_last_step_taken(taken, total, first):
     steps, messages = [], []
-    trainer = SimpleNamespace(
-        time_metrics=dict,
-        steps=lambda total: iter(()),
-        restart_info=RestartInfo(step=taken),
-        announce=messages.append,
-        begin_log=steps.append,
-    )
+    trainer = SimpleNamespace(time_metrics=dict, steps=lambda total: iter(()), restart_info=RestartInfo(step=taken))
+    trainer.announce, trainer.begin_log = messages.append, steps.append
     assert list(RecipeTrainer.logged_steps(trainer, total)) == []
     assert (steps, trainer.last_step) == ([first], first - 1)
     assert messages == [f"{taken} steps are done already: steps={total} adds none"] * (taken > total)
