@@ -8,7 +8,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.page import curves, samples
-from dlrover.python.rl.page.run_data import Run, RunFolders, find_runs, select
+from dlrover.python.rl.page.run_data import Run, RunFolders, find_runs
 from dlrover.python.rl.page.timeline import read_timeline
 from tests.support.run_folder import BEGAN_S, STEP_S, metrics_of, sample_of, write_run
 
@@ -193,7 +193,7 @@ def test_samples_of_a_repeated_step_are_those_before(folder):
 )
 def test_samples_are_chosen_and_sorted(query, numbers):
     rows = [sample_of(1, number) for number in range(4)]
-    assert [row["reward"] for row in select(rows, query)] == numbers
+    assert [row["reward"] for row in samples.select(rows, query)] == numbers
 
 
 def test_lineage_lists_trained_samples_with_their_weights(folder):

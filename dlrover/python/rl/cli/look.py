@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs for looking at runs, from the files in their folders."""
 
+import json
 import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.resume import find_saved_run
 from dlrover.python.rl.page.perfetto import trace as trace_file
+from dlrover.python.rl.page.samples import lineage as trained_samples
+from dlrover.python.rl.page.samples import read_samples, sample_steps, select
 from dlrover.python.rl.page.spans import last_step, read_steps
 
 _PORT = 8480
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _LAST = 3  # steps of a trace by default
 
 
@@ -79,4 +89,90 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it at https://ui.perfetto.dev")
 
 
-VERBS = (view, trace)
+@click.command()
+@click.argument("name_or_dir", metavar="RUN")
+@click.option("--step", type=click.IntRange(min=0), help="By default the last one.")
+@click.option("--worst", type=click.IntRange(min=1), help="Only this many, those of the least reward.")
+@click.option("--best", type=click.IntRange(min=1), help="Only this many, those of the largest reward.")
+@click.option("--prompt", default="", help="Only those of the prompt with this id.")
+@click.option("--grep", default="", help="Only those with this text in prompt, completion or answer.")
+@click.option("--errors", is_flag=True, help="Only those that failed.")
+@click.option(
+    "--tokens", is_flag=True, help="Also each token with its log-prob and advantage, as far as the run has them."
+)
+@_JSON
+def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | None, **options: Any) -> None:
+    """Print the samples of a step, with rewards, advantages, and what training did with them."""
+    folder = find_saved_run(name_or_dir).folder
+    limits = sample_steps(folder)
+    if limits is None:
+        raise InvalidJob([ConfigError(name_or_dir, "has no samples: log.samples may be off, or the recipe has none")])
+    number, tokens, as_json = limits[1] if step is None else step, options["tokens"], options["as_json"]
+    query = {name: str(options[name]) for name in ("prompt",) if options[name]}
+    query |= {"q": options["grep"], "errors": "1" if options["errors"] else ""}
+    if worst or best:
+        query |= {"sort": "reward", "order": "desc" if best else "asc"}
+    rows = select(read_samples(folder, number), query)[: worst or best]
+    if not rows and not limits[0] <= number <= limits[1]:
+        raise InvalidJob(
+            [ConfigError("--step", f"{number} has no samples: there are steps {limits[0]} to {limits[1]}")]
+        )
+    if as_json:
+        echo(json.dumps(rows))
+        return
+    for row in rows:
+        echo("\n".join(_sample_lines(row, tokens)) + "\n")
+    echo(f"{len(rows)} samples of step {number}", err=True)
+
+
+_FACTS = ("reward", "advantage", "version", "staleness", "turns", "completion_tokens", "rank", "update")
+_WIDEST = 24  # characters of a token
+
+
+def _sample_lines(row: Mapping[str, Any], tokens: bool) -> list[str]:
+    facts = [f"{name} {_short(row[name])}" for name in _FACTS if row.get(name) is not None]
+    facts += [f"{name} {_short(value)}" for name, value in row.items() if name.startswith("reward/")]
+    lines = [f"prompt {row.get('prompt_id', '')} sample {row.get('sample_index', '')}: {', '.join(facts)}"]
+    if row.get("mark"):
+        lines.append(f"  {row['mark']}: {row.get('reason', '')}")
+    for name in ("prompt", "completion", "answer"):
+        if row.get(name) is not None:
+            text = row[name] if isinstance(row[name], str) else json.dumps(row[name], ensure_ascii=False)
+            lines.append(f"  {name}: {text}".replace("\n", "\n    "))
+    if tokens and row.get("tokens"):
+        names = [name for name in row if name.startswith("token_")]
+        columns = [row[name] for name in names]
+        lines.append(f"    {'token':<{_WIDEST}}  {'  '.join(name.removeprefix('token_') for name in names)}")
+        for text, *values in zip(row["tokens"], *columns, strict=True):
+            numbers = "  ".join(_short(value) for value in values)
+            lines.append(f"    {repr(text)[:_WIDEST]:<{_WIDEST}}  {numbers}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@click.command()
+@click.argument("name_or_dir", metavar="RUN")
+@click.option("--step", type=click.IntRange(min=1), required=True)
+@_JSON
+def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
+    """Print the samples that the gradient of a step was made of: prompts, weights that wrote them, and ranks."""
+    rows = trained_samples(find_saved_run(name_or_dir).folder, step)
+    if as_json:
+        echo(json.dumps(rows))
+        return
+    if not rows:
+        raise InvalidJob([ConfigError("--step", f"{step} was trained on no sample that the run has kept")])
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*(name.replace("_", " ") for name in names), box=None)
+    for row in rows:
+        table.add_row(*(_short(row.get(name, "")) for name in names))
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+    versions = Counter(row.get("version") for row in rows)
+    shares = ", ".join(f"{count} of version {version}" for version, count in sorted(versions.items(), key=str))
+    echo(f"step {step}: {len(rows)} samples, written with the weights {shares}", err=True)
+
+
+VERBS = (view, trace, samples, lineage)

@@ -236,13 +236,14 @@ class Run:
     # -- its samples and logs -----------------------------------------------------------------------------------------
 
     def samples(self, query: Mapping[str, str]) -> Plain:
-        """Return a page of the samples of ``step``, the last one by default, chosen and sorted by :func:`select`."""
+        """Return a page of the samples of ``step``, the last one by default, chosen and sorted by
+        :func:`~dlrover.python.rl.page.samples.select`."""
         limits = samples.sample_steps(self.folder)
         if limits is None:
             raise CallError("this run has no samples: log.samples may be off, or the recipe has none")
         number = number_in(query, "step", limits[1])
         rows = samples.read_samples(self.folder, number)
-        chosen = select(rows, query)
+        chosen = samples.select(rows, query)
         offset, count = number_in(query, "offset", 0), min(number_in(query, "limit", 200), _MOST_ROWS)
         names = sorted({name for row in rows for name in row if name.startswith("reward/")})
         page = [_finite(row) for row in chosen[offset : offset + count]]
@@ -300,30 +301,6 @@ def number_in(query: Mapping[str, str], name: str, default: int | None = None) -
     if not text.isdecimal():
         raise CallError(f"'{name}' must be a whole number, not '{text[:50]}'")
     return int(text)
-
-
-def select(rows: Sequence[Plain], query: Mapping[str, str]) -> list[Plain]:
-    """Return the rows that match ``q`` (a text in prompt or completion), ``prompt`` (an id) and ``errors``, in the
-    order of ``sort`` (reward, length, error or prompt) and ``order`` (asc or desc). Raises CallError."""
-    keys: dict[str, Callable[[Plain], Any]] = {
-        "reward": lambda row: (curves.number_of(row.get("reward")) is None, curves.number_of(row.get("reward")) or 0.0),
-        "length": lambda row: row.get("completion_tokens", len(str(row.get("completion", "")))),
-        "error": lambda row: (not row.get("error"), str(row.get("error"))),
-        "prompt": lambda row: (str(row.get("prompt_id")), row.get("sample_index", 0)),
-    }
-    sort, text = query.get("sort", ""), query.get("q", "").lower()
-    if sort and sort not in keys:
-        raise CallError(f"samples cannot be sorted by '{sort}'{hint(sort, keys)}")
-    chosen = [
-        row
-        for row in rows
-        if (not query.get("prompt") or str(row.get("prompt_id")) == query["prompt"])
-        and (not query.get("errors") or row.get("error"))
-        and (not text or any(text in str(row.get(name, "")).lower() for name in ("prompt", "completion", "answer")))
-    ]
-    if sort:
-        chosen.sort(key=keys[sort], reverse=query.get("order") == "desc")
-    return chosen
 
 
 class RunFolders:

@@ -4,12 +4,15 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
+from dlrover.python.rl.page.curves import number_of
 
 Row = dict[str, Any]
 
@@ -54,6 +57,30 @@ def lineage(folder: Path, step: int) -> list[Row]:
     gradients were computed."""
     rows = [row for row in read_samples(folder, step) if not row.get("mark")]
     return [{name: row[name] for name in _LINEAGE if name in row} for row in rows]
+
+
+def select(rows: Sequence[Row], query: Mapping[str, str]) -> list[Row]:
+    """Return the rows that match ``q`` (a text in prompt or completion), ``prompt`` (an id) and ``errors``, in the
+    order of ``sort`` (reward, length, error or prompt) and ``order`` (asc or desc). Raises CallError."""
+    keys: dict[str, Callable[[Row], Any]] = {
+        "reward": lambda row: (number_of(row.get("reward")) is None, number_of(row.get("reward")) or 0.0),
+        "length": lambda row: row.get("completion_tokens", len(str(row.get("completion", "")))),
+        "error": lambda row: (not row.get("error"), str(row.get("error"))),
+        "prompt": lambda row: (str(row.get("prompt_id")), row.get("sample_index", 0)),
+    }
+    sort, text = query.get("sort", ""), query.get("q", "").lower()
+    if sort and sort not in keys:
+        raise CallError(f"samples cannot be sorted by '{sort}'{hint(sort, keys)}")
+    chosen = [
+        row
+        for row in rows
+        if (not query.get("prompt") or str(row.get("prompt_id")) == query["prompt"])
+        and (not query.get("errors") or row.get("error"))
+        and (not text or any(text in str(row.get(name, "")).lower() for name in ("prompt", "completion", "answer")))
+    ]
+    if sort:
+        chosen.sort(key=keys[sort], reverse=query.get("order") == "desc")
+    return chosen
 
 
 def _parts(folder: Path, ending: str) -> dict[int, Path]:
