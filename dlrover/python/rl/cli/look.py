@@ -3,9 +3,12 @@
 
 import json
 import re
+import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,21 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
-from dlrover.python.rl.common.log import echo
+from dlrover.python.rl.common.log import echo, inert
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.spec import RUNS
+from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
 from dlrover.python.rl.page.perfetto import trace as trace_file
+from dlrover.python.rl.page.run_data import Run, RunFolders
 from dlrover.python.rl.page.samples import lineage as trained_samples
 from dlrover.python.rl.page.samples import read_samples, sample_steps, select
 from dlrover.python.rl.page.spans import last_step, read_steps
+from dlrover.python.rl.runtime.member.heartbeat import stacks_of
 
 _PORT = 8480
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_POLL_S, _STACKS_S = 0.5, 5.0
 _LAST = 3  # steps of a trace by default
 
 
@@ -175,4 +183,62 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
     echo(f"step {step}: {len(rows)} samples, written with the weights {shares}", err=True)
 
 
-VERBS = (view, trace, samples, lineage)
+@click.command()
+@click.argument("name_or_dir", metavar="RUN")
+@click.argument("process", default="")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the run has ended.")
+@click.option("--grep", default="", help="Only lines with this text.")
+@click.option("--last", type=click.IntRange(min=1), default=200, show_default=True, help="Begin with this many.")
+@_JSON
+def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, as_json: bool) -> None:
+    """Print a run's events and the lines of its logs, of PROCESS, such as rollout-1, or of all, in time."""
+    run, cursor = Run(find_saved_run(name_or_dir).folder, "."), ""
+    while True:
+        stream = run.events(cursor, process, grep, last)
+        cursor = stream["next"]
+        for each in stream["events"]:
+            text = each["text"] if each["kind"] == "log" else f"--- {each['text']}"
+            echo(json.dumps(each) if as_json else f"{when(each['at_s'])} {each['process']:<12} {text}")
+        if not follow or run.view.ended:
+            return
+        time.sleep(_POLL_S)
+
+
+@click.command()
+@click.argument("name_or_dir", metavar="RUN")
+@click.argument("process", default="")
+def stacks(name_or_dir: str, process: str) -> None:
+    """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
+    run = Run(find_saved_run(name_or_dir).folder, ".")
+    names = {each["process"].lower().replace("[", "-").rstrip("]"): each for each in run.members() if each["pid"]}
+    if process and process not in names:
+        raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])
+    if not names or run.view.ended:
+        raise InvalidJob([ConfigError(name_or_dir, "has no running process in its journal")])
+    for name, member in names.items():
+        if process in ("", name):
+            echo(f"--- {member['process']}, pid {member['pid']} on {member['node']}")
+            is_here = member["node"] == socket.gethostname()
+            echo(stacks_of(member["pid"], _STACKS_S) if is_here else f"run 'py-spy dump --pid {member['pid']}' there")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=RUNS)
+@_JSON
+def runs(folder: Path, as_json: bool) -> None:
+    """List the runs in and below FOLDER, by default ./runs, with their last metrics."""
+    rows = RunFolders([folder.resolve()]).rows()
+    if as_json:
+        echo(json.dumps(rows))
+        return
+    table = Table("run", "phase", "step", "reward", "goodput", "recoveries", "elapsed", "began", box=None)
+    for row in rows:
+        steps = f"{row['step']}/{row['total_steps']}" if row["total_steps"] else str(row["step"])
+        shares = ["" if row[name] is None else _short(row[name]) for name in ("reward", "goodput")]
+        span = str(timedelta(seconds=int(row["elapsed_s"])))
+        began = when(row["started_s"]) if row["started_s"] else ""
+        table.add_row(inert(row["id"]), inert(row["phase"]), steps, *shares, str(row["recoveries"]), span, began)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+
+VERBS = (view, trace, samples, lineage, events, stacks, runs)

@@ -18,19 +18,18 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.master.client.explain import advice
 from dlrover.python.rl.master.client.jobs import JobHistory, JobView, view_of_folder
+from dlrover.python.rl.master.process.live import read_live
 from dlrover.python.rl.master.process.status import reward_of
 from dlrover.python.rl.page import curves, samples, spans
 from dlrover.python.rl.page.findings import findings
 from dlrover.python.rl.page.perfetto import trace
 from dlrover.python.rl.page.stream import read_stream
-from dlrover.python.rl.page.timeline import REPAIRS, Timeline, members_of, read_timeline, with_steps
+from dlrover.python.rl.page.timeline import REPAIRS, Timeline, last_sign_s, members_of, read_timeline, with_steps
 from dlrover.python.rl.runtime.run.files import METRICS, RECORDS
 from dlrover.python.rl.runtime.run.folder import DESCRIPTION, in_use, newest_owner
 
 Plain = dict[str, Any]
 
-LIVE = "live.json"
-_LIVE_S = 30.0  # after which the master's last word about heartbeats is too old
 _MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
 _DEEPEST = 3  # levels of folders below the served one in which runs are looked for
 
@@ -72,6 +71,7 @@ class Run:
         _, changed_s = curves.last_row(self.folder / METRICS)
         spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
         marks = [mark for mark in timeline.marks if mark.kind in REPAIRS.values()]
+        until_s = last_sign_s(self.folder)
         devices = {(each["node"], item) for each in self.members() for item in each["devices"].split(",") if item}
         return {
             "id": self.run_id,
@@ -83,17 +83,20 @@ class Run:
             "last_step_s": changed_s,
             "reward": curves.number_of(view.reward),
             "spark": spark,
-            "goodput": timeline.goodput,
+            "goodput": timeline.goodput(until_s),
             "recoveries": len(marks),
             "devices": len(devices),
             "started_s": view.started_s,
-            "elapsed_s": max(view.elapsed_s if view.ended else time.time() - view.started_s, 0.0),
+            "elapsed_s": max(until_s - view.started_s, 0.0) if view.started_s else 0.0,
             "reason": view.reason,
         }
 
     def overview(self) -> Plain:
         view, timeline = self.view, self.timeline
-        uses = [{"use": use, "cause": why, "seconds": each} for (use, why), each in timeline.spent_s().items()]
+        uses = [
+            {"use": use, "cause": why, "seconds": each}
+            for (use, why), each in timeline.spent_s(last_sign_s(self.folder)).items()
+        ]
         failure = timeline.state.failure or timeline.state.first_cause
         return {
             **self.row(),
@@ -110,13 +113,7 @@ class Run:
         }
 
     def members(self) -> list[Plain]:
-        live: Plain = {}
-        with suppress(OSError, ValueError, TypeError, KeyError), open_file(self.folder / LIVE) as file:
-            written = json.load(file)
-            age_s = time.time() - float(written["at_s"])
-            live = {name: (age + age_s, call, call_s) for name, (age, call, call_s) in written["processes"].items()}
-            live = live if age_s < _LIVE_S else {}
-        return members_of(self.timeline.state, live)
+        return members_of(self.timeline.state, read_live(self.folder, time.time()))
 
     @property
     def view(self) -> JobView:

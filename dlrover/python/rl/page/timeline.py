@@ -2,22 +2,28 @@
 """The past of a run by its journals: the use of its hours, its recoveries with their costs, and its processes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import JournalCorrupt
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import Cause, Event
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, processes
+from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.metrics import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.master.process.status import recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.run.files import METRICS
+from dlrover.python.rl.runtime.run.folder import in_use, newest_record
+
+Activities: TypeAlias = Mapping[str, tuple[float | None, str | None, float | None]]
+"""Process to the age of its heartbeat, its current call, and that call's seconds."""
 
 REPAIRS = {TimeUse.RECOVERY: "recovery", TimeUse.RESTART: "restart"}
 
@@ -54,19 +60,33 @@ class Timeline:
     uses: list[Use] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     entries: list[tuple[float, str, str]] = field(default_factory=list)  # time, process, and a line for people
-    goodput: float | None = None
 
     @property
     def began_s(self) -> float:
         return self.uses[0].begin_s if self.uses else 0.0
 
-    def spent_s(self) -> dict[tuple[str, str], float]:
-        """Return the seconds by use and cause; the last use counts up to now unless the run has ended."""
+    def spent_s(self, until_s: float) -> dict[tuple[str, str], float]:
+        """Return the seconds by use and cause; a use that has not ended counts up to the Unix time ``until_s``."""
         spent: dict[tuple[str, str], float] = {}
         for each in self.uses:
-            end_s = each.end_s or time.time()
-            spent[each.use, each.cause] = spent.get((each.use, each.cause), 0.0) + end_s - each.begin_s
+            seconds = max((each.end_s or until_s) - each.begin_s, 0.0)
+            spent[each.use, each.cause] = spent.get((each.use, each.cause), 0.0) + seconds
         return spent
+
+    def goodput(self, until_s: float) -> float | None:
+        """Return the useful share of the run's time; None before any time has passed."""
+        spent = self.spent_s(until_s)
+        whole_s = sum(spent.values())
+        return spent.get((TimeUse.USEFUL.value, ""), 0.0) / whole_s if whole_s else None
+
+
+def last_sign_s(folder: Path) -> float:
+    """Return the time of the last sign of life: now for a run that is in use, else when its owner's record, its journal
+    or its metrics were last written."""
+    if in_use(folder):
+        return time.time()
+    written = (newest_record(folder), folder / JOURNAL, folder / METRICS)
+    return max((path.stat().st_mtime for path in written if path is not None and path.exists()), default=0.0)
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -91,8 +111,7 @@ def _add(timeline: Timeline, recorded: list[tuple[float, Event]]) -> None:
         _note_use(timeline, account, at_s)
         timeline.entries += [(at_s, process, line) for process, line in _lines_of(before, state, event)]
         _mark(timeline, account, at_s, before, state, event)
-    total = sum(account.seconds.values())
-    timeline.state, timeline.goodput = state, account.goodput if total else None
+    timeline.state = state
 
 
 def _note_use(timeline: Timeline, account: TimeAccount, at_s: float) -> None:
@@ -138,7 +157,28 @@ def _lines_of(before: JobState, after: JobState, event: Event) -> Iterator[tuple
         yield "job", f"the job is {after.phase.value}" + (f": {after.reason}" if after.reason else "")
 
 
-def members_of(state: JobState, live: dict[str, Any]) -> list[dict[str, Any]]:
+def use_lines(folder: Path) -> list[str]:
+    """Return the use of a run's time and the cost of each recovery, as text. Raises InvalidJob without a journal."""
+    timeline = read_timeline(folder)
+    if not timeline.uses:
+        raise InvalidJob([ConfigError(str(folder), "has no journal: a run in one process, or of a launcher, has none")])
+    until_s = last_sign_s(folder)
+    spent = timeline.spent_s(until_s)
+    whole_s = max(sum(spent.values()), 1e-9)
+    lines = [f"{whole_s / 3600:.3g} h, of which {timeline.goodput(until_s) or 0.0:.1%} made progress"]
+    for (use, cause), seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        name = f"{use} ({cause})" if cause else use
+        lines.append(f"  {name:<32} {seconds:10.1f} s  {seconds / whole_s:6.1%}")
+    repairs = [mark for mark in timeline.marks if mark.kind in REPAIRS.values()]
+    lines += ["Recoveries and restarts:"] if repairs else []
+    for mark in repairs:
+        cost = "under way" if mark.cost_s is None else f"{mark.cost_s:.1f} s"
+        where = f"step {mark.step}, " if mark.step else ""
+        lines.append(f"  {when(mark.at_s)} {mark.process}: {mark.cause}: {mark.message} ({where}{cost})")
+    return lines
+
+
+def members_of(state: JobState, live: Activities) -> list[dict[str, Any]]:
     """List the workers and the trainer with their places and, of a live job, heartbeats and current calls."""
     rows, up = [], processes(state)
     ids = [process_id for process_id in state.members] + [each for each in up if each not in state.members]

@@ -43,6 +43,7 @@ from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.master.process import brain
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
+from dlrover.python.rl.master.process.live import write_live
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
@@ -245,10 +246,16 @@ class RLMaster:
         self._run.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
+        job, writing = self._run.job, asyncio.get_running_loop().create_future()
+        writing.set_result(None)
         while not self._state.phase.terminal:
-            await asyncio.sleep(self._run.job.liveness.beat_s)
+            await asyncio.sleep(job.liveness.beat_s)
             for event in await self._hang_detector.hangs(self._state):
                 self._events.put_nowait(event)
+            if writing.done():  # a disk may not answer for a while
+                writing = asyncio.ensure_future(
+                    asyncio.to_thread(write_live, job.job_dir, self._hang_detector.activities(), time.time())
+                )
 
     # -- requests of the job's processes -------------------------------------------------------------------------------
 
