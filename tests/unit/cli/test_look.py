@@ -30,6 +30,10 @@ def run_verb(tmp_path):
         ("samples", ("--errors",), "prompt 0 sample 1: reward 1, advantage -0.5, version 5, rank 1, reward/exact 1"),
         ("samples", ("--errors",), "  failed: "),
         ("lineage", ("--step", "4"), "prompt id"),
+        ("events", ("--grep", "killed"), "--- ROLLOUT[1]: process_died: killed by signal 9"),
+        ("events", ("trainer",), "2027-01-15 08:00:05 trainer      08:00:05 W <b>slow</b> red"),
+        ("explain", ("--time",), "recovery (process_died)                 3.0 s"),
+        ("explain", ("--time",), "ROLLOUT[1]: process_died: killed by signal 9 (step 2, 3.0 s)"),
     ],
 )
 def test_look_verb_prints_the_run(run_verb, verb, options, shown):
@@ -57,11 +61,21 @@ def test_samples_chooses_rows(run_verb, options, rewards):
     [
         ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
         ("lineage", ("--step", "7"), "--step: 7 was trained on no sample that the run has kept"),
+        ("stacks", (), "has no running process in its journal"),
+        ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
         ("trace", ("--steps", "x"), "--steps: must be FIRST:LAST, such as 10:12, got 'x'"),
     ],
 )
 def test_look_verb_refuses_a_step_that_is_missing(run_verb, verb, options, message):
     assert message in run_verb(verb, *options)[1]
+
+
+def test_runs_lists_the_runs_below_a_folder(tmp_path):
+    write_run(tmp_path / "a/toy", steps=6, lost_at=2)
+    result = CliRunner().invoke(cli, ["runs", str(tmp_path), "--json"])
+    (row,) = json.loads(result.stdout)
+    assert (row["id"], row["phase"], row["step"], row["recoveries"]) == ("a/toy", "finished", 6, 1)
+    assert "a/toy" in CliRunner().invoke(cli, ["runs", str(tmp_path)]).stdout
 
 
 def test_view_exports_a_run_as_one_file(run_verb, tmp_path):

@@ -3,6 +3,7 @@
 
 import json
 import time
+from datetime import datetime
 
 import pytest
 
@@ -225,3 +226,22 @@ def test_events_can_be_searched_and_chosen_by_process(run):
         run.events("", "trainr", "", 100)
     with pytest.raises(CallError, match="'after' is not a cursor that this page gave"):
         run.events("bm9uc2Vuc2U=", "", "", 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "clock"),
+    [
+        ("2027-01-15 08:01:00 I date first", "I", "08:01:00"),
+        ("[ROLLOUT[1]] 2027-01-15 08:01:00 W after the process", "W", "08:01:00"),
+        ("[trainer] 08:01:00 E of an earlier version", "E", "08:01:00"),
+        ('{"time": "2027-01-15 08:01:00", "level": "ERROR", "process": "trainer", "message": "m"}', "E", "08:01:00"),
+        ("  File without a time", "", "08:00:05"),
+    ],
+)
+def test_log_lines_have_their_times_and_levels(run, line, level, clock):
+    with (run.folder / "logs/trainer.log").open("a") as log:
+        log.write(f"{line}\n")
+    last = [each for each in run.events("", "trainer", "", 100)["events"] if each["text"] == line]
+    assert [(each["level"], datetime.fromtimestamp(each["at_s"]).strftime("%H:%M:%S")) for each in last] == [
+        (level, clock)
+    ]

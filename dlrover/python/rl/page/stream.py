@@ -18,7 +18,10 @@ from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 
 Entry = dict[str, Any]
 
-_CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d) )?(\d\d:\d\d:\d\d)[,.\d]* (?:([DIWEC]) )?")
+_CLOCK = re.compile(
+    r"(?:\[[^ ]+\] |\{\"time\": \")?(?:(\d{4}-\d\d-\d\d) )?(\d\d:\d\d:\d\d)"
+    r"(?: ([DIWEC]) |\", \"level\": \"([DIWEC])|[ ,.])"
+)
 _BEGAN = re.compile(r"^--- .*, (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)$")
 _DAY_S = 86_400.0
 _TAIL_LINES, _LEAST_TAIL = 20_000, 50  # of all processes, and of each
@@ -62,7 +65,7 @@ def _entry_of(process: str, line: str, times: dict[str, float]) -> Entry:
         at_s = datetime.fromisoformat(f"{day} {clock[2]}").timestamp()
         midnight = not clock[1] and at_s < last_s - _DAY_S / 2
         times[process] = at_s + _DAY_S * midnight
-    level = clock[3] or "" if clock else ""
+    level = clock[3] or clock[4] or "" if clock else ""
     return {"at_s": times.get(process, 0.0), "process": process, "kind": "log", "level": level, "text": line}
 
 

@@ -248,7 +248,7 @@ class LogCopier:
 
     def note(self, line: str) -> None:
         """Add a line with the time at the next copy; returns at once."""
-        self._notes.append(f"{datetime.now():%H:%M:%S} {line}\n")
+        self._notes.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def stop(self) -> None:
         self._stopping.set()
