@@ -27,6 +27,7 @@ from dlrover.python.rl.master.process.metrics import (
     MAX_CALL_SERIES,
     MAX_MEMBER_SERIES,
     STEP_METRICS,
+    EndedJob,
     JobMetrics,
     MetricsEndpoint,
     ServiceMetrics,
@@ -207,6 +208,22 @@ def test_new_method_names_make_a_bounded_number_of_series():
     assert len(counts) == MAX_CALL_SERIES + 1 and sum(counts) == 2 * MAX_CALL_SERIES
 
 
+def test_service_counts_ended_jobs_and_dates_the_last_ones():
+    jobs = [EndedJob("toy", owner, "failed", "hung", at_s) for owner, at_s in (("alice", 10.0), ("bob", 4000.0))]
+    jobs += [EndedJob("toy", "alice", "failed", "hung", 4500.0), EndedJob("other", "bob", "finished", "", 4600.0)]
+    samples = exported(ServiceMetrics(lambda: ({}, 0, 0), lambda: jobs, lambda: 5000.0))
+    ended = {name: value for name, value in samples.items() if name.startswith("rl_service_job")}
+    total, dated = "rl_service_jobs_ended_total", "rl_service_job_ended_timestamp_seconds"
+    assert ended == {
+        f"{total} cause=hung owner=alice phase=failed": 2.0,
+        f"{total} cause=hung owner=bob phase=failed": 1.0,
+        f"{total} cause= owner=bob phase=finished": 1.0,
+        f"{dated} cause=hung owner=alice phase=failed": 4500.0,
+        f"{dated} cause=hung owner=bob phase=failed": 4000.0,
+        f"{dated} cause= owner=bob phase=finished": 4600.0,
+    }
+
+
 # -- dashboard and alerts ---------------------------------------------------------------------------------------------
 
 
@@ -217,7 +234,8 @@ def everything():
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
         job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))
-    service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3))
+    failed = EndedJob("toy", "alice", "failed", "user_error", 5.0)
+    service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3), lambda: [failed], lambda: 6.0)
     service.count("Get", "OK")
     service.time("Get", 0.1)
     labels = {}

@@ -22,6 +22,7 @@ from typing import TypeAlias
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.brain import check_new_size
+from dlrover.python.rl.master.process.metrics import EndedJob
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
@@ -178,6 +179,15 @@ class JobManager:
         jobs = Counter(record.phase for record in self._ledger.unfinished.values())
         by_phase = {phase.value: jobs[phase] for phase in JobPhase if not phase.ended}
         return by_phase, self._ledger.last_event, self._submissions
+
+    def ended(self) -> list[EndedJob]:
+        """Return the runs that have ended, the newest last."""
+        records = sorted([*self._ledger.records.values()], key=lambda record: record.ended_s)
+        return [
+            EndedJob(each.name, each.owner, each.phase.value, each.cause, each.ended_s)
+            for each in records
+            if each.phase.ended
+        ]
 
     def _with_reason(self, record: JobRecord) -> JobRecord:
         """Add to a queued job the reason why it waits."""

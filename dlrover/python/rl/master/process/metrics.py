@@ -20,6 +20,7 @@ out pages whose names were rebound to loopback. Beyond loopback it needs a beare
 import hmac
 import ssl
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from itertools import accumulate, islice
 from math import isfinite, nan
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, Info
@@ -416,12 +417,29 @@ def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[Ba
     return Handler
 
 
+MAX_ENDED_SERIES, _RECENT_S = 200, 3600.0
+
+
+class EndedJob(NamedTuple):
+    job_name: str
+    owner: str
+    phase: str
+    cause: str
+    at_s: float
+
+
 class ServiceMetrics:
     """The metrics of the service in ``registry``. Methods and codes are from the protocol: no client can add a series.
-    ``counts`` returns the running jobs by phase, all events, and the submissions that made a job."""
+    ``counts`` returns the running jobs by phase, all events, and the submissions that made a job; ``ended`` the jobs
+    that have ended, the newest last."""
 
-    def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int, int]]) -> None:
-        self._counts = counts
+    def __init__(
+        self,
+        counts: Callable[[], tuple[Mapping[str, int], int, int]],
+        ended: Callable[[], Iterable[EndedJob]] = tuple,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._counts, self._ended, self._wall_s = counts, ended, wall_s
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = prometheus_client.Counter(
             "rl_service_requests", "Requests that have ended.", ["method", "code"], registry=self.registry
@@ -444,3 +462,16 @@ class ServiceMetrics:
         yield jobs
         yield CounterMetricFamily("rl_service_events", "Events of all jobs.", value=events)
         yield CounterMetricFamily("rl_service_submissions", "Accepted submissions.", value=submissions)
+        ended = list(self._ended())
+        numbers = Counter((job.phase, job.owner, job.cause) for job in ended)
+        total = CounterMetricFamily("rl_service_jobs_ended", "Ended jobs.", labels=["phase", "owner", "cause"])
+        for labels, number in numbers.items():
+            total.add_metric(labels, number)
+        yield total
+        # A counter that appears with 1 has no increase: alerts read when each job has ended.
+        text = "When a job of the last hour has ended."
+        recent = GaugeMetricFamily("rl_service_job_ended_timestamp_seconds", text, labels=list(EndedJob._fields[:-1]))
+        newest = {job[:-1]: job.at_s for job in ended[-MAX_ENDED_SERIES:] if self._wall_s() - job.at_s < _RECENT_S}
+        for about, at_s in newest.items():
+            recent.add_metric(about, at_s)
+        yield recent
