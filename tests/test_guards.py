@@ -103,12 +103,12 @@ submissions_plan = submissions.plan
 @guarded_by(endpoint, "is_loopback", lambda host: True)
 def nothing_listens_beyond_loopback_without_a_token(folder):
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, "", tls).close())
+    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), ("0.0.0.0", 0), "", tls).close())
 
 
 @guarded_by(endpoint, "is_loopback", lambda host: True)
 def a_token_of_scrapers_does_not_travel_in_the_clear(folder):
-    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, CANARY).close())
+    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), ("0.0.0.0", 0), CANARY).close())
 
 
 @guarded_by(serve, "is_loopback", lambda host: True)
@@ -137,7 +137,7 @@ def an_open_ray_beyond_loopback_is_not_used(folder):
 
 @guarded_by(endpoint, "is_loopback", lambda host: True)
 def a_page_of_a_browser_is_not_answered(folder):
-    served = endpoint.MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0)
+    served = endpoint.MetricsEndpoint(CollectorRegistry(), ("127.0.0.1", 0))
     with closing(served):
         assert ask(served.address, Host="evil.example:80") == 403
 

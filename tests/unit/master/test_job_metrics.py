@@ -238,7 +238,7 @@ def everything():
     service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3), lambda: [failed], lambda: 6.0)
     service.count("Get", "OK")
     service.time("Get", 0.1)
-    labels = {}
+    labels = {"up": {"job", "instance", "job_name", "owner"}}  # Prometheus's own, with the labels of discovery
     for registry in (job.registry, service.registry):
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
@@ -258,7 +258,7 @@ def expressions():
 @pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)
 def test_dashboard_and_alerts_read_exported_metrics(where, expression):
     labels = everything()
-    names = re.findall(r"\brl_[a-z_]+", expression)
+    names = re.findall(r"\b(?:rl_[a-z_]+|up)\b", expression)
     assert names, where
     assert set(names) <= labels.keys(), where
     for name, selectors in re.findall(r"\b(rl_[a-z_]+)\{([^}]*)\}", expression):
@@ -284,8 +284,8 @@ def registry():
 def serve(registry):
     opened = []
 
-    def serve(host="127.0.0.1", token="", tls=None):
-        opened.append(MetricsEndpoint(registry, host, 0, token, tls))
+    def serve(host="127.0.0.1", token="", tls=None, targets=None):
+        opened.append(MetricsEndpoint(registry, (host, 0), token, tls, targets))
         return opened[-1].address.replace("0.0.0.0", "127.0.0.1")
 
     yield serve
@@ -309,6 +309,13 @@ def ask(address, method="GET", path="/metrics", trusted=None, **headers):
 def test_metrics_are_served(serve):
     status, body = ask(serve())
     assert status == 200 and "rl_answer 42.0" in body
+
+
+def test_endpoint_of_the_service_lists_those_of_its_jobs(serve):
+    address = serve(targets=lambda: [{"targets": ["host:1"], "labels": {"owner": "alice"}}])
+    status, body = ask(address, path="/sd")
+    assert (status, json.loads(body)) == (200, [{"targets": ["host:1"], "labels": {"owner": "alice"}}])
+    assert ask(serve(), path="/sd")[0] == 404, "a job's endpoint has none"
 
 
 REFUSED = [
@@ -341,7 +348,7 @@ def test_beyond_loopback_a_token_and_tls_are_needed(serve, registry, certificate
     tls = tls_context(*certificate)
     for token, context in (("", None), ("", tls), (TOKEN, None)):
         with pytest.raises(CallError, match=r"beyond loopback.*metrics_tls_cert.*proxy"):
-            MetricsEndpoint(registry, "0.0.0.0", 0, token, context)
+            MetricsEndpoint(registry, ("0.0.0.0", 0), token, context)
     address = serve("0.0.0.0", TOKEN, tls)
     assert ask(address, trusted=certificate[0], Host="cluster.example")[0] == 401
     headers = {"Host": "cluster.example", "Authorization": f"Bearer {TOKEN}"}

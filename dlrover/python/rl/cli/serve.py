@@ -124,7 +124,7 @@ async def _serve(
             port = await server.start(address)
             if metrics_port is not None:
                 https = tls_context(*tls) if tls else None
-                metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
+                metrics = _metrics(server.metrics.registry, (host, metrics_port), metrics_token, https, manager.targets)
                 echo(f"metrics at {metrics.url}", err=True)
             if page_port is not None:
                 from dlrover.python.rl.service.page import serve_jobs
@@ -144,13 +144,14 @@ async def _serve(
             await manager.close()
 
 
-def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
+def _metrics(registry: Any, address: tuple[str, int], token: str, tls: Any, targets: Any) -> Any:
     from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 
     try:
-        return MetricsEndpoint(registry, host, port, token, tls)
+        return MetricsEndpoint(registry, address, token, tls, targets)
     except OSError as error:
-        raise errors.JobConflict(f"cannot serve metrics at {host}:{port}: {error.strerror or error}") from error
+        where = "{}:{}".format(*address)
+        raise errors.JobConflict(f"cannot serve metrics at {where}: {error.strerror or error}") from error
 
 
 async def _wait_for_the_end(stopping: asyncio.Event, lost_process: Callable[[], str]) -> None:

@@ -44,7 +44,7 @@ from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase
 from dlrover.python.rl.master.process import brain
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.live import write_live
-from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
+from dlrover.python.rl.master.process.metrics import ADDRESS, JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
@@ -64,7 +64,6 @@ _LOG = get_logger(__name__)
 
 T = TypeVar("T")
 
-ADDRESS = "metrics.json"
 _MAX_REPORTS = 1000  # about 15 kB each
 
 _RELEASE_S = 30.0
@@ -506,7 +505,7 @@ class JobObserver:
             pair = Path(master.metrics_tls_cert), Path(master.metrics_tls_key)
             tls = tls_context(*pair) if master.metrics_tls_cert or master.metrics_tls_key else None
             self._endpoint = MetricsEndpoint(
-                self.metrics.registry, master.metrics_host, master.metrics_port, token, tls
+                self.metrics.registry, (master.metrics_host, master.metrics_port), token, tls
             )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
         except (OSError, errors.CallError) as error:
