@@ -339,8 +339,9 @@ def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> 
 
 
 class MetricsEndpoint(ThreadingHTTPServer):
-    """Serves ``registry`` at ``/metrics`` in a thread until it is closed, and ``targets``, for Prometheus's discovery by
-    HTTP, at ``/sd``. Raises CallError beyond loopback without a token or without TLS, OSError if the address is taken."""
+    """Serves ``registry`` at ``/metrics`` in a thread until it is closed, and ``targets``, for Prometheus's discovery
+    by HTTP, at ``/sd``. Raises CallError beyond loopback without a token or without TLS, OSError if the address is
+    taken."""
 
     daemon_threads = True
     request_queue_size = _MAX_CLIENTS
