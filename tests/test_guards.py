@@ -184,7 +184,7 @@ def an_open_ray_beyond_loopback_is_not_used(folder):
 
 @guarded_by(endpoint, "is_loopback", lambda host: True)
 def a_page_of_a_browser_is_not_answered(folder):
-    served = endpoint.MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0)
+    served = endpoint.MetricsEndpoint(CollectorRegistry(), ("127.0.0.1", 0))
     with closing(served), closing(http.client.HTTPConnection(served.address, timeout=10)) as connection:
         connection.request("GET", "/metrics", headers={"Host": "evil.example:80"})
         assert connection.getresponse().status == 403

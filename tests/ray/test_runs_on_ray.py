@@ -67,7 +67,9 @@ def test_master_on_a_shared_cluster_owns_the_folder(desk, ray_session):
     (start,) = [json.loads(line) for line in (desk.folder / "out/environment.jsonl").read_text().splitlines()]
     assert "job.yaml" in start["command"] and start["runtime"] == "Ray"
     assert start["devices"]["nodes"] == 1 and start["devices"]["cpus"] >= 1
-    steps = re.findall(r"^\d\d:\d\d:\d\d step (\d)/6", (desk.folder / "out/logs/trainer.log").read_text(), re.MULTILINE)
+    steps = re.findall(
+        r"^[-\d]+ \d\d:\d\d:\d\d step (\d)/6", (desk.folder / "out/logs/trainer.log").read_text(), re.MULTILINE
+    )
     assert steps == list("123456")
 
 

@@ -183,7 +183,7 @@ def test_witness_sees_arguments_files_and_metrics(tmp_path):
     Gauge("x", "y", ["z"], registry=registry).labels(canaries["metric"]).set(1)
     (tmp_path / "a").write_text(canaries["file"])
     (tmp_path / "held").write_text(canaries["metric"])
-    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0)
+    endpoint = MetricsEndpoint(registry, ("127.0.0.1", 0))
     (tmp_path / "service.log").write_text(f"metrics at {endpoint.url}\n")
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", canaries["argument"]])
     try:

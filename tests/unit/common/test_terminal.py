@@ -2,6 +2,7 @@
 """Text of jobs on a terminal: controls and marks of direction are shown, not obeyed."""
 
 import io
+import json
 import logging
 import sys
 import unicodedata
@@ -79,6 +80,22 @@ def test_progress_summary_and_log_are_inert(route, monkeypatch):
         configure_logging()
         logger.warning("%s", EVIL)
     assert "a\\x1b]0;t" in stream.getvalue() and inert(stream.getvalue()) == stream.getvalue()
+
+
+def test_log_as_json_has_the_process_and_the_error(monkeypatch):
+    logger, stream = logging.getLogger("dlrover"), io.StringIO()
+    for name, value in {"handlers": [], "propagate": False, "level": logger.level}.items():
+        monkeypatch.setattr(logger, name, value)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("DLROVER_RL_LOG", "json")
+    configure_logging("ROLLOUT[1]")
+    try:
+        raise ValueError("three\nlines")
+    except ValueError:
+        logger.exception("it failed: %s", EVIL)
+    line = json.loads(stream.getvalue())
+    assert (line["process"], line["level"], line["module"]) == ("ROLLOUT[1]", "ERROR", "dlrover")
+    assert "Traceback" in line["message"] and "\x1b" not in stream.getvalue()
 
 
 def test_output_of_ray_processes_is_inert():

@@ -27,6 +27,7 @@ from dlrover.python.rl.master.process.metrics import (
     MAX_CALL_SERIES,
     MAX_MEMBER_SERIES,
     STEP_METRICS,
+    EndedJob,
     JobMetrics,
     MetricsEndpoint,
     ServiceMetrics,
@@ -207,6 +208,22 @@ def test_new_method_names_make_a_bounded_number_of_series():
     assert len(counts) == MAX_CALL_SERIES + 1 and sum(counts) == 2 * MAX_CALL_SERIES
 
 
+def test_service_counts_ended_jobs_and_dates_the_last_ones():
+    jobs = [EndedJob("toy", owner, "failed", "hung", at_s) for owner, at_s in (("alice", 10.0), ("bob", 4000.0))]
+    jobs += [EndedJob("toy", "alice", "failed", "hung", 4500.0), EndedJob("other", "bob", "finished", "", 4600.0)]
+    samples = exported(ServiceMetrics(lambda: ({}, 0, 0), lambda: jobs, lambda: 5000.0))
+    ended = {name: value for name, value in samples.items() if name.startswith("rl_service_job")}
+    total, dated = "rl_service_jobs_ended_total", "rl_service_job_ended_timestamp_seconds"
+    assert ended == {
+        f"{total} cause=hung owner=alice phase=failed": 2.0,
+        f"{total} cause=hung owner=bob phase=failed": 1.0,
+        f"{total} cause= owner=bob phase=finished": 1.0,
+        f"{dated} cause=hung owner=alice phase=failed": 4500.0,
+        f"{dated} cause=hung owner=bob phase=failed": 4000.0,
+        f"{dated} cause= owner=bob phase=finished": 4600.0,
+    }
+
+
 # -- dashboard and alerts ---------------------------------------------------------------------------------------------
 
 
@@ -217,10 +234,11 @@ def everything():
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
         job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))
-    service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3))
+    failed = EndedJob("toy", "alice", "failed", "user_error", 5.0)
+    service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3), lambda: [failed], lambda: 6.0)
     service.count("Get", "OK")
     service.time("Get", 0.1)
-    labels = {}
+    labels = {"up": {"job", "instance", "job_name", "owner"}}  # Prometheus's own, with the labels of discovery
     for registry in (job.registry, service.registry):
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
@@ -240,7 +258,7 @@ def expressions():
 @pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)
 def test_dashboard_and_alerts_read_exported_metrics(where, expression):
     labels = everything()
-    names = re.findall(r"\brl_[a-z_]+", expression)
+    names = re.findall(r"\b(?:rl_[a-z_]+|up)\b", expression)
     assert names, where
     assert set(names) <= labels.keys(), where
     for name, selectors in re.findall(r"\b(rl_[a-z_]+)\{([^}]*)\}", expression):
@@ -266,8 +284,8 @@ def registry():
 def serve(registry):
     opened = []
 
-    def serve(host="127.0.0.1", token="", tls=None):
-        opened.append(MetricsEndpoint(registry, host, 0, token, tls))
+    def serve(host="127.0.0.1", token="", tls=None, targets=None):
+        opened.append(MetricsEndpoint(registry, (host, 0), token, tls, targets))
         return opened[-1].address.replace("0.0.0.0", "127.0.0.1")
 
     yield serve
@@ -291,6 +309,13 @@ def ask(address, method="GET", path="/metrics", trusted=None, **headers):
 def test_metrics_are_served(serve):
     status, body = ask(serve())
     assert status == 200 and "rl_answer 42.0" in body
+
+
+def test_endpoint_of_the_service_lists_those_of_its_jobs(serve):
+    address = serve(targets=lambda: [{"targets": ["host:1"], "labels": {"owner": "alice"}}])
+    status, body = ask(address, path="/sd")
+    assert (status, json.loads(body)) == (200, [{"targets": ["host:1"], "labels": {"owner": "alice"}}])
+    assert ask(serve(), path="/sd")[0] == 404, "a job's endpoint has none"
 
 
 REFUSED = [
@@ -323,7 +348,7 @@ def test_beyond_loopback_a_token_and_tls_are_needed(serve, registry, certificate
     tls = tls_context(*certificate)
     for token, context in (("", None), ("", tls), (TOKEN, None)):
         with pytest.raises(CallError, match=r"beyond loopback.*metrics_tls_cert.*proxy"):
-            MetricsEndpoint(registry, "0.0.0.0", 0, token, context)
+            MetricsEndpoint(registry, ("0.0.0.0", 0), token, context)
     address = serve("0.0.0.0", TOKEN, tls)
     assert ask(address, trusted=certificate[0], Host="cluster.example")[0] == 401
     headers = {"Host": "cluster.example", "Authorization": f"Bearer {TOKEN}"}

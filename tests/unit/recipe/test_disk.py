@@ -102,7 +102,7 @@ def test_log_is_written_whole_through_full_disks(disk, relief):
         log.write_step(step, {f"figure_{number}": number + step / 10 for number in range(80)})
     for close in (
         lambda: log.write_curve("reward/mean"),
-        lambda: log.write_held_out([{"prompt": "x" * 9000}]),
+        lambda: log.write_held_out(1, [{"prompt": "x" * 9000}]),
         lambda: log.write_summary({"what": "x" * 9000}),
     ):
         disk.fill()

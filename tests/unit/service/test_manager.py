@@ -2,6 +2,7 @@
 """Jobs are submitted once, watched without a gap, and found again by the next process of the service."""
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 
@@ -214,6 +215,21 @@ async def test_run_folder_is_fixed_when_the_job_is_submitted(tmp_path, in_zone, 
     await manager.close()
     async with serving(tmp_path, StillRunner()) as manager:
         assert manager.get("job").folder == record.folder
+
+
+@pytest.mark.parametrize(("address", "listed"), [("host:9100", True), ("[::1]:9100", True), ("evil/path?x:1", False)])
+async def test_targets_are_the_endpoints_of_running_jobs(tmp_path, address, listed):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text(json.dumps({"address": address}))
+    async with serving(tmp_path / "state", StillRunner()) as manager:
+        record = await begin(manager, folder=str(folder))
+        labels = {"job_name": "job", "owner": record.owner}
+        assert manager.targets() == ([{"targets": [address], "labels": labels}] if listed else [])
+        manager._runner.report(record, JobPhase.FAILED, reason="no memory", cause="hung")
+        await manager.wait("job", WITHIN_S)
+        assert manager.targets() == []
+        assert [each[:4] for each in manager.ended()] == [("job", record.owner, "failed", "hung")]
 
 
 @pytest.mark.parametrize(("phase", "reason"), [(JobPhase.STOPPED, "asked to"), (JobPhase.FAILED, "no memory")])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,8 @@ from dlrover.python.rl.master.client.jobs import (
     check_name,
     is_run_folder,
 )
+from dlrover.python.rl.page.findings import time_lines
+from dlrover.python.rl.page.timeline import use_lines
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -75,7 +78,7 @@ def _operation(function: Callable[..., None]) -> click.Command:
 @_operation
 @_JSON
 def list_jobs(jobs: JobOperations, as_json: bool) -> None:
-    """List the jobs of a cluster or a service."""
+    """List the jobs of a cluster or a service. 'dlrover-rl runs' lists those in folders."""
     views, left_out = jobs.list_jobs()
     if left_out:
         echo(f"{left_out} older ended jobs are not listed", err=True)
@@ -159,10 +162,19 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 
 @_operation
 @click.argument("name_or_dir")
-def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
+@click.option("--time", "with_time", is_flag=True, help="Show where its hours went instead, and each recovery's cost.")
+def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
-    echo("\n".join(explain_lines(view, jobs.history(view))))
+    folder = Path(view.folder) if view.folder and not view.owner else None
+    is_here = folder is not None and folder.is_dir()
+    if with_time:
+        if folder is None or not is_here:
+            raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
+        echo("\n".join(use_lines(folder)))
+        return
+    lines = explain_lines(view, jobs.history(view))
+    echo("\n".join([*lines, *(time_lines(folder) if folder is not None and is_here else [])]))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:

@@ -2,7 +2,9 @@
 """Text that this process writes for people: log lines in one format, without secrets, and output of jobs, models and
 services that cannot control a terminal."""
 
+import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -70,16 +72,28 @@ def valid_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+JSON_LOG = "DLROVER_RL_LOG"
+"""The environment variable that, set to ``json``, turns log lines into JSON objects."""
+
+
 class _Formatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__(f"[{process}] {_FORMAT}" if process else _FORMAT, datefmt="%Y-%m-%d %H:%M:%S")
+        self._process, self._as_json = process, os.environ.get(JSON_LOG) == "json"
+
     def format(self, record: logging.LogRecord) -> str:
-        return inert(redacted(super().format(record)))
+        if not self._as_json:
+            return inert(redacted(super().format(record)))
+        line = {"time": self.formatTime(record, self.datefmt), "level": record.levelname, "process": self._process}
+        text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        return json.dumps({**line, "module": record.name, "message": redacted(text)})
 
 
 def configure_logging(process: str = "", level: int = logging.INFO) -> None:
-    """Write this package's log lines to stderr, after ``[process]``. A second call replaces the first."""
+    """Write this package's log lines to stderr, after ``[process]``, or as JSON. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(f"[{process}] {_FORMAT}" if process else _FORMAT, datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(process))
     logger.handlers[:] = [handler]
     logger.setLevel(level)
     logger.propagate = False

@@ -131,7 +131,7 @@ class SFTTrainer(ExampleTrainer):
         rewards = Batch.concat(score(Shard(rollouts))).dense("reward")
         texts = bind_method(self.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
         logged = Batch.concat(texts).select(*TEXTS).with_columns(reward=rewards)
-        self.run_log.write_held_out([logged.row(row) for row in range(rows)])
+        self.run_log.write_held_out(step, [logged.row(row) for row in range(rows)])
         return {METRIC: mean_reward(rewards), "eval/failed": float(np.isnan(rewards).sum())}
 
 

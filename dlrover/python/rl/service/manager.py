@@ -11,17 +11,22 @@ changes nothing. The runner's work follows from the saved jobs alone, and the ne
 """
 
 import asyncio
+import json
 import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.master.process.brain import check_new_size
+from dlrover.python.rl.master.process.metrics import ADDRESS, EndedJob
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
@@ -45,6 +50,7 @@ _RECENT = 10_000
 _RETRY_S = 0.5
 _GATHER_S = 0.02  # a watcher then gets more events in fewer messages
 _MAX_WAITING = 5000
+_ADDRESS = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-f:]+\]:\d{1,5}")  # a job may write anything to its folder
 
 _Request: TypeAlias = tuple[Operation, asyncio.Future[Answer] | None]  # None: no answer is awaited
 
@@ -178,6 +184,27 @@ class JobManager:
         jobs = Counter(record.phase for record in self._ledger.unfinished.values())
         by_phase = {phase.value: jobs[phase] for phase in JobPhase if not phase.ended}
         return by_phase, self._ledger.last_event, self._submissions
+
+    def ended(self) -> list[EndedJob]:
+        """Return the runs that have ended, the newest last."""
+        records = sorted([*self._ledger.records.values()], key=lambda record: record.ended_s)
+        return [
+            EndedJob(each.name, each.owner, each.phase.value, each.cause, each.ended_s)
+            for each in records
+            if each.phase.ended
+        ]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return the metrics endpoints of running jobs, each with its job and owner, for Prometheus's discovery."""
+        targets = []
+        for record in [*self._ledger.unfinished.values()]:
+            folder = record.folder or record.results
+            with suppress(OSError, ValueError, TypeError, KeyError), open_file(Path(folder) / ADDRESS) as file:
+                address = str(json.load(file)["address"])
+                if _ADDRESS.fullmatch(address):
+                    labels = {"job_name": record.name, "owner": record.owner}
+                    targets.append({"targets": [address], "labels": labels})
+        return targets
 
     def _with_reason(self, record: JobRecord) -> JobRecord:
         """Add to a queued job the reason why it waits."""

@@ -202,7 +202,7 @@ class JobServer:
         failures: FailureLimit | None = None,
         reader: SubmissionReader | None = None,
     ) -> None:
-        self.metrics = ServiceMetrics(manager.counts)
+        self.metrics = ServiceMetrics(manager.counts, manager.ended)
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
         self._refused, self._refusals_logged = 0, FailureLimit(burst=1.0, per_s=1 / _DENIALS_EVERY_S)
         self._reader = reader or SubmissionReader()

@@ -55,13 +55,13 @@ def test_values_without_a_number_become_null(tmp_path):
     log.begin_step(1)
     log.write_step(1, {"reward/mean": float("nan"), "loss": float("inf")})
     log.write_samples(1, [{"reward": float("nan"), "prompt": "NaN"}])
-    log.write_held_out([{"reward": float("nan")}])
+    log.write_held_out(1, [{"reward": float("nan")}])
     log.write_summary({"mean": float("nan")})
     log.write_curve("reward/mean")
     expected = {
         "metrics.jsonl": {"step": 1, "reward/mean": None, "loss": None},
         "samples.jsonl": {"step": 1, "reward": None, "prompt": "NaN"},
-        "held_out.jsonl": {"reward": None},
+        "held_out.jsonl": {"step": 1, "reward": None},
         "summary.json": {"mean": None},
     }
     assert {name: json.loads((tmp_path / name).read_text(), parse_constant=refuse) for name in expected} == expected
@@ -80,7 +80,7 @@ def test_half_a_character_in_an_errors_text_is_escaped(tmp_path, caplog):
 def test_second_run_replaces_the_log_and_keeps_the_rest(tmp_path):
     first = RunLog(tmp_path)
     written(first, [1])
-    first.write_held_out([{"reward": 1.0}])
+    first.write_held_out(1, [{"reward": 1.0}])
     first.write_summary({})
     for name in CURVES:
         first.write_curve(name)

@@ -32,7 +32,11 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("rewards", "weights", "calls"),
-    [((NAN, NAN), (1, 1), []), ((NAN, 1.0), (0, 0), ["aux"]), ((NAN, 1.0), (0, 1), ["aux", "update"])],
+    [
+        ((NAN, NAN), (1, 1), ["samples"]),
+        ((NAN, 1.0), (0, 0), ["aux", "samples"]),
+        ((NAN, 1.0), (0, 1), ["aux", "samples", "update"]),
+    ],
 )
 def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls):
     done, weighted = [], Batch({"weight": np.float32(weights)})
@@ -43,6 +47,9 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         add_token_columns=lambda batch, aux: batch.train_rows,
         algorithm=SimpleNamespace(annotate=lambda rows: weighted),
         update=lambda *_: done.append("update") or {"loss": 1.0},
+        plan_updates=lambda rows: (rows, None),
+        sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
+        RG_ACTOR=SimpleNamespace(data_parallel_size=1),
     )
     metrics = PolicyTrainer.train(trainer, 3, step_of(samples_of(rewards)))
     assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
@@ -67,6 +74,7 @@ def test_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_of
         cfg=PolicyConfig(model="m", eval_every=2),
         reward_failures=SimpleNamespace(metrics=dict),
         collector=collector,
+        evaluate=lambda step: calls.append("evaluate"),
         sandbox={},
         warnings=StepWarnings(True, 64),
         model_saver=saver,

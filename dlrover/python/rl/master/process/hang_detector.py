@@ -55,6 +55,14 @@ class HangDetector:
         self._signs[beat.process_id] = Sign(beat.process_id, beat.number, beat.method, since_s, beat.step, now_s)
         return True
 
+    def activities(self) -> dict[str, tuple[float, str | None, float]]:
+        """Return the age of each process's last heartbeat, its current call, and the seconds since that progressed."""
+        now_s = self._now_s()
+        return {
+            str(process_id): (now_s - sign.at_s, sign.method or None, now_s - sign.since_s if sign.method else 0.0)
+            for process_id, sign in self._signs.items()
+        }
+
     async def hangs(self, state: JobState) -> list[Event]:
         """Return the losses of processes that hang, and of slow workers that are to be replaced."""
         now_s = self._now_s()

@@ -18,8 +18,10 @@ out pages whose names were rebound to loopback. Beyond loopback it needs a beare
 """
 
 import hmac
+import json
 import ssl
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +32,7 @@ from itertools import accumulate, islice
 from math import isfinite, nan
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, Info
@@ -46,6 +48,9 @@ from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.trainer.port import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport
+
+ADDRESS = "metrics.json"
+"""The file in a run's folder with the address of its metrics."""
 
 MAX_CALL_SERIES = 200
 """Pairs of role and method; further ones count as the method ``other``."""
@@ -334,15 +339,22 @@ def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> 
 
 
 class MetricsEndpoint(ThreadingHTTPServer):
-    """Serves ``registry`` in a thread until it is closed. Raises CallError beyond loopback without a token or without
-    TLS, OSError if the address is taken."""
+    """Serves ``registry`` at ``/metrics`` in a thread until it is closed, and ``targets``, for Prometheus's discovery
+    by HTTP, at ``/sd``. Raises CallError beyond loopback without a token or without TLS, OSError if the address is
+    taken."""
 
     daemon_threads = True
     request_queue_size = _MAX_CLIENTS
 
     def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, token: str = "", tls: ssl.SSLContext | None = None
+        self,
+        registry: CollectorRegistry,
+        address: tuple[str, int],
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        targets: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
+        host, port = address
         if not is_loopback(host) and (not token or tls is None):
             raise CallError(
                 f"metrics at {host}, which is beyond loopback, need a token and TLS: set metrics_token_file,"
@@ -350,7 +362,7 @@ class MetricsEndpoint(ThreadingHTTPServer):
                 " them on loopback, behind a proxy"
             )
         self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
-        super().__init__((host, port), _handler(registry, token, is_loopback(host)))
+        super().__init__((host, port), _handler(registry, token, is_loopback(host), targets))
         if tls is not None:
             # The handshake is at the first read, in the client's thread and within its timeout.
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
@@ -378,16 +390,23 @@ class MetricsEndpoint(ThreadingHTTPServer):
         """Ignore a client that went away."""
 
 
-def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[BaseHTTPRequestHandler]:
+def _handler(
+    registry: CollectorRegistry, token: str, is_local: bool, targets: Callable[[], list[dict[str, Any]]] | None
+) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _TIMEOUT_S
         server_version, sys_version = "dlrover-rl", ""
 
         def do_GET(self) -> None:
             refusal = self._refusal()
-            body = b"" if refusal else generate_latest(registry)
+            list_targets = targets if self.path == "/sd" else None
+            body, kind = b"", CONTENT_TYPE_LATEST
+            if not refusal and list_targets is not None:
+                body, kind = json.dumps(list_targets()).encode(), "application/json"
+            elif not refusal:
+                body = generate_latest(registry)
             self.send_response(refusal or HTTPStatus.OK)
-            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -400,7 +419,8 @@ def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[Ba
                 (self.headers.get("Authorization") or "").encode("latin-1"), f"Bearer {token}".encode()
             ):
                 return HTTPStatus.UNAUTHORIZED
-            return None if self.path == "/metrics" else HTTPStatus.NOT_FOUND
+            is_known = self.path == "/metrics" or (self.path == "/sd" and targets is not None)
+            return None if is_known else HTTPStatus.NOT_FOUND
 
         def _not_allowed(self) -> None:
             self.send_response(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -416,12 +436,29 @@ def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[Ba
     return Handler
 
 
+MAX_ENDED_SERIES, _RECENT_S = 200, 3600.0
+
+
+class EndedJob(NamedTuple):
+    job_name: str
+    owner: str
+    phase: str
+    cause: str
+    at_s: float
+
+
 class ServiceMetrics:
     """The metrics of the service in ``registry``. Methods and codes are from the protocol: no client can add a series.
-    ``counts`` returns the running jobs by phase, all events, and the submissions that made a job."""
+    ``counts`` returns the running jobs by phase, all events, and the submissions that made a job; ``ended`` the jobs
+    that have ended, the newest last."""
 
-    def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int, int]]) -> None:
-        self._counts = counts
+    def __init__(
+        self,
+        counts: Callable[[], tuple[Mapping[str, int], int, int]],
+        ended: Callable[[], Iterable[EndedJob]] = tuple,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._counts, self._ended, self._wall_s = counts, ended, wall_s
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = prometheus_client.Counter(
             "rl_service_requests", "Requests that have ended.", ["method", "code"], registry=self.registry
@@ -444,3 +481,16 @@ class ServiceMetrics:
         yield jobs
         yield CounterMetricFamily("rl_service_events", "Events of all jobs.", value=events)
         yield CounterMetricFamily("rl_service_submissions", "Accepted submissions.", value=submissions)
+        ended = list(self._ended())
+        numbers = Counter((job.phase, job.owner, job.cause) for job in ended)
+        total = CounterMetricFamily("rl_service_jobs_ended", "Ended jobs.", labels=["phase", "owner", "cause"])
+        for labels, number in numbers.items():
+            total.add_metric(labels, number)
+        yield total
+        # A counter that appears with 1 has no increase: alerts read when each job has ended.
+        text = "When a job of the last hour has ended."
+        recent = GaugeMetricFamily("rl_service_job_ended_timestamp_seconds", text, labels=list(EndedJob._fields[:-1]))
+        newest = {job[:-1]: job.at_s for job in ended[-MAX_ENDED_SERIES:] if self._wall_s() - job.at_s < _RECENT_S}
+        for about, at_s in newest.items():
+            recent.add_metric(about, at_s)
+        yield recent

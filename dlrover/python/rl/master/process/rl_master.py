@@ -43,7 +43,8 @@ from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.master.process import brain
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
-from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
+from dlrover.python.rl.master.process.live import write_live
+from dlrover.python.rl.master.process.metrics import ADDRESS, JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
@@ -63,7 +64,6 @@ _LOG = get_logger(__name__)
 
 T = TypeVar("T")
 
-ADDRESS = "metrics.json"
 _MAX_REPORTS = 1000  # about 15 kB each
 
 _RELEASE_S = 30.0
@@ -245,10 +245,16 @@ class RLMaster:
         self._run.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
+        job, writing = self._run.job, asyncio.get_running_loop().create_future()
+        writing.set_result(None)
         while not self._state.phase.terminal:
-            await asyncio.sleep(self._run.job.liveness.beat_s)
+            await asyncio.sleep(job.liveness.beat_s)
             for event in await self._hang_detector.hangs(self._state):
                 self._events.put_nowait(event)
+            if writing.done():  # a disk may not answer for a while
+                writing = asyncio.ensure_future(
+                    asyncio.to_thread(write_live, job.job_dir, self._hang_detector.activities(), time.time())
+                )
 
     # -- requests of the job's processes -------------------------------------------------------------------------------
 
@@ -499,7 +505,7 @@ class JobObserver:
             pair = Path(master.metrics_tls_cert), Path(master.metrics_tls_key)
             tls = tls_context(*pair) if master.metrics_tls_cert or master.metrics_tls_key else None
             self._endpoint = MetricsEndpoint(
-                self.metrics.registry, master.metrics_host, master.metrics_port, token, tls
+                self.metrics.registry, (master.metrics_host, master.metrics_port), token, tls
             )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
         except (OSError, errors.CallError) as error:

@@ -340,6 +340,9 @@ class LogConfig:
     """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many from the first prompts, with all
     sequences of each."""
 
+    token_samples: NonNegative = 4
+    """Samples of a step whose rows in ``samples.jsonl`` have lists of tokens, with log-probs and advantages."""
+
     samples_every: NonNegative = 20
     """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""
 

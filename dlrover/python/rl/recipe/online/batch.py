@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView, find_varied_groups
 from dlrover.python.rl.common.disk_space import retry_io
-from dlrover.python.rl.data.batch import Batch, even_cuts
+from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import merge_rows, number_samples, part_columns
@@ -144,6 +144,70 @@ def select_logged(scored: Batch, rows: int) -> Batch:
     return logged.select(*(name for name in (*NUMBERS, "digest") if name in logged), *part_columns(scored), "row")
 
 
+def training_columns(batch: StepBatch, rows: Batch | None, ranks: int) -> dict[str, Any]:
+    """Return columns of ``batch.all_rows`` about the step's training on ``rows``, those of :func:`assign_updates`; None
+    if nothing is trained.
+
+    ``mark`` is empty for a row that is trained on; else ``failed``, ``filtered``, ``masked`` or ``dropped``, and
+    ``reason`` says why. ``advantage`` is the mean over the row's action tokens, NaN without one; ``update`` numbers the
+    optimizer step and ``rank`` the worker that computes its gradient, -1 for none."""
+    everything, count = batch.all_rows, len(batch.scored)
+    update, rank = (np.full(len(everything), -1) for _ in range(2))
+    advantage = np.full(len(everything), np.nan)
+    if rows is not None:
+        update[:count] = rows.dense("update")
+        for number, part in enumerate(batch.balance(ranks, rows.dense("update"))):
+            rank[list(part)] = number
+        advantage[:count] = _mean_advantage(rows)
+    rank[update < 0] = -1
+    errors = everything.objects("error") if "error" in everything else [None] * len(everything)
+    masked = batch.train_rows.dense("masked") if "masked" in batch.train_rows else np.zeros(count, dtype=bool)
+    may_train = ~np.isnan(batch.train_rows.dense("reward")) if len(batch.train_rows) else np.zeros(count, dtype=bool)
+    has_reward = ~np.isnan(everything.dense("reward")) if "reward" in everything else np.zeros(len(everything), bool)
+    marks = []
+    for row, error in enumerate(errors):
+        if not has_reward[row]:
+            marks.append(("failed", error or "it has no reward"))
+        elif row >= count:
+            marks.append(("filtered", "the rewards of its group are equal"))
+        elif masked[row]:
+            marks.append(("masked", "its completion was cut off"))
+        elif update[row] < 0:
+            marks.append(
+                ("dropped", "it has no weight in the loss" if may_train[row] else "a sample of its group failed")
+            )
+        else:
+            marks.append(("", ""))
+    return {
+        **{"advantage": advantage, "update": update, "rank": rank},
+        **{"mark": [mark for mark, _ in marks], "reason": [reason for _, reason in marks]},
+        "completion_tokens": everything.dense("action_tokens"),
+        "prompt_tokens": everything.dense("token_count") - everything.dense("action_tokens"),
+    }
+
+
+def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
+    column = rows["advantage"] if "advantage" in rows else np.full(len(rows), np.nan)
+    if not isinstance(column, Ragged):
+        return np.asarray(column, dtype=np.float64)
+    sums = np.array([row.sum() for row in column], dtype=np.float64)
+    tokens = rows.dense("action_tokens")
+    means: npt.NDArray[np.float64] = np.divide(sums, tokens, out=np.full(len(rows), np.nan), where=tokens > 0)
+    return means
+
+
+def _token_values(trained: Batch | None, chosen: npt.NDArray[np.bool_]) -> dict[str, list[Any]]:
+    """Return the values of each token of the chosen rows, as far as the trainer has them: a list for the whole row, or
+    one number for all tokens."""
+    values = {}
+    for name, column in (("token_advantages", "advantage"), ("token_old_logprobs", "old_logprobs")):
+        if trained is not None and column in trained:
+            count = len(trained)
+            source = trained.ragged(column) if isinstance(trained[column], Ragged) else trained.dense(column)
+            values[name] = [source[row].tolist() if row < count and each else None for row, each in enumerate(chosen)]
+    return values
+
+
 class SampleLog:
     """Writes ``samples.jsonl`` and ``held_out.jsonl``.
 
@@ -169,34 +233,43 @@ class SampleLog:
             self._touch(SAMPLES)
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
 
-    def write_step(self, step: int, batch: StepBatch) -> None:
-        """Write the rows of a step, or of its first samples only."""
+    def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: int = 1) -> None:
+        """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
+        ``ranks``."""
         numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
+        numbers = numbers.with_columns(**training_columns(batch, trained, ranks))
         excerpt = self._run_log.excerpt(step)
         limit = max(excerpt.samples, excerpt.printed, excerpt.table)
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
         if not chosen:
             return
-        numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
-        texts = self._texts(batch.rollouts)
+        is_detailed = numbers.dense("trajectory") < excerpt.tokens
+        numbers = numbers.with_columns(detailed=is_detailed, **_token_values(trained, is_detailed)).take(chosen)
+        places = tuple(rows[row] for row in chosen)
+        texts, tokens = self._texts(batch.rollouts), None
+        if is_detailed.any():
+            places_of_tokens = [place for place, row in zip(places, chosen, strict=True) if is_detailed[row]]
+            tokens = self._rollouts.token_columns(Shard(batch.rollouts, rows=places_of_tokens))
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(rows)  # waits: for the workers' records
-            self._run_log.write_samples(step, format_rows(numbers, fetched))
+            fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
+            values = tokens.result()[0] if tokens is not None else None  # waits: likewise
+            self._run_log.write_samples(step, format_rows(numbers, fetched, values))
             return
         place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), excerpt)
+        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, tokens)
         self._end = written.end
         self._run_log.show_samples(step, written)
 
-    def write_held_out(self, answers: StepBatch) -> None:
+    def write_held_out(self, step: int, answers: StepBatch) -> None:
+        """Write the answers of the evaluation after ``step``."""
         numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
         texts = self._texts(answers.rollouts)
         if self._is_local:
             fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for the workers' records
-            self._run_log.write_held_out(format_rows(numbers, fetched))
+            self._run_log.write_held_out(step, format_rows(numbers, fetched))
         else:
             file = self._touch(HELD_OUT)
-            self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
+            self._rollouts.write_held_out(file, step, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
         members = len(self._rollouts)

@@ -118,7 +118,9 @@ class RunLog:
             for name in (*_FILES, *_SUPERSEDED):
                 if name != sample_file.SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
+            earlier = (Path(sample_file.SAMPLES).stem,) if self.owns_samples else ()
+            for name in (_TENSORBOARD, sample_file.EVALUATIONS, *earlier):
+                shutil.rmtree(folder / name, ignore_errors=True)
         retry_io((folder / sample_file.SAMPLES).touch, folder / sample_file.SAMPLES, self._disk_wait)
         for name in (METRICS, sample_file.SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
@@ -151,9 +153,8 @@ class RunLog:
         config = self._config
         has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
         limit = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
-        return sample_file.Excerpt(
-            config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(limit)
-        )
+        rows = config.samples_rows if has_table else 0
+        return sample_file.Excerpt(config.show_samples, config.max_chars, rows, float(limit), config.token_samples)
 
     def show_samples(self, step: int, written: sample_file.Written) -> None:
         self._samples = written.table
@@ -163,8 +164,8 @@ class RunLog:
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         self._replace("refused.jsonl", b"".join(sample_file.format_line({"step": step, **row}) for row in rows))
 
-    def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace(sample_file.HELD_OUT, b"".join(map(sample_file.format_line, rows)))
+    def write_held_out(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        sample_file.write_evaluation(self._folder / sample_file.HELD_OUT, step, rows, self._disk_wait)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""

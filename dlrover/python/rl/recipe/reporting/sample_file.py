@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of samples, one JSON object per line, with the lines of a step in one place, and excerpts for the console and
-tables. The numbers of a row come from the trainer, and its texts from the rollouts."""
+tables. The numbers of a row come from the trainer, and its texts from the rollouts.
+
+::
+
+    samples.jsonl                  the newest steps; at 64 MB the next step begins a new file
+    samples/steps-000001.jsonl     the earlier ones, named after their first step
+
+Steps rise in each file and from file to file, so a step is found by bisection."""
 
 import json
 import math
@@ -12,22 +19,24 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_io
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.updates import check_same_samples
 
 _LOG = get_logger(__name__)
 
-SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
+SAMPLES, HELD_OUT, EVALUATIONS = "samples.jsonl", "held_out.jsonl", "evaluations"
 
 TEXTS = ("prompt", "completion", "answer")
 
 NUMBERS = (
-    "set", "prompt_id", "sample_index", "retry", "trajectory", "reward", "score", "error", "version", "min_version",
-    "staleness",
+    "set", "prompt_id", "sample_index", "retry", "trajectory", "reward", "score", "advantage", "mark", "reason",
+    "error", "turns", "prompt_tokens", "completion_tokens", "version", "min_version", "staleness", "rank", "update",
 )  # fmt: skip
 """The first columns of a line; the texts and others follow."""
+
+PART_BYTES = 64 << 20  # above which the next step begins a new file
 
 _TABLE = (*TEXTS, "reward", "score", "error")
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
@@ -35,12 +44,13 @@ _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 class Excerpt(NamedTuple):
     """The numbers of a step's first rows to print, with at most ``max_chars`` of a text, and to show in a table. The
-    file gets the rows of the first ``samples``."""
+    file gets the rows of the first ``samples``, and the tokens of the first ``tokens`` of them."""
 
     printed: int
     max_chars: int
     table: int
     samples: float = math.inf
+    tokens: int = 0
 
 
 class Written(NamedTuple):
@@ -49,14 +59,32 @@ class Written(NamedTuple):
     table: list[dict[str, Any]]
 
 
-def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
-    """Yield plain rows, columns in the files' order. Raises RowsDiffer if the texts are of other samples."""
+def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> Iterator[dict[str, Any]]:
+    """Yield plain rows, columns in the files' order. Rows that are ``detailed`` have lists for their completion's
+    ``tokens``, whose rows are in the same order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
     ordered = joined.select(*first, *(name for name in joined.columns if name not in (*first, "digest")))
-    rows = (ordered.row(row) for row in range(len(ordered)))
-    return ({name: each.item() if isinstance(each, np.generic) else each for name, each in row.items()} for row in rows)
+    detail = iter(tokens.row(row) for row in range(len(tokens))) if tokens is not None else iter(())
+    for row in range(len(ordered)):
+        values = ordered.row(row)
+        if values.pop("detailed", False):
+            values |= _of_tokens(values, next(detail))
+        plain = {name: each.item() if isinstance(each, np.generic) else each for name, each in values.items()}
+        yield {name: each for name, each in plain.items() if each is not None or not name.startswith("token_")}
+
+
+def _of_tokens(values: Mapping[str, Any], tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lists of a completion's tokens, of a row's values for the whole sequence or for all tokens."""
+    mask, count = tokens["action_mask"], len(tokens["tokens"])
+    lists = {name: tokens[name] for name in ("tokens", "token_logprobs")}
+    for name, value in values.items():
+        if name.startswith("token_") and value is not None:
+            whole = value if isinstance(value, list) else [value] * len(mask)
+            lists[name] = [each for each, is_action in zip(whole, mask, strict=True) if is_action]
+    assert all(len(each) == count for each in lists.values()), "one value per token"
+    return lists
 
 
 def write_step(
@@ -69,6 +97,11 @@ def write_step(
 ) -> Written:
     """Write the lines of a step, all or none, at the end of the file or in place of what it has from byte ``at`` on."""
     samples = list(rows)
+    start = at if at is not None else file.stat().st_size if file.exists() else 0
+    if start >= PART_BYTES:
+        if _first_step(file) < step:  # not a repetition of the call that began the file
+            _end_part(file)
+        at = 0
     first = (row for row in samples if row.get("trajectory", 0) < excerpt.samples)
     lines = b"".join(format_line({"step": step, **row}) for row in first)
     end = append(file, lines, disk_wait, at)
@@ -79,10 +112,24 @@ def write_step(
     return Written(end, printed, [_table_row(step, row) for row in samples[: excerpt.table]])
 
 
+def write_evaluation(
+    file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
+) -> None:
+    """Replace the answers of the last evaluation, ``file``, and those of an evaluation after ``step`` beside it."""
+    content = b"".join(format_line({"step": step, **row}) for row in rows)
+    folder = file.with_name(EVALUATIONS)
+    retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
+    replace(folder / f"step-{step:06}.jsonl", content, wait)
+    replace(file, content, wait)
+
+
 def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     """Cut a file of rising steps before its first line of ``step`` or later, or the first torn one; returns its size.
     Lines before byte ``expected`` are not read if the cut can be there. After the first step, the removed lines are
     superseded: another file has them until their steps have been repeated."""
+    while (part := _newest_part(file)) is not None and _first_step(file) >= step:
+        _supersede(file, file.read_bytes().splitlines(keepends=True) if step > 1 else [])
+        part.replace(file)
     with open(file, "rb") as lines:
         size = expected if expected is not None and _can_begin_at(lines, expected, step) else 0
         lines.seek(size)
@@ -93,12 +140,35 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
             size += len(line)
         lines.seek(size)
         tail = [line for line in lines if line.endswith(b"\n")] if step > 1 else []
-    if tail:
-        old = superseded(file)
-        later = _lines_after(old, _step_of(tail[-1])) if old.exists() else []
-        replace(old, b"".join([*tail, *later]))
+    _supersede(file, tail)
     os.truncate(file, size)
     return size
+
+
+def _supersede(file: Path, lines: list[bytes]) -> None:
+    """Put lines before those that are superseded already."""
+    if lines:
+        old = superseded(file)
+        later = _lines_after(old, _step_of(lines[-1])) if old.exists() else []
+        replace(old, b"".join([*lines, *later]))
+
+
+def _newest_part(file: Path) -> Path | None:
+    return max(file.with_suffix("").glob("steps-*.jsonl"), default=None)
+
+
+def _first_step(file: Path) -> float:
+    """Return the step of a file's first line, infinity without one."""
+    with open(file, "rb") as lines:
+        return _step_of(lines.readline()) or math.inf
+
+
+def _end_part(file: Path) -> None:
+    """Move the file to the earlier ones, and create an empty one in its place."""
+    part = file.with_suffix("") / f"steps-{_first_step(file):06.0f}.jsonl"
+    part.parent.mkdir(exist_ok=True)
+    file.replace(part)
+    file.touch()
 
 
 def superseded(file: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover.python.rl.common.disk_space import replace, retry_io
+from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, ResultLost, WeightsLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
@@ -174,16 +174,37 @@ class RolloutWorkload(EngineWorkload):
 
     @trainer_invocation(target="RANK0")
     def write_samples(
-        self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: sample_file.Excerpt
+        self,
+        place: tuple[Path, int, int],
+        numbers: Batch,
+        texts: Batch,
+        excerpt: sample_file.Excerpt,
+        tokens: list[Batch] | None = None,
     ) -> sample_file.Written:
-        """Write the lines of a step from byte ``at`` on, and cut what follows."""
-        return sample_file.write_step(file, step, sample_file.format_rows(numbers, texts), excerpt, at)
+        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte."""
+        file, step, at = place
+        rows = sample_file.format_rows(numbers, texts, Batch.concat(tokens) if tokens else None)
+        return sample_file.write_step(file, step, rows, excerpt, at)
 
     @trainer_invocation(target="RANK0")
-    def write_held_out(self, file: Path, numbers: Batch, texts: Batch) -> None:
+    def write_held_out(self, file: Path, step: int, numbers: Batch, texts: Batch) -> None:
         """Replace the content of the file. Raises as :meth:`begin_samples`."""
         _require_file(file)
-        replace(file, b"".join(map(sample_file.format_line, sample_file.format_rows(numbers, texts))))
+        sample_file.write_evaluation(file, step, sample_file.format_rows(numbers, texts))
+
+    @trainer_invocation(target="RANK0", blocking=False)
+    def token_columns(self, rollouts: Batch) -> Batch:
+        """Return the completions' tokens, one list a row: ``tokens`` (texts), ``token_logprobs`` (when sampled), and
+        ``action_mask`` of the whole row."""
+        masks, tokens, logprobs = (rollouts.ragged(name) for name in ("action_mask", "tokens", "logprobs"))
+        decode = self._engine.tokenizer.decode
+        return Batch(
+            {
+                "tokens": [[decode([token]) for token in row[mask]] for row, mask in zip(tokens, masks, strict=True)],
+                "token_logprobs": [row[mask].tolist() for row, mask in zip(logprobs, masks, strict=True)],
+                "action_mask": [mask.tolist() for mask in masks],
+            }
+        )
 
     @trainer_invocation(blocking=False)
     @on_device

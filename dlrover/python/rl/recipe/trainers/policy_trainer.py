@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import EngineError, InvalidJob
+from dlrover.python.rl.common.errors import DataError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
@@ -120,7 +120,7 @@ class PolicyTrainer(RecipeTrainer):
             self.collector.sync_weights()
             self.collector.check_prompts()
             answers = self.collector.evaluate(0)
-            self.sample_log.write_held_out(answers)
+            self.sample_log.write_held_out(0, answers)
             metrics = rewards.step_metrics(self.collector.collect_scores(answers))
             self.write_results({**self.prompts.summary(), **metrics})
             return
@@ -129,7 +129,7 @@ class PolicyTrainer(RecipeTrainer):
             if step == 1:
                 self.announce("evaluating before the training")
                 self.collector.check_prompts()
-                self.state["before"] = before = self.collector.collect_scores(self.collector.evaluate(0))
+                self.state["before"] = before = self.evaluate(0)
                 self.run_log.write_step(0, rewards.step_metrics(before))
                 self.announce("step 1")
             self._renew_evaluation()
@@ -141,6 +141,12 @@ class PolicyTrainer(RecipeTrainer):
         self._renew_evaluation()
         self.finish(self.state["before"], self.collector.evaluate(self.last_step))
 
+    def evaluate(self, step: int) -> Mapping[str, rewards.Scores]:
+        """Answer the held-out prompts, write the answers, and return their scores."""
+        answers = self.collector.evaluate(step)
+        self.sample_log.write_held_out(step, answers)
+        return self.collector.collect_scores(answers)
+
     def _renew_evaluation(self) -> None:
         """Forget the evaluation before training of sets of prompts that have changed since the last commit."""
         changed, before = self.prompts.changed_sets, self.state["before"]
@@ -151,13 +157,15 @@ class PolicyTrainer(RecipeTrainer):
             self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
 
     def generate(self, step: int) -> StepBatch:
-        batch = self.collector.collect(step)
-        self.sample_log.write_step(step, batch)
-        return batch
+        return self.collector.collect(step)
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows for the algorithm; raises DataError after too many steps without any reward."""
-        self.reward_failures.update(step, batch.all_rows)
+        try:
+            self.reward_failures.update(step, batch.all_rows)
+        except DataError:
+            self.sample_log.write_step(step, batch)
+            raise
         rows = rewards.mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
             rows = rows.with_columns(masked=rewards.find_cut(rows))
@@ -172,7 +180,10 @@ class PolicyTrainer(RecipeTrainer):
                 aux = self.compute_aux_outputs(batch)
                 rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
                 if rows.dense("weight").any():
+                    planned, _ = self.plan_updates(rows)
+                    self.sample_log.write_step(step, batch, planned, self.RG_ACTOR.data_parallel_size)
                     return self.update(step, batch, rows, aux)
+        self.sample_log.write_step(step, batch)
         _LOG.warning("step %d: no sample has a weight in the loss, so nothing is updated", step)
         return {}
 
@@ -279,7 +290,7 @@ class PolicyTrainer(RecipeTrainer):
         self.warnings.note_completions(step, metrics)
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
-            evaluation = rewards.step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
+            evaluation = rewards.step_metrics(self.evaluate(step))
             if not any(map(math.isnan, evaluation.values())):  # NaN: no answer of a set was scored
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
@@ -289,7 +300,7 @@ class PolicyTrainer(RecipeTrainer):
         self.report(step, metrics, len(samples), tokens, generated)
 
     def finish(self, before: Mapping[str, rewards.Scores], after: StepBatch) -> None:
-        self.sample_log.write_held_out(after)
+        self.sample_log.write_held_out(self.last_step, after)
         names = self.evaluation_names(self.cfg, self.actor_handles)
         scores = rewards.summarize_evaluations(before, self.collector.collect_scores(after), names)
         self.write_results({**self.prompts.summary(), **scores, **self.engines})

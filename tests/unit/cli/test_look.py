@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs for looking at runs, on the folder of a run."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dlrover.python.rl.cli.commands import cli
+from tests.support.run_folder import write_run
+
+
+@pytest.fixture
+def run_verb(tmp_path):
+    folder = write_run(tmp_path / "toy", steps=6, lost_at=2)
+
+    def run(verb, *options):
+        result = CliRunner().invoke(cli, [verb, str(folder), *options])
+        error = "" if result.exception is None or result.exit_code != 1 else str(result.exception)
+        return result.stdout, error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "shown"),
+    [
+        ("samples", (), "prompt 1 sample 1: reward 3, advantage 1.5, version 5, rank 1, reward/exact 3"),
+        ("samples", ("--step", "2", "--best", "1"), "completion: <script>alert(3)</script> answer 3"),
+        ("samples", ("--errors",), "prompt 0 sample 1: reward 1, advantage -0.5, version 5, rank 1, reward/exact 1"),
+        ("samples", ("--errors",), "  failed: "),
+        ("lineage", ("--step", "4"), "prompt id"),
+        ("events", ("--grep", "killed"), "--- ROLLOUT[1]: process_died: killed by signal 9"),
+        ("events", ("trainer",), "2027-01-15 08:00:05 trainer      08:00:05 W <b>slow</b> red"),
+        ("explain", ("--time",), "recovery (process_died)                 3.0 s"),
+        ("explain", ("--time",), "ROLLOUT[1]: process_died: killed by signal 9 (step 2, 3.0 s)"),
+    ],
+)
+def test_look_verb_prints_the_run(run_verb, verb, options, shown):
+    output, error = run_verb(verb, *options)
+    assert (shown in output, error) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards"),
+    [
+        (("--worst", "2"), [0.0, 1.0]),
+        (("--best", "1"), [3.0]),
+        (("--prompt", "1"), [2.0, 3.0]),
+        (("--grep", "ANSWER 2"), [2.0]),
+        (("--errors",), [1.0]),
+    ],
+)
+def test_samples_chooses_rows(run_verb, options, rewards):
+    output, _ = run_verb("samples", "--step", "3", *options, "--json")
+    assert [row["reward"] for row in json.loads(output)] == rewards
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "message"),
+    [
+        ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
+        ("lineage", ("--step", "7"), "--step: 7 was trained on no sample that the run has kept"),
+        ("stacks", (), "has no running process in its journal"),
+        ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
+        ("trace", ("--steps", "x"), "--steps: must be FIRST:LAST, such as 10:12, got 'x'"),
+    ],
+)
+def test_look_verb_refuses_a_step_that_is_missing(run_verb, verb, options, message):
+    assert message in run_verb(verb, *options)[1]
+
+
+def test_runs_lists_the_runs_below_a_folder(tmp_path):
+    write_run(tmp_path / "a/toy", steps=6, lost_at=2)
+    result = CliRunner().invoke(cli, ["runs", str(tmp_path), "--json"])
+    (row,) = json.loads(result.stdout)
+    assert (row["id"], row["phase"], row["step"], row["recoveries"]) == ("a/toy", "finished", 6, 1)
+    assert "a/toy" in CliRunner().invoke(cli, ["runs", str(tmp_path)]).stdout
+
+
+def test_view_exports_a_run_as_one_file(run_verb, tmp_path):
+    output, _ = run_verb("view", "--export", str(tmp_path / "run.html"))
+    assert "open it in a browser" in output
+    assert 'id="answers"' in (tmp_path / "run.html").read_text()
+    assert "is beyond loopback" in run_verb("view", "--host", "0.0.0.0")[1]

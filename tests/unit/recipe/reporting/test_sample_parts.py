@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of samples and of evaluations: parts, cuts, repeated writes, and the training of each row."""
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.page.samples import lineage, read_evaluation, read_evaluations, read_samples, sample_steps
+from dlrover.python.rl.recipe.online.batch import StepBatch, training_columns
+from dlrover.python.rl.recipe.reporting import sample_file
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.trainer.port import Pending
+
+# -- parts of the samples ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(sample_file, "PART_BYTES", 200)
+
+
+def rows_of(step):
+    return [{"prompt": f"p{step}", "reward": float(row)} for row in range(3)]
+
+
+def write_steps(folder, first, last):
+    log = RunLog(folder)
+    for step in range(first, last + 1):
+        log.begin_step(step)
+        log.write_samples(step, rows_of(step))
+        log.write_step(step, {"loss": 1.0})
+    return log
+
+
+def test_samples_of_many_steps_are_in_parts(tmp_path, small_parts):
+    write_steps(tmp_path, 1, 9)
+    parts = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert parts == ["steps-000001.jsonl", "steps-000003.jsonl", "steps-000005.jsonl", "steps-000007.jsonl"]
+    for step in range(1, 10):
+        assert read_samples(tmp_path, step) == [{"step": step, **row} for row in rows_of(step)]
+    write_steps(tmp_path, 1, 1)
+    assert not (tmp_path / "samples").exists(), "another run begins"
+
+
+@pytest.mark.parametrize("step", [9, 7, 4, 3, 2])
+def test_cut_reaches_back_into_earlier_parts(tmp_path, small_parts, step):
+    write_steps(tmp_path, 1, 9)
+    log = RunLog(tmp_path)
+    log.begin_step(step)
+    assert sample_steps(tmp_path) == (1, step - 1)
+    assert read_samples(tmp_path, 9) == [{"step": 9, **row} for row in rows_of(9)], "superseded"
+    write_steps(tmp_path, step, 9)
+    assert [len(read_samples(tmp_path, each)) for each in range(1, 11)] == [3] * 9 + [0]
+    assert not (tmp_path / "samples.superseded.jsonl").exists()
+
+
+def test_repeated_write_after_a_part_began_leaves_the_rows_once(tmp_path, small_parts):
+    file = tmp_path / "samples.jsonl"
+    excerpt = sample_file.Excerpt(0, 10, 0)
+    ends = [0]
+    for step in (1, 2, 3, 3):
+        at = ends[-1] if step != 3 else ends[2]
+        ends.append(sample_file.write_step(file, step, rows_of(step), excerpt, at).end)
+    assert [len(read_samples(tmp_path, step)) for step in (1, 2, 3)] == [3, 3, 3]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["steps-000001.jsonl"]
+
+
+def test_answers_of_every_evaluation_are_kept(tmp_path):
+    log = write_steps(tmp_path, 1, 1)
+    for step in (0, 10, 120):
+        log.write_held_out(step, [{"prompt_id": 1, "completion": f"after {step}"}])
+    assert read_evaluations(tmp_path) == [0, 10, 120]
+    assert read_evaluation(tmp_path, 10) == [{"step": 10, "prompt_id": 1, "completion": "after 10"}]
+    assert (tmp_path / "held_out.jsonl").read_text() == (tmp_path / "evaluations/step-000120.jsonl").read_text()
+
+
+# -- what training did with each row ----------------------------------------------------------------------------------
+
+
+def numbers_of(rewards, errors=None):
+    count = len(rewards)
+    columns = {
+        "prompt_id": np.arange(count) // 2,
+        "sample_index": np.arange(count) % 2,
+        "retry": np.zeros(count, dtype=np.int64),
+        "action_tokens": np.full(count, 3),
+        "token_count": np.full(count, 5),
+        "reward": np.array(rewards, dtype=np.float64),
+    }
+    return Batch(columns | ({"error": errors} if errors else {}))
+
+
+def test_each_row_says_what_training_did_with_it():
+    nan = float("nan")
+    scored = numbers_of([1.0, 0.0, nan, 1.0, 1.0, 0.0], [None, None, "it broke", None, None, None])
+    train = scored.with_columns(
+        reward=np.array([1.0, 0.0, nan, nan, 1.0, 0.0]), masked=np.array([0, 0, 0, 0, 1, 0], dtype=bool)
+    )
+    filtered = numbers_of([1.0, 1.0], [None, None])
+    batch = StepBatch(Pending([]), tuple(range(6)), scored, 3, 8, (filtered,), (6, 7), train)
+    advantage = Ragged.from_rows([[0, 0, value, value, value] for value in (0.5, -0.5, 0.0, 0.0, 1.0, -1.0)])
+    planned = train.with_columns(advantage=advantage, update=np.array([0, 1, -1, -1, -1, 0]))
+    columns = training_columns(batch, planned, ranks=2)
+    assert columns["mark"] == ["", "", "failed", "dropped", "masked", "", "filtered", "filtered"]
+    assert columns["reason"][2:5] == ["it broke", "a sample of its group failed", "its completion was cut off"]
+    assert columns["advantage"][:2].tolist() == [0.5, -0.5]
+    assert columns["update"].tolist() == [0, 1, -1, -1, -1, 0, -1, -1]
+    assert sorted(columns["rank"][[0, 5]].tolist()) == [0, 1], "one row of the update on each rank"
+    assert columns["prompt_tokens"].tolist() == [2] * 8
+    assert training_columns(batch, None, 1)["mark"][0] == "dropped"
+
+
+def test_detailed_rows_have_lists_of_their_completions_tokens():
+    numbers = numbers_of([1.0, 0.0, 1.0]).with_columns(
+        digest=np.arange(3),
+        detailed=np.array([True, False, True]),
+        token_advantages=[[0.0, 0.0, 1.0, 2.0, 3.0], None, 0.5],
+    )
+    texts = Batch(
+        {"prompt": ["a", "b", "c"], "completion": ["x", "y", "z"], "answer": [None] * 3, "digest": np.arange(3)}
+    )
+    masks = [[False, False, True, True, True], [False, True]]
+    tokens = Batch(
+        {"tokens": [["p", "q", "r"], ["s"]], "token_logprobs": [[-1.0, -2.0, -3.0], [-4.0]], "action_mask": masks}
+    )
+    first, second, third = sample_file.format_rows(numbers, texts, tokens)
+    assert (first["tokens"], first["token_advantages"]) == (["p", "q", "r"], [1.0, 2.0, 3.0])
+    assert not {"tokens", "token_advantages", "detailed"} & second.keys()
+    assert (third["tokens"], third["token_logprobs"], third["token_advantages"]) == (["s"], [-4.0], [0.5])
+
+
+def test_lineage_leaves_out_rows_that_were_not_trained_on(tmp_path):
+    log = RunLog(tmp_path)
+    log.begin_step(1)
+    log.write_samples(1, [{"prompt_id": 1, "rank": 0, "mark": ""}, {"prompt_id": 2, "rank": -1, "mark": "failed"}])
+    assert lineage(tmp_path, 1) == [{"prompt_id": 1, "rank": 0}]
