@@ -33,7 +33,7 @@ def test_slow_rank_costs_what_it_adds_to_its_peers(recording):
     assert found(recording) == [("slow_rank", "ROLLOUT[2]", "sample", 4.5)]
     assert found(recording, 4, 4) == [("slow_rank", "ROLLOUT[2]", "sample", 1.5)]
     (title, line) = time_lines(recording.folder)
-    assert "ROLLOUT[2].sample took 1.9 s, its peers 0.399 s in 3 of 5 steps" in line
+    assert "ROLLOUT[2].sample took 1.9 s, its peers 0.399 s, in 3 of 5 steps: 4.5 s, 47% of the time" in line
 
 
 def test_ranks_that_take_turns_in_being_slow_are_unequal(recording):
