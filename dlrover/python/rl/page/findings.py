@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made steps slow: each finding names a process, and what it cost."""
+"""The causes that made steps slow, each with its process and its cost."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +33,8 @@ class Finding:
 def findings(steps: Sequence[StepLanes]) -> list[Finding]:
     """Return what cost most time in these attempts of steps, the most first; nothing for steps without a cause that
     stands out."""
-    found = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
-    return sorted(found, key=lambda finding: -finding.cost_s)
+    causes = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
+    return sorted(causes, key=lambda finding: -finding.cost_s)
 
 
 def time_lines(folder: Path) -> list[str]:
@@ -110,10 +110,10 @@ def _slow_ranks(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     whole_s = sum(step.end_s - step.begin_s for step in steps)
     delays_of: dict[tuple[str, str], list[_Delay]] = defaultdict(list)
     for step in steps:
-        for method, seconds in _seconds_by_rank(step).items():
-            *others, slowest_s = sorted(seconds.values())
+        for of_role, seconds in _seconds_by_rank(step).items():
+            *peers_s, slowest_s = sorted(seconds.values())
             process, step_s = max(seconds, key=seconds.__getitem__), step.end_s - step.begin_s
-            delays_of[method].append(_Delay(process, slowest_s, median(others), fmean(seconds.values()), step_s))
+            delays_of[of_role].append(_Delay(process, slowest_s, median(peers_s), fmean(seconds.values()), step_s))
     for (role, method), delays in delays_of.items():
         slow = [each for each in delays if each.is_beyond(_SLOW_RATIO, _SLOW_SHARE, each.usual_s)]
         process = mode(each.process for each in slow) if slow else ""

@@ -8,7 +8,7 @@
     spans/rollout-1.jsonl     "call", "process" lines, found by bisection over time
             '--> a lane: calls; between two calls the causes of the wait, from the trainer's lines
 
-Files are those of hostile jobs: lines that do not fit are skipped, and no link is followed."""
+The files may be hostile: lines that do not fit are skipped, and no link is followed."""
 
 import json
 import os
@@ -199,14 +199,14 @@ class _File:
 
     def _rows(self, offset: int) -> Iterator[_Row]:
         """Yield the rows from the first whole line after ``offset`` on."""
-        rest = b"" if offset == 0 else None  # the line at the offset has begun before it
+        start = b"" if offset == 0 else None  # the line at the offset has begun before it
         for chunk in self._chunks(offset):
             *lines, end = chunk.split(b"\n")
-            if rest is None:
+            if start is None:
                 lines = lines[1:]
-                rest = end if b"\n" in chunk else None
+                start = end if b"\n" in chunk else None
             else:
-                lines, rest = ([rest + lines[0], *lines[1:]], end) if lines else (lines, rest + end)
+                lines, start = ([start + lines[0], *lines[1:]], end) if lines else (lines, start + end)
             yield from filter(None, map(_parse, lines))
 
     def _chunks(self, offset: int) -> Iterator[bytes]:
