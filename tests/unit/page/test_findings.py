@@ -25,6 +25,7 @@ def test_quiet_steps_have_no_finding(recording):
         recording.step(number, [0.4, 0.45 + 0.02 * number, 0.4], own_s=0.02)
     assert causes_of(recording) == []
     assert time_lines(recording.folder) == []
+    assert findings([]) == []
 
 
 def test_slow_rank_costs_what_it_adds_to_its_peers(recording):

@@ -155,7 +155,7 @@ def _trainer(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     """Yield the trainer's own code, if it often runs while no worker does."""
     whole_s = sum(step.end_s - step.begin_s for step in steps)
     cost_s = sum(map(_own_seconds, steps))
-    if cost_s >= max(_TRAINER_SHARE * whole_s, _TRAINER_S * len(steps)):
+    if steps and cost_s >= max(_TRAINER_SHARE * whole_s, _TRAINER_S * len(steps)):
         sentence = f"All workers wait for the trainer's own code{_cost(cost_s, whole_s)}"
         remedy = "Move work from the trainer to its workers, or overlap it with calls: options(blocking=False)."
         yield Finding("trainer", TRAINER, "", cost_s, sentence, remedy)

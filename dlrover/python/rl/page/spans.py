@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     method: str
     begin_s: float
     end_s: float
-    phases: Any
+    phases: dict[str, float]
     error: str
 
 
@@ -116,10 +116,10 @@ class _Issue(NamedTuple):
     step: int
     n: int
     role: str
-    ranks: Any
+    ranks: list[int]
     method: str
     begin_s: float
-    sources: Any
+    sources: list[str]
 
 
 class _Wait(NamedTuple):
@@ -143,29 +143,32 @@ class _Start(NamedTuple):
     begin_s: float
 
 
+_Issues: TypeAlias = dict[tuple[int, int], list[_Issue]]  # by the call's id, in order
 _Row: TypeAlias = _Call | _Issue | _Wait | _Step | _Start
 _ROWS: dict[str, Any] = {"call": _Call, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
 
 
 def _parse(line: bytes) -> _Row | None:
     """Read a line; None if it is torn, of another kind, or does not fit."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         kind, *values = json.loads(line)
-        hints = _ROWS[kind].__annotations__
-        fits = zip(values, hints.values(), strict=True)
-        if all(_fits(value, hint) for value, hint in fits):
-            row: _Row = _ROWS[kind](*values)
-            return row
+        hints = _ROWS[kind].__annotations__.values()
+        row: _Row = _ROWS[kind](*(_checked(*each) for each in zip(values, hints, strict=True)))
+        return row
     return None
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is float:
-        return isinstance(value, int | float) and isfinite(value)
-    if hint in (int, str):
-        return isinstance(value, hint)
-    items = value.items() if isinstance(value, dict) else [("", item) for item in value or ()]
-    return all(isinstance(name, str) and isinstance(item, int | float | str) for name, item in items)
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a value of a column; raise ValueError if it is of another type, or not finite."""
+    if hint is float and isinstance(value, int | float) and isfinite(value):
+        return float(value)
+    if hint in (int, str) and isinstance(value, hint):
+        return value
+    if hint == dict[str, float]:
+        return {name: _checked(item, float) for name, item in (value or {}).items()}
+    if hint in (list[int], list[str]) and isinstance(value, list):
+        return [_checked(item, get_args(hint)[0]) for item in value]
+    raise ValueError(f"{value!r} is no {hint}")
 
 
 def _end_of(row: _Row) -> float:
@@ -242,7 +245,7 @@ class _Attempt(NamedTuple):
     is_open: bool = False
 
 
-_MARK = re.compile(rb'\n\["(?:step",(\d+),|process",)[^\n]*')
+_MARK = re.compile(rb'\n\["(?:step",(\d{1,18}),|process",)[^\n]*')
 
 
 def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[_Attempt]:
@@ -299,7 +302,8 @@ def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) 
             return []
         span = min(each.begin_s for each in attempts) - _CLOCK_S, max(each.end_s for each in attempts) + _CLOCK_S
         rows, lost = [row for file in trainer for row in file.rows(*span)], _reported_losses(folder)
-        workers = [worker for each in files.values() if (worker := _worker(each, span, rows, lost)) is not None]
+        issues = _issues_by_worker(rows)
+        workers = [worker for each in files.values() if (worker := _worker(each, span, issues, lost)) is not None]
     workers.sort(key=lambda worker: worker.process)
     return [_Lanes(each, rows, workers).make() for each in attempts]
 
@@ -312,7 +316,7 @@ class _Worker:
     home: tuple[str, int]  # host and pid of its last process
     calls: tuple[_Call, ...]
     losses: tuple[Loss, ...]
-    issues: Mapping[tuple[int, int], Sequence[_Issue]]  # by the call's id, in order
+    issues: _Issues
 
     def issue_of(self, call: _Call) -> _Issue | None:
         """Return the last issue of ``call`` before it began."""
@@ -320,7 +324,16 @@ class _Worker:
         return next((each for each in reversed(issues) if each.begin_s <= call.begin_s), None)
 
 
-def _waiting_issue(issues: Mapping[Any, Sequence[_Issue]], calls: Iterable[_Call], end_s: float) -> _Issue | None:
+def _issues_by_worker(rows: Iterable[_Row]) -> dict[tuple[str, int], _Issues]:
+    issues: dict[tuple[str, int], _Issues] = {}
+    for row in rows:
+        for rank in row.ranks if isinstance(row, _Issue) else ():
+            assert isinstance(row, _Issue)
+            issues.setdefault((row.role, rank), {}).setdefault((row.step, row.n), []).append(row)
+    return issues
+
+
+def _waiting_issue(issues: _Issues, calls: Iterable[_Call], end_s: float) -> _Issue | None:
     """Return the first call that was issued before ``end_s``, and after all ``calls`` that had begun by then."""
     last = max(((call.step, call.n) for call in calls if call.n >= 0 and call.begin_s < end_s), default=(-1, -1))
     later = (sent[0] for call_id, sent in issues.items() if call_id > last and sent[0].begin_s < end_s)
@@ -328,7 +341,10 @@ def _waiting_issue(issues: Mapping[Any, Sequence[_Issue]], calls: Iterable[_Call
 
 
 def _worker(
-    files: Sequence[_File], span: tuple[float, float], trainer: Sequence[_Row], lost: Sequence[tuple[float, str, bool]]
+    files: Sequence[_File],
+    span: tuple[float, float],
+    issued: Mapping[tuple[str, int], _Issues],
+    lost: Sequence[tuple[float, str, bool]],
 ) -> _Worker | None:
     """Return a worker in a span of time; None for a file of another process."""
     titles = [file.first() for file in files]
@@ -337,10 +353,7 @@ def _worker(
         process = ProcessId.parse(newest.process if isinstance(newest, _Start) else "")
     except ValueError:
         return None
-    issues: dict[tuple[int, int], list[_Issue]] = {}
-    for row in trainer:
-        if isinstance(row, _Issue) and row.role == process.role and process.rank in row.ranks:
-            issues.setdefault((row.step, row.n), []).append(row)
+    issues = issued.get((process.role, process.rank), {})
     rows = [row for file in files for row in file.rows(*span) if row not in titles]
     early = (
         issues[call.step, call.n][0].begin_s - call.begin_s for call in _calls(rows) if (call.step, call.n) in issues
@@ -363,7 +376,7 @@ def _loss(
     process: ProcessId,
     started_s: float,
     calls: Sequence[_Call],
-    issues: Mapping[tuple[int, int], Sequence[_Issue]],
+    issues: _Issues,
     lost: Sequence[tuple[float, str, bool]],
 ) -> Loss:
     """Return the loss after which another process of the worker started."""
@@ -461,7 +474,7 @@ class _Lanes:
             else:
                 yield from self._waits(worker, at_s, begin_s, worker.issue_of(row))
                 label = "starts" if row.method == CONSTRUCTING else row.method.lstrip("!")
-                yield Span(begin_s, min(row.end_s, end_s), "call", label, row.error, row.phases or {})
+                yield Span(begin_s, min(row.end_s, end_s), "call", label, row.error, row.phases)
             at_s = row.end_s
         running = _waiting_issue(worker.issues, worker.calls, end_s) if self._attempt.is_open else None
         if running is None:
