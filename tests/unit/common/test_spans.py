@@ -24,9 +24,9 @@ def spans(tmp_path):
 def test_spans_of_each_kind_are_lines_after_the_process(tmp_path, spans):
     spans.add_call((4, 0), "sample", 0.5, {"decode": 0.1234567}, "")
     spans.add_call((-1, -1), "!commit", 0.0, {}, "OSError")
-    spans.add_issue((4, 1), "ACTOR", [0, 1], "update", 10.0, ["ROLLOUT.sample"])
-    spans.add_wait("ACTOR", "update", 10.0, 11.5)
-    spans.add_step(4, 9.0, 12.0)
+    spans.add("issue", 4, 1, "ACTOR", [0, 1], "update", 10.0, ["ROLLOUT.sample"])
+    spans.add("wait", "ACTOR", "update", 10.0, 11.5)
+    spans.add("step", 4, 9.0, 12.0)
     spans.flush()
     title, call, commit, *trainer = lines_of(tmp_path / "spans" / "rollout-1.jsonl")
     assert title[:4] == ["process", "ROLLOUT[1]", 3, os.getpid()]
@@ -53,13 +53,13 @@ def test_spans_are_written_by_a_thread_soon_after(tmp_path, monkeypatch):
 
 def test_spans_keep_within_their_bound_in_two_files(tmp_path, spans):
     for step in range(3000):
-        spans.add_wait("ACTOR", "update" * 20, float(step), step + 1.0)
+        spans.add("wait", "ACTOR", "update" * 20, float(step), step + 1.0)
         if step % 100 == 0:
             spans.flush()
     spans.flush()
     newer, older = tmp_path / "spans" / "rollout-1.jsonl", tmp_path / "spans" / "rollout-1.jsonl.1"
     for step in range(3000, 6000):
-        spans.add_wait("ACTOR", "update" * 20, float(step), step + 1.0)
+        spans.add("wait", "ACTOR", "update" * 20, float(step), step + 1.0)
     spans.flush()
     assert max(newer.stat().st_size, older.stat().st_size) <= 500_000
     assert lines_of(newer)[0][:3] == ["process", "ROLLOUT[1]", 3]
@@ -78,10 +78,10 @@ def test_spans_that_the_disk_refuses_are_dropped_and_counted(tmp_path, spans):
     blocked = tmp_path / "spans"
     blocked.write_text("a file where the folder should be")
     spans.flush()
-    spans.add_wait("ACTOR", "update", 1.0, 2.0)
+    spans.add("wait", "ACTOR", "update", 1.0, 2.0)
     spans.flush()
     blocked.unlink()
-    spans.add_wait("ACTOR", "update", 2.0, 3.0)
+    spans.add("wait", "ACTOR", "update", 2.0, 3.0)
     spans.flush()
     assert lines_of(blocked / "rollout-1.jsonl")[-2:] == [["dropped", 2], ["wait", "ACTOR", "update", 2.0, 3.0]]
 
@@ -89,7 +89,7 @@ def test_spans_that_the_disk_refuses_are_dropped_and_counted(tmp_path, spans):
 def test_spans_of_a_disk_that_hangs_are_bounded(tmp_path, spans, monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.common.spans._MOST_LINES", 5)
     for second in range(20):
-        spans.add_wait("ACTOR", "update", second, second + 1)
+        spans.add("wait", "ACTOR", "update", second, second + 1)
     spans.flush()
     lines = lines_of(tmp_path / "spans" / "rollout-1.jsonl")
     assert (len(lines), lines[0]) == (6, ["dropped", 16])
@@ -97,7 +97,7 @@ def test_spans_of_a_disk_that_hangs_are_bounded(tmp_path, spans, monkeypatch):
 
 def test_zero_megabytes_write_no_file(tmp_path):
     spans = SpanFile(tmp_path, TRAINER_ID, 1, most_mb=0)
-    spans.add_step(1, 0.0, 1.0)
+    spans.add("step", 1, 0.0, 1.0)
     spans.flush()
     assert not (tmp_path / "spans").exists()
 

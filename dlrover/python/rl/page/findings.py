@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean, median, mode
 from typing import Literal, NamedTuple
 
-from dlrover.python.rl.page.spans import TRAINER, Loss, StepLanes, WorkerCall, last_step, read_steps
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.page.spans import TRAINER, Call, Loss, StepLanes, last_step, read_steps
 
 _SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
 _UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
@@ -76,8 +77,8 @@ def _loss(step: int, loss: Loss, more: int, cost_s: float) -> Finding:
 def _hanging(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     """Yield the calls that still run in an unfinished step, and take much longer than others."""
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for call in (call for step in steps for call in step.calls):
-        times[call.process.role, call.method].append(call.end_s - call.begin_s)
+    for process, call in (each for step in steps for each in step.calls):
+        times[process.role, call.method].append(call.end_s - call.begin_s)
     for lane in (lane for step in steps if step.is_open for lane in step.lanes):
         last = lane.spans[-1] if lane.spans else None
         usual = times.get((lane.process.partition("[")[0], last.label)) if last is not None else None
@@ -140,14 +141,14 @@ def _cost(cost_s: float, whole_s: float) -> str:
 def _seconds_by_rank(step: StepLanes) -> dict[tuple[str, str], dict[str, float]]:
     """Return role and method to the seconds of each rank in the calls that several ranks ran, without failed ones and
     those during a loss."""
-    groups: dict[tuple[str, int], list[WorkerCall]] = defaultdict(list)
-    for call in step.calls:
+    groups: dict[tuple[str, int], list[tuple[ProcessId, Call]]] = defaultdict(list)
+    for process, call in step.calls:
         is_whole = all(call.end_s <= loss.begin_s or call.begin_s >= loss.end_s for loss in step.losses)
         if call.step == step.step and not call.error and is_whole:
-            groups[call.process.role, call.n].append(call)
+            groups[process.role, call.n].append((process, call))
     seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for call in (call for calls in groups.values() if len({each.process for each in calls}) > 1 for call in calls):
-        seconds[call.process.role, call.method][str(call.process)] += call.end_s - call.begin_s
+    for process, call in (each for calls in groups.values() if len(dict(calls)) > 1 for each in calls):
+        seconds[process.role, call.method][str(process)] += call.end_s - call.begin_s
     return seconds
 
 

@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -60,17 +60,15 @@ class Lane:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class WorkerCall:
-    """A call of a worker; ``n`` is its number in the step, -1 outside of the steps."""
+class Call(NamedTuple):
+    """A call of a worker; ``n`` is its number in the step, -1 outside of the steps. ``error`` is a class, or empty."""
 
-    process: ProcessId
     step: int
     n: int
     method: str
     begin_s: float
     end_s: float
-    phases: Mapping[str, float]
+    phases: dict[str, float]
     error: str
 
 
@@ -97,19 +95,9 @@ class StepLanes:
     begin_s: float
     end_s: float
     lanes: tuple[Lane, ...] = ()
-    calls: tuple[WorkerCall, ...] = ()
+    calls: tuple[tuple[ProcessId, Call], ...] = ()
     losses: tuple[Loss, ...] = ()
     is_open: bool = False  # the run has ended in it, or is still in it
-
-
-class _Call(NamedTuple):
-    step: int
-    n: int
-    method: str
-    begin_s: float
-    end_s: float
-    phases: dict[str, float]
-    error: str
 
 
 class _Issue(NamedTuple):
@@ -144,8 +132,8 @@ class _Start(NamedTuple):
 
 
 _Issues: TypeAlias = dict[tuple[int, int], list[_Issue]]  # by the call's id, in order
-_Row: TypeAlias = _Call | _Issue | _Wait | _Step | _Start
-_ROWS: dict[str, Any] = {"call": _Call, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
+_Row: TypeAlias = Call | _Issue | _Wait | _Step | _Start
+_ROWS: dict[str, Any] = {"call": Call, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
 
 
 def _parse(line: bytes) -> _Row | None:
@@ -238,21 +226,14 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, list[_File]]:
     return files
 
 
-class _Attempt(NamedTuple):
-    step: int
-    begin_s: float
-    end_s: float
-    is_open: bool = False
-
-
 _MARK = re.compile(rb'\n\["(?:step",(\d{1,18}),|process",)[^\n]*')
 
 
-def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[_Attempt]:
+def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[StepLanes]:
     """Return the attempts of some steps, also those that the trainer's end cut off. This looks through all lines, since
     recoveries repeat steps, but reads only a few."""
     data = b"\n" + b"\n".join(file.content() for file in files)
-    attempts: list[_Attempt] = []
+    attempts: list[StepLanes] = []
     trainer, before = None, None
     position = 0
     for mark in _MARK.finditer(data):
@@ -261,7 +242,7 @@ def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None
             continue
         row = _parse(mark[0])
         if isinstance(row, _Step):
-            attempts.append(_Attempt(*row))
+            attempts.append(StepLanes(*row))
             before, position = mark, mark.end()
         elif isinstance(row, _Start) and trainer != (row.attempt, row.pid):  # no rotation
             attempts += _cut_off(data[position : mark.start()], before, None)
@@ -270,7 +251,7 @@ def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None
     return [each for each in attempts if first <= each.step <= last]
 
 
-def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) -> list[_Attempt]:
+def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) -> list[StepLanes]:
     """Return the attempt in a part of the trainer's lines that has no "step" line, if there is one. ``before`` is the
     line of the step before it by the same process."""
     rows = [row for line in lines.splitlines() if (row := _parse(line)) is not None]
@@ -280,7 +261,7 @@ def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) 
     step = issues[-1].step
     ended = _parse(before[0]) if before is not None else None
     begin_s = ended.end_s if isinstance(ended, _Step) else min(row.begin_s for row in issues if row.step == step)
-    return [_Attempt(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
+    return [StepLanes(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
 
 
 def last_step(folder: Path) -> int:
@@ -314,11 +295,11 @@ class _Worker:
 
     process: ProcessId
     home: tuple[str, int]  # host and pid of its last process
-    calls: tuple[_Call, ...]
+    calls: tuple[Call, ...]
     losses: tuple[Loss, ...]
     issues: _Issues
 
-    def issue_of(self, call: _Call) -> _Issue | None:
+    def issue_of(self, call: Call) -> _Issue | None:
         """Return the last issue of ``call`` before it began."""
         issues = self.issues.get((call.step, call.n), ())
         return next((each for each in reversed(issues) if each.begin_s <= call.begin_s), None)
@@ -326,14 +307,13 @@ class _Worker:
 
 def _issues_by_worker(rows: Iterable[_Row]) -> dict[tuple[str, int], _Issues]:
     issues: dict[tuple[str, int], _Issues] = {}
-    for row in rows:
-        for rank in row.ranks if isinstance(row, _Issue) else ():
-            assert isinstance(row, _Issue)
+    for row in (row for row in rows if isinstance(row, _Issue)):
+        for rank in row.ranks:
             issues.setdefault((row.role, rank), {}).setdefault((row.step, row.n), []).append(row)
     return issues
 
 
-def _waiting_issue(issues: _Issues, calls: Iterable[_Call], end_s: float) -> _Issue | None:
+def _waiting_issue(issues: _Issues, calls: Iterable[Call], end_s: float) -> _Issue | None:
     """Return the first call that was issued before ``end_s``, and after all ``calls`` that had begun by then."""
     last = max(((call.step, call.n) for call in calls if call.n >= 0 and call.begin_s < end_s), default=(-1, -1))
     later = (sent[0] for call_id, sent in issues.items() if call_id > last and sent[0].begin_s < end_s)
@@ -368,14 +348,14 @@ def _worker(
     return _Worker(process, home, tuple(calls), tuple(losses), issues)
 
 
-def _calls(rows: Iterable[_Row]) -> Iterator[_Call]:
-    return (row for row in rows if isinstance(row, _Call))
+def _calls(rows: Iterable[_Row]) -> Iterator[Call]:
+    return (row for row in rows if isinstance(row, Call))
 
 
 def _loss(
     process: ProcessId,
     started_s: float,
-    calls: Sequence[_Call],
+    calls: Sequence[Call],
     issues: _Issues,
     lost: Sequence[tuple[float, str, bool]],
 ) -> Loss:
@@ -406,10 +386,10 @@ def _reported_losses(folder: Path) -> list[tuple[float, str, bool]]:
 class _Lanes:
     """Makes the lanes of one attempt of a step."""
 
-    def __init__(self, attempt: _Attempt, trainer: Sequence[_Row], workers: Sequence[_Worker]) -> None:
+    def __init__(self, attempt: StepLanes, trainer: Sequence[_Row], workers: Sequence[_Worker]) -> None:
         self._attempt, self._workers = attempt, workers
         self._sharing: dict[tuple[str, int], list[_Worker]] = {}  # by process
-        self._calls: dict[str, list[tuple[_Worker, _Call]]] = {}
+        self._calls: dict[str, list[tuple[_Worker, Call]]] = {}
         for worker in workers:
             self._sharing.setdefault(worker.home, []).append(worker)
             for call in worker.calls:
@@ -421,15 +401,14 @@ class _Lanes:
     def make(self) -> StepLanes:
         lanes = [Lane(TRAINER, self._trainer)]
         lanes += [Lane(str(worker.process), tuple(self._worker_spans(worker))) for worker in self._workers]
-        calls = [WorkerCall(each.process, *call) for same in self._calls.values() for each, call in same]
+        calls = [(each.process, call) for same in self._calls.values() for each, call in same]
         losses = [
             loss
             for worker in self._workers
             for loss in worker.losses
             if loss.end_s > self._attempt.begin_s and loss.begin_s < self._attempt.end_s
         ]
-        step, begin_s, end_s, is_open = self._attempt
-        return StepLanes(step, begin_s, end_s, tuple(lanes), tuple(calls), tuple(losses), is_open)
+        return replace(self._attempt, lanes=tuple(lanes), calls=tuple(calls), losses=tuple(losses))
 
     def _trainer_spans(self, waits: Iterable[_Wait]) -> Iterator[Span]:
         """Yield the trainer's waits, and its own code in between, in which it may wait for a replacement."""
@@ -462,7 +441,7 @@ class _Lanes:
 
     def _worker_spans(self, worker: _Worker) -> Iterator[Span]:
         at_s, end_s = self._attempt.begin_s, self._attempt.end_s
-        rows: list[_Call | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
+        rows: list[Call | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
         for row in (each for each in rows if each.end_s > at_s and each.begin_s < end_s):
             if row.end_s <= at_s:
                 continue
