@@ -58,7 +58,7 @@ BUGS = {
     "a master that is back with overwrite removes its own commits": Bug(
         _FOLDER, "if is_fresh and (earlier is None or earlier.run != job.run):", "if is_fresh:"
     ),
-    "an overwritten run stays in memory": Bug(_FOLDER, "for name in STATES), *memory):", "for name in STATES),):"),
+    "an overwritten run stays in memory": Bug(_FOLDER, "(*STATES, SPANS)), *memory):", "(*STATES, SPANS)),):"),
     "a beat does not touch the record": Bug(_FOLDER, "            os.utime(self.record)\n", ""),
     "a beat does not see who took the folder": Bug(
         _FOLDER, "if newest is not None and newest != self.record:", "if newest is None:"

@@ -9,7 +9,7 @@ from statistics import fmean, median, mode
 from typing import Literal, NamedTuple
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.page.spans import TRAINER, Call, Loss, StepLanes, last_step, read_steps
+from dlrover.python.rl.page.spans import TRAINER, CallSpan, Loss, StepLanes, last_step, read_steps
 
 _SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
 _UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
@@ -141,7 +141,7 @@ def _cost(cost_s: float, whole_s: float) -> str:
 def _seconds_by_rank(step: StepLanes) -> dict[tuple[str, str], dict[str, float]]:
     """Return role and method to the seconds of each rank in the calls that several ranks ran, without failed ones and
     those during a loss."""
-    groups: dict[tuple[str, int], list[tuple[ProcessId, Call]]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[tuple[ProcessId, CallSpan]]] = defaultdict(list)
     for process, call in step.calls:
         is_whole = all(call.end_s <= loss.begin_s or call.begin_s >= loss.end_s for loss in step.losses)
         if call.step == step.step and not call.error and is_whole:

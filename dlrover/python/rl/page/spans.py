@@ -60,7 +60,7 @@ class Lane:
     spans: tuple[Span, ...]
 
 
-class Call(NamedTuple):
+class CallSpan(NamedTuple):
     """A call of a worker; ``n`` is its number in the step, -1 outside of the steps. ``error`` is a class, or empty."""
 
     step: int
@@ -95,7 +95,7 @@ class StepLanes:
     begin_s: float
     end_s: float
     lanes: tuple[Lane, ...] = ()
-    calls: tuple[tuple[ProcessId, Call], ...] = ()
+    calls: tuple[tuple[ProcessId, CallSpan], ...] = ()
     losses: tuple[Loss, ...] = ()
     is_open: bool = False  # the run has ended in it, or is still in it
 
@@ -132,8 +132,8 @@ class _Start(NamedTuple):
 
 
 _Issues: TypeAlias = dict[tuple[int, int], list[_Issue]]  # by the call's id, in order
-_Row: TypeAlias = Call | _Issue | _Wait | _Step | _Start
-_ROWS: dict[str, Any] = {"call": Call, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
+_Row: TypeAlias = CallSpan | _Issue | _Wait | _Step | _Start
+_ROWS: dict[str, Any] = {"call": CallSpan, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
 
 
 def _parse(line: bytes) -> _Row | None:
@@ -295,11 +295,11 @@ class _Worker:
 
     process: ProcessId
     home: tuple[str, int]  # host and pid of its last process
-    calls: tuple[Call, ...]
+    calls: tuple[CallSpan, ...]
     losses: tuple[Loss, ...]
     issues: _Issues
 
-    def issue_of(self, call: Call) -> _Issue | None:
+    def issue_of(self, call: CallSpan) -> _Issue | None:
         """Return the last issue of ``call`` before it began."""
         issues = self.issues.get((call.step, call.n), ())
         return next((each for each in reversed(issues) if each.begin_s <= call.begin_s), None)
@@ -313,7 +313,7 @@ def _issues_by_worker(rows: Iterable[_Row]) -> dict[tuple[str, int], _Issues]:
     return issues
 
 
-def _waiting_issue(issues: _Issues, calls: Iterable[Call], end_s: float) -> _Issue | None:
+def _waiting_issue(issues: _Issues, calls: Iterable[CallSpan], end_s: float) -> _Issue | None:
     """Return the first call that was issued before ``end_s``, and after all ``calls`` that had begun by then."""
     last = max(((call.step, call.n) for call in calls if call.n >= 0 and call.begin_s < end_s), default=(-1, -1))
     later = (sent[0] for call_id, sent in issues.items() if call_id > last and sent[0].begin_s < end_s)
@@ -348,14 +348,14 @@ def _worker(
     return _Worker(process, home, tuple(calls), tuple(losses), issues)
 
 
-def _calls(rows: Iterable[_Row]) -> Iterator[Call]:
-    return (row for row in rows if isinstance(row, Call))
+def _calls(rows: Iterable[_Row]) -> Iterator[CallSpan]:
+    return (row for row in rows if isinstance(row, CallSpan))
 
 
 def _loss(
     process: ProcessId,
     started_s: float,
-    calls: Sequence[Call],
+    calls: Sequence[CallSpan],
     issues: _Issues,
     lost: Sequence[tuple[float, str, bool]],
 ) -> Loss:
@@ -389,7 +389,7 @@ class _Lanes:
     def __init__(self, attempt: StepLanes, trainer: Sequence[_Row], workers: Sequence[_Worker]) -> None:
         self._attempt, self._workers = attempt, workers
         self._sharing: dict[tuple[str, int], list[_Worker]] = {}  # by process
-        self._calls: dict[str, list[tuple[_Worker, Call]]] = {}
+        self._calls: dict[str, list[tuple[_Worker, CallSpan]]] = {}
         for worker in workers:
             self._sharing.setdefault(worker.home, []).append(worker)
             for call in worker.calls:
@@ -441,7 +441,7 @@ class _Lanes:
 
     def _worker_spans(self, worker: _Worker) -> Iterator[Span]:
         at_s, end_s = self._attempt.begin_s, self._attempt.end_s
-        rows: list[Call | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
+        rows: list[CallSpan | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
         for row in (each for each in rows if each.end_s > at_s and each.begin_s < end_s):
             if row.end_s <= at_s:
                 continue
