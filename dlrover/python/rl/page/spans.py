@@ -442,8 +442,9 @@ class _Lanes:
     def _worker_spans(self, worker: _Worker) -> Iterator[Span]:
         at_s, end_s = self._attempt.begin_s, self._attempt.end_s
         rows: list[CallSpan | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
-        for row in (each for each in rows if each.end_s > at_s and each.begin_s < end_s):
-            if row.end_s <= at_s:
+        for row in (each for each in rows if each.begin_s < end_s):
+            ended_s = row.ready_s if isinstance(row, Loss) else row.end_s
+            if ended_s <= at_s:
                 continue
             begin_s = max(at_s, row.begin_s)
             if isinstance(row, Loss):
@@ -454,7 +455,7 @@ class _Lanes:
                 yield from self._waits(worker, at_s, begin_s, worker.issue_of(row))
                 label = "starts" if row.method == CONSTRUCTING else row.method.lstrip("!")
                 yield Span(begin_s, min(row.end_s, end_s), "call", label, row.error, row.phases)
-            at_s = row.end_s
+            at_s = ended_s
         running = _waiting_issue(worker.issues, worker.calls, end_s) if self._attempt.is_open else None
         if running is None:
             yield from self._waits(worker, at_s, end_s, None)
