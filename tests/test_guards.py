@@ -77,7 +77,7 @@ BOMB = "config:\n  a0: &a0 [x]\n" + f"  b: [{', '.join(['*a0'] * 200)}]\n"
 
 
 def serve_metrics(tls, token):
-    endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, token, tls).close()
+    endpoint.MetricsEndpoint(CollectorRegistry(), ("0.0.0.0", 0), token, tls).close()
 
 
 def read_file(folder, *path):

@@ -57,7 +57,7 @@ def test_finished_run_exits_with_0(shell):
     assert "step 3/3  loss 12" in err
     folder = Path("runs/job/latest")
     assert f"job: finished, the trainer returned; files in {folder.resolve()}" in err
-    left = {"job.yaml", "environment.jsonl", "journal.jsonl", "owner.1.json", "checkpoints"}
+    left = {"job.yaml", "environment.jsonl", "journal.jsonl", "owner.1.json", "checkpoints", "spans"}
     assert {path.name for path in folder.iterdir()} == left
 
 

@@ -2,6 +2,7 @@
 """The gate in front of a workload: refused, repeated and kept calls, and their arguments."""
 
 import asyncio
+import json
 import threading
 import time
 import traceback
@@ -10,8 +11,15 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common import errors
-from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, ResultLost, StaleCall
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.errors import (
+    CallSkipped,
+    InvocationError,
+    ReplayDiverged,
+    ResultLost,
+    StaleCall,
+)
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.common.spans import SpanFile, phase
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import Piece, folder_name
@@ -292,3 +300,31 @@ def test_restore_forgets_the_answers_of_later_steps(host, roots):
     assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
     assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
     assert host.executed == {"add": 3}
+
+
+def test_calls_are_recorded_with_their_phases_and_errors(tmp_path):
+    """A repeated answer is no call, and a call that is refused is none."""
+    clock = ManualClock()
+    spans = SpanFile(tmp_path, ProcessId("ACTOR", 1), 1, most_mb=1)
+
+    class Phased(Work):
+        def train(self):
+            clock.advance(2.0)
+            with phase("forward"):
+                pass
+            return 1
+
+    host = started(Phased, MemberContext(role=RLRoleType.ACTOR, rank=1), now_s=clock, spans=spans)
+    assert [call(host, 4, 0, "train"), call(host, 4, 0, "train")] == [1, 1]
+    with pytest.raises(InvocationError):
+        call(host, 4, 1, "missing")
+    with pytest.raises(CallSkipped):
+        call(host, 4, 3, "train", after=(4, 2))
+    host.close()
+    lines = [json.loads(line) for line in (tmp_path / "spans" / "actor-1.jsonl").read_text().splitlines()]
+    assert [line[1:4] + line[7:] for line in lines[1:]] == [
+        [-1, -1, "__init__", ""],
+        [4, 0, "train", ""],
+        [4, 1, "missing", "AttributeError"],
+    ]
+    assert lines[2][5] - lines[2][4] == pytest.approx(2.0) and list(lines[2][6]) == ["forward"]

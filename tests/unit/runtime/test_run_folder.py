@@ -12,7 +12,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.spec import RUNS
+from dlrover.python.rl.config.spec import RUNS, CheckpointSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.folder import (
@@ -265,6 +265,14 @@ def test_failed_claim_leaves_the_folder_as_it_was(plain, monkeypatch, earlier):
     with pytest.raises(JobConflict, match="in use"):
         start(begin(job))
     assert len(list(job.job_dir.glob("owner.*"))) == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("overwrite", True), ("checkpoint", CheckpointSpec(resume="latest"))])
+def test_only_an_overwritten_run_loses_its_spans(plain, key, value):
+    claim(begin(plain), IN_PROCESS, bound=True).end(FAILED)
+    (plain.job_dir / "spans").mkdir()
+    claim(begin(replace(plain, **{key: value})), IN_PROCESS, bound=True)
+    assert (plain.job_dir / "spans").exists() is (key != "overwrite")
 
 
 def test_claim_on_a_full_disk_names_the_folder_and_leaves_it(job):

@@ -46,26 +46,14 @@ class SpanFile:
         self._is_torn = True  # a killed process may have left half a line
         self._timer: threading.Timer | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._add(self._title())
+        self.add(*self._title())
 
     def add_call(
         self, call_id: tuple[int, int], method: str, seconds: float, phases: dict[str, float], error: str
     ) -> None:
         """Add a call that has just ended after ``seconds``."""
         now_s = time.time()
-        rounded = {name: round(value, 6) for name, value in phases.items()} or None
-        self._add(("call", *call_id, method, round(now_s - seconds, 6), round(now_s, 6), rounded, error))
-
-    def add_issue(  # noqa: PLR0913 -- the columns of a line
-        self, call_id: tuple[int, int], role: str, ranks: list[int], method: str, at_s: float, sources: list[str]
-    ) -> None:
-        self._add(("issue", *call_id, role, ranks, method, round(at_s, 6), sources))
-
-    def add_wait(self, role: str, method: str, began_s: float, ended_s: float) -> None:
-        self._add(("wait", role, method, round(began_s, 6), round(ended_s, 6)))
-
-    def add_step(self, step: int, began_s: float, ended_s: float) -> None:
-        self._add(("step", step, round(began_s, 6), round(ended_s, 6)))
+        self.add("call", *call_id, method, now_s - seconds, now_s, phases or None, error)
 
     def flush(self) -> None:
         """Write all lines now; drop and count them if the disk does not take them."""
@@ -81,7 +69,8 @@ class SpanFile:
                 with self._lock:
                     self._dropped += dropped + len(lines)
 
-    def _add(self, line: tuple[Any, ...]) -> None:
+    def add(self, *line: Any) -> None:
+        """Add a line of the kind ``line[0]``."""
         if not self._most_bytes:
             return
         with self._lock:
@@ -98,8 +87,7 @@ class SpanFile:
                     self._timer = None
 
     def _title(self) -> tuple[Any, ...]:
-        now_s = round(time.time(), 6)
-        return "process", str(self._process), self._attempt, os.getpid(), socket.gethostname(), now_s
+        return "process", str(self._process), self._attempt, os.getpid(), socket.gethostname(), time.time()
 
     def _write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +102,14 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    return "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
+    return "".join(f"{json.dumps([*map(_rounded, line)], separators=(',', ':'))}\n" for line in lines).encode()
+
+
+def _rounded(value: Any) -> Any:
+    """Round times to microseconds."""
+    if isinstance(value, dict):
+        return {name: round(seconds, 6) for name, seconds in value.items()}
+    return round(value, 6) if isinstance(value, float) else value
 
 
 class _Phases:

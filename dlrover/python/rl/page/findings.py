@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made steps slow: each finding names a process, and what it cost."""
+"""The causes that made steps slow, each with its process and its cost."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
-from typing import Literal
+from statistics import fmean, median, mode
+from typing import Literal, NamedTuple
 
-from dlrover.python.rl.page.spans import TRAINER, Loss, StepLanes, WorkerCall, last_step, read_steps
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.page.spans import TRAINER, CallSpan, Loss, StepLanes, last_step, read_steps
 
 _SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
 _UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
@@ -33,8 +34,8 @@ class Finding:
 def findings(steps: Sequence[StepLanes]) -> list[Finding]:
     """Return what cost most time in these attempts of steps, the most first; nothing for steps without a cause that
     stands out."""
-    found = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
-    return sorted(found, key=lambda finding: -finding.cost_s)
+    causes = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
+    return sorted(causes, key=lambda finding: -finding.cost_s)
 
 
 def time_lines(folder: Path) -> list[str]:
@@ -76,8 +77,8 @@ def _loss(step: int, loss: Loss, more: int, cost_s: float) -> Finding:
 def _hanging(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     """Yield the calls that still run in an unfinished step, and take much longer than others."""
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for call in (call for step in steps for call in step.calls):
-        times[call.process.role, call.method].append(call.end_s - call.begin_s)
+    for process, call in (each for step in steps for each in step.calls):
+        times[process.role, call.method].append(call.end_s - call.begin_s)
     for lane in (lane for step in steps if step.is_open for lane in step.lanes):
         last = lane.spans[-1] if lane.spans else None
         usual = times.get((lane.process.partition("[")[0], last.label)) if last is not None else None
@@ -92,54 +93,63 @@ def _hanging(steps: Sequence[StepLanes]) -> Iterator[Finding]:
             yield Finding("hung_call", lane.process, last.label, seconds, sentence, remedy)
 
 
+class _Delay(NamedTuple):
+    """The slowest of the ranks that ran a method in a step, and the median of the others."""
+
+    process: str
+    slowest_s: float
+    usual_s: float
+    mean_s: float
+    step_s: float
+
+    def is_beyond(self, ratio: float, share: float, base_s: float) -> bool:
+        return self.slowest_s >= ratio * self.usual_s and self.slowest_s - base_s >= share * self.step_s
+
+
 def _slow_ranks(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     """Yield methods in which one rank is slow, or the ranks take unequal times."""
     whole_s = sum(step.end_s - step.begin_s for step in steps)
-    groups: dict[tuple[str, str], list[tuple[float, list[WorkerCall]]]] = defaultdict(list)
+    delays_of: dict[tuple[str, str], list[_Delay]] = defaultdict(list)
     for step in steps:
-        for calls in _peers(step):
-            groups[calls[0].process.role, calls[0].method].append((step.end_s - step.begin_s, calls))
-    for (role, method), calls_of in groups.items():
-        excess_s, unequal_s = dict[str, float](defaultdict(float)), list[float]()
-        usual_s, slow_s = list[float](), dict[str, list[float]](defaultdict(list))
-        for step_s, calls in calls_of:
-            *others, slowest_s = sorted(_seconds(call) for call in calls)
-            usual, process = median(others), str(max(calls, key=_seconds).process)
-            if slowest_s >= _SLOW_RATIO * usual and slowest_s - usual >= _SLOW_SHARE * step_s:
-                excess_s[process] += slowest_s - usual
-                slow_s[process].append(slowest_s)
-                usual_s.append(usual)
-            lost_s = slowest_s - fmean(map(_seconds, calls))
-            if slowest_s >= _UNEQUAL_RATIO * usual and lost_s >= _UNEQUAL_SHARE * step_s:
-                unequal_s.append(lost_s)
-        process, cost_s = max(excess_s.items(), key=lambda item: item[1], default=("", 0.0))
-        if cost_s > 0.5 * sum(excess_s.values()) and cost_s >= _WHOLE_SHARE * whole_s:
-            times = f"took {fmean(slow_s[process]):.3g} s, its peers {fmean(usual_s):.3g} s"
-            often = f"in {len(slow_s[process])} of {len(steps)} steps" if len(steps) > 1 else f"in step {steps[0].step}"
-            sentence = f"{process}.{method} {times} {often}: {cost_s:.3g} s, {cost_s / whole_s:.0%} of the time."
+        for of_role, seconds in _seconds_by_rank(step).items():
+            *peers_s, slowest_s = sorted(seconds.values())
+            process, step_s = max(seconds, key=seconds.__getitem__), step.end_s - step.begin_s
+            delays_of[of_role].append(_Delay(process, slowest_s, median(peers_s), fmean(seconds.values()), step_s))
+    for (role, method), delays in delays_of.items():
+        slow = [each for each in delays if each.is_beyond(_SLOW_RATIO, _SLOW_SHARE, each.usual_s)]
+        process = mode(each.process for each in slow) if slow else ""
+        own = [each for each in slow if each.process == process]
+        cost_s = sum(each.slowest_s - each.usual_s for each in own)
+        unequal = [each for each in delays if each.is_beyond(_UNEQUAL_RATIO, _UNEQUAL_SHARE, each.mean_s)]
+        if 2 * len(own) > len(slow) and cost_s >= _WHOLE_SHARE * whole_s:
+            times_s = fmean(each.slowest_s for each in own), fmean(each.usual_s for each in own)
+            where = f"in {len(own)} of {len(steps)} steps" if len(steps) > 1 else f"in step {steps[0].step}"
+            sentence = f"{process}.{method} took {times_s[0]:.3g} s, its peers {times_s[1]:.3g} s, {where}"
             remedy = "Compare its node and device with its peers'; liveness.replace_slow replaces such workers."
-            yield Finding("slow_rank", process, method, cost_s, sentence, remedy)
-        elif len(unequal_s) >= max(_UNEQUAL_STEPS, len(steps) / 2):
-            share = sum(unequal_s) / whole_s
-            sentence = (
-                f"The ranks of {role}.{method} take unequal times: {sum(unequal_s):.3g} s, {share:.0%} of the time."
-            )
+            yield Finding("slow_rank", process, method, cost_s, f"{sentence}{_cost(cost_s, whole_s)}", remedy)
+        elif len(unequal) >= max(_UNEQUAL_STEPS, len(steps) / 2):
+            cost_s = sum(each.slowest_s - each.mean_s for each in unequal)
+            sentence = f"The ranks of {role}.{method} take unequal times{_cost(cost_s, whole_s)}"
             remedy = "Divide the work more evenly, such as by length, or let the trainer overlap it with other calls."
-            yield Finding("imbalance", role, method, sum(unequal_s), sentence, remedy)
+            yield Finding("imbalance", role, method, cost_s, sentence, remedy)
 
 
-def _seconds(call: WorkerCall) -> float:
-    return call.end_s - call.begin_s
+def _cost(cost_s: float, whole_s: float) -> str:
+    return f": {cost_s:.3g} s, {cost_s / whole_s:.0%} of the time."
 
 
-def _peers(step: StepLanes) -> Iterator[list[WorkerCall]]:
-    """Yield the calls of several ranks with one id, unless a loss was under way."""
-    groups: dict[tuple[str, int], list[WorkerCall]] = defaultdict(list)
-    for call in step.calls:
+def _seconds_by_rank(step: StepLanes) -> dict[tuple[str, str], dict[str, float]]:
+    """Return role and method to the seconds of each rank in the calls that several ranks ran, without failed ones and
+    those during a loss."""
+    groups: dict[tuple[str, int], list[tuple[ProcessId, CallSpan]]] = defaultdict(list)
+    for process, call in step.calls:
         is_whole = all(call.end_s <= loss.begin_s or call.begin_s >= loss.end_s for loss in step.losses)
         if call.step == step.step and not call.error and is_whole:
-            groups[call.process.role, call.n].append(call)
-    return (calls for calls in groups.values() if len({call.process for call in calls}) > 1)
+            groups[process.role, call.n].append((process, call))
+    seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for process, call in (each for calls in groups.values() if len(dict(calls)) > 1 for each in calls):
+        seconds[process.role, call.method][str(process)] += call.end_s - call.begin_s
+    return seconds
 
 
 def _trainer(steps: Sequence[StepLanes]) -> Iterator[Finding]:
@@ -147,8 +157,7 @@ def _trainer(steps: Sequence[StepLanes]) -> Iterator[Finding]:
     whole_s = sum(step.end_s - step.begin_s for step in steps)
     cost_s = sum(map(_own_seconds, steps))
     if steps and cost_s >= max(_TRAINER_SHARE * whole_s, _TRAINER_S * len(steps)):
-        share = f"{cost_s:.3g} s, {cost_s / whole_s:.0%} of the time"
-        sentence = f"All workers wait for the trainer's own code: {share}."
+        sentence = f"All workers wait for the trainer's own code{_cost(cost_s, whole_s)}"
         remedy = "Move work from the trainer to its workers, or overlap it with calls: options(blocking=False)."
         yield Finding("trainer", TRAINER, "", cost_s, sentence, remedy)
 

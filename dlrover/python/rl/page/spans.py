@@ -8,7 +8,7 @@
     spans/rollout-1.jsonl     "call", "process" lines, found by bisection over time
             '--> a lane: calls; between two calls the causes of the wait, from the trainer's lines
 
-Files are those of hostile jobs: lines that do not fit are skipped, and no link is followed."""
+The files may be hostile: lines that do not fit are skipped, and no link is followed."""
 
 import json
 import os
@@ -16,10 +16,10 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
@@ -60,17 +60,15 @@ class Lane:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class WorkerCall:
-    """A call of a worker; ``n`` is its number in the step, -1 outside of the steps."""
+class CallSpan(NamedTuple):
+    """A call of a worker; ``n`` is its number in the step, -1 outside of the steps. ``error`` is a class, or empty."""
 
-    process: ProcessId
     step: int
     n: int
     method: str
     begin_s: float
     end_s: float
-    phases: Mapping[str, float]
+    phases: dict[str, float]
     error: str
 
 
@@ -97,29 +95,19 @@ class StepLanes:
     begin_s: float
     end_s: float
     lanes: tuple[Lane, ...] = ()
-    calls: tuple[WorkerCall, ...] = ()
+    calls: tuple[tuple[ProcessId, CallSpan], ...] = ()
     losses: tuple[Loss, ...] = ()
     is_open: bool = False  # the run has ended in it, or is still in it
-
-
-class _Call(NamedTuple):
-    step: int
-    n: int
-    method: str
-    begin_s: float
-    end_s: float
-    phases: Any
-    error: str
 
 
 class _Issue(NamedTuple):
     step: int
     n: int
     role: str
-    ranks: Any
+    ranks: list[int]
     method: str
     begin_s: float
-    sources: Any
+    sources: list[str]
 
 
 class _Wait(NamedTuple):
@@ -143,29 +131,32 @@ class _Start(NamedTuple):
     begin_s: float
 
 
-_Row: TypeAlias = _Call | _Issue | _Wait | _Step | _Start
-_ROWS: dict[str, Any] = {"call": _Call, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
+_Issues: TypeAlias = dict[tuple[int, int], list[_Issue]]  # by the call's id, in order
+_Row: TypeAlias = CallSpan | _Issue | _Wait | _Step | _Start
+_ROWS: dict[str, Any] = {"call": CallSpan, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
 
 
 def _parse(line: bytes) -> _Row | None:
     """Read a line; None if it is torn, of another kind, or does not fit."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         kind, *values = json.loads(line)
-        hints = _ROWS[kind].__annotations__
-        fits = zip(values, hints.values(), strict=True)
-        if all(_fits(value, hint) for value, hint in fits):
-            row: _Row = _ROWS[kind](*values)
-            return row
+        hints = _ROWS[kind].__annotations__.values()
+        row: _Row = _ROWS[kind](*(_checked(*each) for each in zip(values, hints, strict=True)))
+        return row
     return None
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is float:
-        return isinstance(value, int | float) and isfinite(value)
-    if hint in (int, str):
-        return isinstance(value, hint)
-    items = value.items() if isinstance(value, dict) else [("", item) for item in value or ()]
-    return all(isinstance(name, str) and isinstance(item, int | float | str) for name, item in items)
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a value of a column; raise ValueError if it is of another type, or not finite."""
+    if hint is float and isinstance(value, int | float) and isfinite(value):
+        return float(value)
+    if hint in (int, str) and isinstance(value, hint):
+        return value
+    if hint == dict[str, float]:
+        return {name: _checked(item, float) for name, item in (value or {}).items()}
+    if hint in (list[int], list[str]) and isinstance(value, list):
+        return [_checked(item, get_args(hint)[0]) for item in value]
+    raise ValueError(f"{value!r} is no {hint}")
 
 
 def _end_of(row: _Row) -> float:
@@ -199,14 +190,14 @@ class _File:
 
     def _rows(self, offset: int) -> Iterator[_Row]:
         """Yield the rows from the first whole line after ``offset`` on."""
-        rest = b"" if offset == 0 else None  # the line at the offset has begun before it
+        start = b"" if offset == 0 else None  # the line at the offset has begun before it
         for chunk in self._chunks(offset):
             *lines, end = chunk.split(b"\n")
-            if rest is None:
+            if start is None:
                 lines = lines[1:]
-                rest = end if b"\n" in chunk else None
+                start = end if b"\n" in chunk else None
             else:
-                lines, rest = ([rest + lines[0], *lines[1:]], end) if lines else (lines, rest + end)
+                lines, start = ([start + lines[0], *lines[1:]], end) if lines else (lines, start + end)
             yield from filter(None, map(_parse, lines))
 
     def _chunks(self, offset: int) -> Iterator[bytes]:
@@ -235,21 +226,14 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, list[_File]]:
     return files
 
 
-class _Attempt(NamedTuple):
-    step: int
-    begin_s: float
-    end_s: float
-    is_open: bool = False
+_MARK = re.compile(rb'\n\["(?:step",(\d{1,18}),|process",)[^\n]*')
 
 
-_MARK = re.compile(rb'\n\["(?:step",(\d+),|process",)[^\n]*')
-
-
-def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[_Attempt]:
+def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[StepLanes]:
     """Return the attempts of some steps, also those that the trainer's end cut off. This looks through all lines, since
     recoveries repeat steps, but reads only a few."""
     data = b"\n" + b"\n".join(file.content() for file in files)
-    attempts: list[_Attempt] = []
+    attempts: list[StepLanes] = []
     trainer, before = None, None
     position = 0
     for mark in _MARK.finditer(data):
@@ -258,7 +242,7 @@ def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None
             continue
         row = _parse(mark[0])
         if isinstance(row, _Step):
-            attempts.append(_Attempt(*row))
+            attempts.append(StepLanes(*row))
             before, position = mark, mark.end()
         elif isinstance(row, _Start) and trainer != (row.attempt, row.pid):  # no rotation
             attempts += _cut_off(data[position : mark.start()], before, None)
@@ -267,7 +251,7 @@ def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None
     return [each for each in attempts if first <= each.step <= last]
 
 
-def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) -> list[_Attempt]:
+def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) -> list[StepLanes]:
     """Return the attempt in a part of the trainer's lines that has no "step" line, if there is one. ``before`` is the
     line of the step before it by the same process."""
     rows = [row for line in lines.splitlines() if (row := _parse(line)) is not None]
@@ -277,7 +261,7 @@ def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) 
     step = issues[-1].step
     ended = _parse(before[0]) if before is not None else None
     begin_s = ended.end_s if isinstance(ended, _Step) else min(row.begin_s for row in issues if row.step == step)
-    return [_Attempt(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
+    return [StepLanes(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
 
 
 def last_step(folder: Path) -> int:
@@ -299,7 +283,8 @@ def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) 
             return []
         span = min(each.begin_s for each in attempts) - _CLOCK_S, max(each.end_s for each in attempts) + _CLOCK_S
         rows, lost = [row for file in trainer for row in file.rows(*span)], _reported_losses(folder)
-        workers = [worker for each in files.values() if (worker := _worker(each, span, rows, lost)) is not None]
+        issues = _issues_by_worker(rows)
+        workers = [worker for each in files.values() if (worker := _worker(each, span, issues, lost)) is not None]
     workers.sort(key=lambda worker: worker.process)
     return [_Lanes(each, rows, workers).make() for each in attempts]
 
@@ -310,17 +295,25 @@ class _Worker:
 
     process: ProcessId
     home: tuple[str, int]  # host and pid of its last process
-    calls: tuple[_Call, ...]
+    calls: tuple[CallSpan, ...]
     losses: tuple[Loss, ...]
-    issues: Mapping[tuple[int, int], Sequence[_Issue]]  # by the call's id, in order
+    issues: _Issues
 
-    def issue_of(self, call: _Call) -> _Issue | None:
+    def issue_of(self, call: CallSpan) -> _Issue | None:
         """Return the last issue of ``call`` before it began."""
         issues = self.issues.get((call.step, call.n), ())
         return next((each for each in reversed(issues) if each.begin_s <= call.begin_s), None)
 
 
-def _waiting_issue(issues: Mapping[Any, Sequence[_Issue]], calls: Iterable[_Call], end_s: float) -> _Issue | None:
+def _issues_by_worker(rows: Iterable[_Row]) -> dict[tuple[str, int], _Issues]:
+    issues: dict[tuple[str, int], _Issues] = {}
+    for row in (row for row in rows if isinstance(row, _Issue)):
+        for rank in row.ranks:
+            issues.setdefault((row.role, rank), {}).setdefault((row.step, row.n), []).append(row)
+    return issues
+
+
+def _waiting_issue(issues: _Issues, calls: Iterable[CallSpan], end_s: float) -> _Issue | None:
     """Return the first call that was issued before ``end_s``, and after all ``calls`` that had begun by then."""
     last = max(((call.step, call.n) for call in calls if call.n >= 0 and call.begin_s < end_s), default=(-1, -1))
     later = (sent[0] for call_id, sent in issues.items() if call_id > last and sent[0].begin_s < end_s)
@@ -328,7 +321,10 @@ def _waiting_issue(issues: Mapping[Any, Sequence[_Issue]], calls: Iterable[_Call
 
 
 def _worker(
-    files: Sequence[_File], span: tuple[float, float], trainer: Sequence[_Row], lost: Sequence[tuple[float, str, bool]]
+    files: Sequence[_File],
+    span: tuple[float, float],
+    issued: Mapping[tuple[str, int], _Issues],
+    lost: Sequence[tuple[float, str, bool]],
 ) -> _Worker | None:
     """Return a worker in a span of time; None for a file of another process."""
     titles = [file.first() for file in files]
@@ -337,10 +333,7 @@ def _worker(
         process = ProcessId.parse(newest.process if isinstance(newest, _Start) else "")
     except ValueError:
         return None
-    issues: dict[tuple[int, int], list[_Issue]] = {}
-    for row in trainer:
-        if isinstance(row, _Issue) and row.role == process.role and process.rank in row.ranks:
-            issues.setdefault((row.step, row.n), []).append(row)
+    issues = issued.get((process.role, process.rank), {})
     rows = [row for file in files for row in file.rows(*span) if row not in titles]
     early = (
         issues[call.step, call.n][0].begin_s - call.begin_s for call in _calls(rows) if (call.step, call.n) in issues
@@ -355,15 +348,15 @@ def _worker(
     return _Worker(process, home, tuple(calls), tuple(losses), issues)
 
 
-def _calls(rows: Iterable[_Row]) -> Iterator[_Call]:
-    return (row for row in rows if isinstance(row, _Call))
+def _calls(rows: Iterable[_Row]) -> Iterator[CallSpan]:
+    return (row for row in rows if isinstance(row, CallSpan))
 
 
 def _loss(
     process: ProcessId,
     started_s: float,
-    calls: Sequence[_Call],
-    issues: Mapping[tuple[int, int], Sequence[_Issue]],
+    calls: Sequence[CallSpan],
+    issues: _Issues,
     lost: Sequence[tuple[float, str, bool]],
 ) -> Loss:
     """Return the loss after which another process of the worker started."""
@@ -393,10 +386,10 @@ def _reported_losses(folder: Path) -> list[tuple[float, str, bool]]:
 class _Lanes:
     """Makes the lanes of one attempt of a step."""
 
-    def __init__(self, attempt: _Attempt, trainer: Sequence[_Row], workers: Sequence[_Worker]) -> None:
+    def __init__(self, attempt: StepLanes, trainer: Sequence[_Row], workers: Sequence[_Worker]) -> None:
         self._attempt, self._workers = attempt, workers
         self._sharing: dict[tuple[str, int], list[_Worker]] = {}  # by process
-        self._calls: dict[str, list[tuple[_Worker, _Call]]] = {}
+        self._calls: dict[str, list[tuple[_Worker, CallSpan]]] = {}
         for worker in workers:
             self._sharing.setdefault(worker.home, []).append(worker)
             for call in worker.calls:
@@ -408,15 +401,14 @@ class _Lanes:
     def make(self) -> StepLanes:
         lanes = [Lane(TRAINER, self._trainer)]
         lanes += [Lane(str(worker.process), tuple(self._worker_spans(worker))) for worker in self._workers]
-        calls = [WorkerCall(each.process, *call) for same in self._calls.values() for each, call in same]
+        calls = [(each.process, call) for same in self._calls.values() for each, call in same]
         losses = [
             loss
             for worker in self._workers
             for loss in worker.losses
             if loss.end_s > self._attempt.begin_s and loss.begin_s < self._attempt.end_s
         ]
-        step, begin_s, end_s, is_open = self._attempt
-        return StepLanes(step, begin_s, end_s, tuple(lanes), tuple(calls), tuple(losses), is_open)
+        return replace(self._attempt, lanes=tuple(lanes), calls=tuple(calls), losses=tuple(losses))
 
     def _trainer_spans(self, waits: Iterable[_Wait]) -> Iterator[Span]:
         """Yield the trainer's waits, and its own code in between, in which it may wait for a replacement."""
@@ -449,9 +441,10 @@ class _Lanes:
 
     def _worker_spans(self, worker: _Worker) -> Iterator[Span]:
         at_s, end_s = self._attempt.begin_s, self._attempt.end_s
-        rows: list[_Call | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
-        for row in (each for each in rows if each.end_s > at_s and each.begin_s < end_s):
-            if row.end_s <= at_s:
+        rows: list[CallSpan | Loss] = sorted([*worker.calls, *worker.losses], key=lambda row: row.begin_s)
+        for row in (each for each in rows if each.begin_s < end_s):
+            ended_s = row.ready_s if isinstance(row, Loss) else row.end_s
+            if ended_s <= at_s:
                 continue
             begin_s = max(at_s, row.begin_s)
             if isinstance(row, Loss):
@@ -461,8 +454,8 @@ class _Lanes:
             else:
                 yield from self._waits(worker, at_s, begin_s, worker.issue_of(row))
                 label = "starts" if row.method == CONSTRUCTING else row.method.lstrip("!")
-                yield Span(begin_s, min(row.end_s, end_s), "call", label, row.error, row.phases or {})
-            at_s = row.end_s
+                yield Span(begin_s, min(row.end_s, end_s), "call", label, row.error, row.phases)
+            at_s = ended_s
         running = _waiting_issue(worker.issues, worker.calls, end_s) if self._attempt.is_open else None
         if running is None:
             yield from self._waits(worker, at_s, end_s, None)

@@ -56,7 +56,7 @@ class RecordedPort:
             self._write_wait()
             now_s = time.time()
             if self._step is not None and (step is not None or self._step[0] == self._last_called):
-                self._spans.add_step(*self._step, now_s)
+                self._spans.add("step", *self._step, now_s)
             self._step = (step, now_s) if step is not None else None
 
     def close(self) -> None:
@@ -86,12 +86,13 @@ class RecordedPort:
     def _write_issue(self) -> None:
         issue, self._issue = self._issue, None
         if issue is not None:
-            self._spans.add_issue(*issue)
+            call_id, *columns = issue
+            self._spans.add("issue", *call_id, *columns)
 
     def _write_wait(self) -> None:
         wait, self._wait = self._wait, None
         if wait is not None:
-            self._spans.add_wait(*wait)
+            self._spans.add("wait", *wait)
 
 
 def _sources_of(call: Call) -> Iterator[str]:

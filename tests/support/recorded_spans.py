@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of spans for the tests of their readers: steps of two rollouts and an actor."""
+
+import json
+from pathlib import Path
+
+BEGAN_S = 1_795_000_000.0
+
+
+class Recording:
+    """A run's spans: each step begins a second after the last one, with 0.4 s of sampling and 0.5 s of an update."""
+
+    def __init__(self, folder, rollouts=2):
+        self.folder, self.rollouts, self.now_s = Path(folder), rollouts, BEGAN_S
+        self.lines = {}
+        self.start("trainer")
+        for process in self.workers:
+            self.start(process)
+
+    @property
+    def workers(self):
+        return ["ACTOR[0]", *(f"ROLLOUT[{rank}]" for rank in range(self.rollouts))]
+
+    def add(self, process, *line):
+        self.lines.setdefault(process, []).append(list(line))
+
+    def start(self, process, attempt=1, at_s=None, pid=7):
+        self.add(process, "process", process, attempt, pid, "node", self.now_s if at_s is None else at_s)
+
+    def call(self, process, call_id, method, begin_s, end_s, phases=None, error="", behind_s=0.0):
+        self.add(process, "call", *call_id, method, begin_s - behind_s, end_s - behind_s, phases, error)
+
+    def step(self, number, seconds=None, own_s=0.0, behind_s=0.0):
+        """Add a step; ``seconds`` are of the sampling of each rank, ``behind_s`` of the workers' clocks."""
+        began_s = at_s = self.now_s
+        seconds = seconds or [0.4] * self.rollouts
+        self.add("trainer", "issue", number, 0, "ROLLOUT", list(range(self.rollouts)), "sample", at_s, [])
+        for rank, each_s in enumerate(seconds):
+            self.call(
+                f"ROLLOUT[{rank}]",
+                (number, 0),
+                "sample",
+                at_s + 0.001,
+                at_s + each_s,
+                {"decode": each_s / 2},
+                "",
+                behind_s,
+            )
+        self.add("trainer", "issue", number, 1, "ACTOR", [0], "update", at_s + 0.002, ["ROLLOUT.sample"])
+        at_s += max(seconds)
+        self.call("ACTOR[0]", (number, 1), "update", at_s + 0.001, at_s + 0.5, None, "", behind_s)
+        self.add("trainer", "wait", "ACTOR", "update", began_s + 0.003, at_s + 0.501)
+        self.now_s = max(began_s + 1.0, at_s + 0.6) + own_s
+        self.add("trainer", "step", number, began_s, self.now_s)
+        return self
+
+    def write(self):
+        folder = self.folder / "spans"
+        folder.mkdir(parents=True, exist_ok=True)
+        for process, lines in self.lines.items():
+            name = process.lower().replace("[", "-").rstrip("]")
+            text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        return self.folder
+
+
+def labels(lane):
+    return [span.label for span in lane.spans]
