@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 STATIC = Path(__file__).parents[2] / "dlrover/python/rl/page/static"
-NOW_S = 1_796_000_000.0
+NOW_S = float(int(time.time()))
 EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\x1b[31m../../etc"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8"}
 POLICY = (
@@ -240,7 +240,7 @@ class Mock:
     def exported(self):
         """The page as one file, for one run, with the last two steps."""
         page = (STATIC / "index.html").read_text()
-        for name in ("uPlot.iife.min.js", "page.js", "curves.js", "views.js"):
+        for name in ("uPlot.iife.min.js", "page.js", "runs.js", "curves.js", "steps.js", "samples.js"):
             page = page.replace(f'<script src="static/{name}"></script>', f"<script>{(STATIC / name).read_text()}</script>")
         for name in ("uPlot.min.css", "page.css"):
             page = page.replace(f'<link rel="stylesheet" href="static/{name}">', f"<style>{(STATIC / name).read_text()}</style>")

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The curves of one run or several: choice of metrics, charts by uPlot, marks of recoveries, differing settings.
+// The curves of one run or several: choice of metrics, charts by uPlot, marks of recoveries, settings that differ.
 "use strict";
 
 const FIRST_METRICS = [
-  "reward/mean", "eval/accuracy", "eval/reward", "loss", "time/step", "completions/length_mean", "policy/entropy", "policy/kl", "grad_norm",
+  "reward/mean", "eval/accuracy", "eval/reward", "loss", "time/step", "completions/length_mean", "policy/entropy",
+  "policy/kl", "grad_norm",
 ];
 const MARK_SIGNS = { recovery: "▼", restart: "■", resize: "◆", resume: "▶" };
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 const COLOURS = 8;
+const CHART_HEIGHT = 200;
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const isDark = matchMedia("(prefers-color-scheme: dark)");
-const dashOf = (index) => DASHES[Math.floor(index / COLOURS) % DASHES.length];
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colourOf = (index) => (index % COLOURS) + 1;
+const dashOf = (index, count) => DASHES[count > 1 ? index % DASHES.length : 0];
 
-/** The exponential moving average, without the bias of its first values; absent values stay absent. */
+/** The exponential moving average without the bias of its first values; absent values stay absent. */
 function smooth(values, weight) {
   let [mean, total] = [0, 0];
   return values.map((value) => {
@@ -24,230 +27,250 @@ function smooth(values, weight) {
   });
 }
 
-/** The lines of a chart: those of superseded steps and unsmoothed values are thin. */
+/** The lines of a chart: "main" ones, and thin ones of repeated steps and of values before smoothing. */
 function linesOf(name, runs, params) {
   const weight = Number(params.smooth || 0);
+  const isShown = (value) => typeof value === "number" && (!params.log || value > 0);
   return runs.flatMap(({ run, curves }, index) => {
-    const kinds = [];
-    const add = (source, kind) => {
-      const values = source?.series?.[name];
-      if (!values?.some((value) => typeof value === "number")) return;
-      const positive = values.map((value) => (params.log && !(value > 0) ? null : value));
-      kinds.push({ run, index, kind, steps: source.step, values: kind === "smoothed" ? smooth(positive, weight) : positive });
+    const line = (source, kind, weigh) => {
+      const values = (source?.series?.[name] || []).map((value) => (isShown(value) ? value : null));
+      return { run, index, kind, steps: source?.step || [], values: weigh ? smooth(values, weight) : values };
     };
-    add(curves.superseded, "superseded");
-    add(curves, weight ? "raw" : "line");
-    if (weight) add(curves, "smoothed");
-    return kinds;
+    const lines = [line(curves.superseded, "repeated"), weight && line(curves, "raw"), line(curves, "main", weight > 0)];
+    return lines.filter((each) => each && each.values.some(isShown));
   });
 }
 
+const costText = ({ kind, cost_s: cost }) =>
+  typeof cost === "number" ? duration(cost) : kind === "recovery" || kind === "restart" ? "under way" : "–";
+
 function markText(mark) {
-  const cost = mark.cost_s === null ? "under way" : `cost ${duration(mark.cost_s)}`;
-  return `${mark.kind} at step ${mark.step}: ${[mark.process, mark.cause, mark.message].filter(Boolean).join(", ")}; ${cost}`;
+  const words = [mark.process, mark.cause, mark.message].filter(Boolean).join(", ");
+  return `${mark.kind} at step ${mark.step}${words && `: ${words}`}\ncost: ${costText(mark)}`;
 }
 
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
+  const ratio = devicePixelRatio;
   ctx.save();
-  ctx.font = `${11 * devicePixelRatio}px sans-serif`;
+  ctx.font = `${11 * ratio}px sans-serif`;
   ctx.textAlign = "center";
+  ctx.setLineDash([3 * ratio, 3 * ratio]);
   for (const mark of marks) {
     const x = Math.round(plot.valToPos(mark.step, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
     ctx.strokeStyle = ctx.fillStyle = css(`--mark-${mark.kind}`) || css("--text");
-    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
-    ctx.fillText(MARK_SIGNS[mark.kind] || "●", x, bbox.top - 3 * devicePixelRatio);
+    ctx.fillText(MARK_SIGNS[mark.kind] || "●", x, bbox.top - 3 * ratio);
   }
   ctx.restore();
 }
 
-/** Show the marks at the pointer, and the values of its step in the heading of the chart. */
-function followCursor(plot, spec, readout) {
+/** Show the values of the step at the pointer, or of the last one, in the heading; and the marks at the pointer. */
+function followPointer(plot, { lines, marks }, readout) {
   const { idx, left, top } = plot.cursor;
   const isInside = typeof idx === "number" && left >= 0;
-  const near = isInside ? spec.marks.filter((mark) => Math.abs(plot.valToPos(mark.step, "x") - left) < 6) : [];
-  const box = plot.over.getBoundingClientRect();
-  if (plot.over.matches(":hover")) showTip(near.map(markText).join("\n"), box.left + left, box.top + top);
-  const index = isInside ? idx : plot.data[0].length - 1;
-  const values = spec.lines.map((line, at) => (line.kind === "superseded" || line.kind === "raw" ? null : plot.data[at + 1][index]));
-  const shown = values.filter((value) => typeof value === "number");
-  readout.textContent = shown.length ? `step ${plot.data[0][index]}: ${shown.map(number).join(" · ")}` : "";
-}
-
-function makePlot(host, spec, readout) {
-  const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
-  const series = spec.lines.map(({ kind, index }) => ({
-    stroke: css(`--series-${(index % COLOURS) + 1}`), width: { raw: 1, superseded: 1 }[kind] || 1.75, alpha: { raw: 0.3, superseded: 0.6 }[kind] || 1,
-    dash: kind === "superseded" ? [2, 4] : dashOf(index), spanGaps: true,
-  }));
-  const range = (_, least, most) => spec.zoom || (least === most ? [least - 1, most + 1] : [least, most]);
-  const plot = new uPlot({
-    width: host.clientWidth, height: 200, legend: { show: false }, padding: [14, 8, 0, 0],
-    scales: { x: { time: false, range }, y: { distr: spec.log ? 3 : 1 } },
-    axes: [{ ...axis, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
-      { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
-    series: [{}, ...series],
-    cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => change({ from: "", to: "" }) } },
-    hooks: {
-      draw: [(each) => drawMarks(each, host.spec.marks)],
-      setCursor: [(each) => followCursor(each, host.spec, readout)],
-      setSelect: [(each) => zoomTo(each)],
-    },
-  }, spec.data, host);
-  let downAt = 0;
-  plot.over.addEventListener("mousedown", ({ clientX }) => (downAt = clientX));
-  plot.over.addEventListener("mouseleave", () => showTip(""));
-  plot.over.addEventListener("click", ({ clientX }) => {
-    const step = plot.data[0][plot.cursor.idx];
-    if (Math.abs(clientX - downAt) < 4 && step > 0) location.hash = address("step", route.id, step);
-  });
-  return plot;
+  if (plot.over.matches(":hover")) {
+    const near = isInside ? marks.filter((mark) => Math.abs(plot.valToPos(mark.step, "x") - left) < 6) : [];
+    const box = plot.over.getBoundingClientRect();
+    showTip(near.map(markText).join("\n"), box.left + left, box.top + top);
+  }
+  const at = isInside ? idx : plot.data[0].length - 1;
+  const values = lines.flatMap(({ kind }, line) => (kind === "main" ? [plot.data[line + 1][at]] : []));
+  const present = values.filter((value) => typeof value === "number");
+  readout.textContent = `step ${plot.data[0][at]}: ${present.map(number).join(" · ") || "–"}`;
 }
 
 function zoomTo(plot) {
   const { left, width } = plot.select;
   if (width < 4) return;
-  const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+  const ends = [Math.floor(plot.posToVal(left, "x")), Math.ceil(plot.posToVal(left + width, "x"))];
   plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-  if (plot.over.matches(":hover") || plot.cursor.event) change({ from: Math.floor(from), to: Math.ceil(to) });
+  if (plot.over.matches(":hover")) change({ from: Math.max(0, ends[0]), to: ends[1] });
 }
 
-/** The element of a chart: it makes the plot when it has a width, and an update changes the plot's data only. */
+function makePlot(host, readout) {
+  const { lines, isLog, data } = host.spec;
+  const line = { stroke: css("--line"), width: 1 };
+  const axis = { stroke: css("--quiet"), grid: line, ticks: line, font: "11px system-ui, sans-serif" };
+  const series = lines.map(({ kind, index }) => ({
+    stroke: css(`--series-${colourOf(index)}`), width: kind === "main" ? 1.75 : 1, alpha: { main: 1, raw: 0.35 }[kind] || 0.7,
+    dash: kind === "repeated" ? [2, 4] : dashOf(index, host.spec.count), spanGaps: true, points: { show: kind === "repeated" ? false : undefined },
+  }));
+  const range = (_, least, most) => host.spec.zoom || (least === most ? [least - 1, most + 1] : [least, most]);
+  const plot = new uPlot({
+    width: host.clientWidth, height: CHART_HEIGHT, legend: { show: false }, padding: [16, 12, 0, 0],
+    scales: { x: { time: false, range }, y: { distr: isLog ? 3 : 1 } },
+    axes: [{ ...axis, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
+      { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
+    series: [{}, ...series],
+    cursor: {
+      sync: { key: "steps" }, drag: { x: true, y: false, setScale: false },
+      bind: { dblclick: () => () => change({ from: "", to: "" }) },
+    },
+    hooks: {
+      draw: [(each) => drawMarks(each, host.spec.marks)],
+      setCursor: [(each) => followPointer(each, host.spec, readout)],
+      setSelect: [zoomTo],
+    },
+  }, data, host);
+  let downAt = 0;
+  plot.over.onmousedown = ({ clientX }) => (downAt = clientX);
+  plot.over.onmouseleave = () => showTip("");
+  plot.over.onclick = ({ clientX }) => {
+    const step = plot.data[0][plot.cursor.idx];
+    if (Math.abs(clientX - downAt) < 4 && step > 0) location.hash = address("step", route.id, step);
+  };
+  followPointer(plot, host.spec, readout);
+  return plot;
+}
+
+/** The element of a chart: it makes the plot once it has a width, and an update changes the data of the plot. */
 function plotHost(spec, label, readout) {
   const host = h("div", { class: "plot", role: "img", "aria-label": label });
-  let plot;
-  let made;
-  const signature = () => JSON.stringify([host.spec.log, isDark.matches, host.spec.lines.map(({ run, kind }) => [run.id, kind])]);
+  const look = () => JSON.stringify([host.spec.isLog, host.spec.lines.map(({ run, kind }) => [run.id, kind])]);
+  let [plot, made] = [null, ""];
   const build = () => {
     plot?.destroy();
-    made = signature();
-    plot = makePlot(host, host.spec, host.readout);
-    followCursor(plot, host.spec, host.readout);
+    made = look();
+    plot = makePlot(host, readout);
   };
   host.spec = spec;
-  host.readout = readout;
   host.adopt = (fresh) => {
-    Object.assign(host.spec, fresh.spec);
-    if (made !== signature()) return plot && build();
+    host.spec = fresh.spec;
+    if (!plot) return;
+    if (made !== look()) build();
     plot.setData(host.spec.data);
-    return followCursor(plot, host.spec, host.readout);
+    followPointer(plot, host.spec, readout);
   };
   new ResizeObserver(() => {
-    if (!host.clientWidth) return;
-    if (plot) plot.setSize({ width: host.clientWidth, height: 200 });
+    if (!host.clientWidth || !host.isConnected) return;
+    if (plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
     else build();
   }).observe(host);
   isDark.addEventListener("change", () => host.isConnected && plot && build());
   return host;
 }
 
-function chart(name, runs, marks, params) {
-  const lines = linesOf(name, runs, params);
+function chart(name, sources, marks, params) {
+  const lines = linesOf(name, sources, params);
+  const frame = { class: "chart", "data-key": name };
   const heading = h("h3", null, name);
-  if (!lines.length) return h("figure", { class: "chart", "data-key": name }, heading, note(params.log ? "No positive value yet." : "No value yet."));
-  const data = uPlot.join(lines.map(({ steps, values }) => [steps, values]), lines.map(() => [0]));
-  const zoom = params.from || params.to ? [Number(params.from || data[0][0]), Number(params.to || data[0].at(-1))] : null;
-  const readout = h("span", { class: "readout", adopt: () => {} });
-  const main = lines.filter(({ kind }) => kind === "line" || kind === "raw");
-  const label = main.map(({ run, values }) => {
-    const present = values.filter((value) => typeof value === "number");
+  if (!lines.length) return h("figure", frame, heading, note(params.log ? "No positive value yet." : "No value yet."));
+  const data = uPlot.join(lines.map(({ steps, values }) => [steps, values]), lines.map(() => [0, 0]));
+  const ends = [Number(params.from || data[0][0]), Number(params.to || data[0].at(-1))];
+  const zoom = (params.from || params.to) && ends[0] < ends[1] ? ends : null;
+  const plain = sources.filter(({ curves }) => curves.series?.[name]);
+  const words = plain.map(({ run, curves }) => {
+    const present = curves.series[name].filter((value) => typeof value === "number");
     const [least, most] = [Math.min(...present), Math.max(...present)];
-    return `${run.name}: ${name} in ${present.length} points from ${number(least)} to ${number(most)}, last ${number(present.at(-1))}`;
-  }).join("; ");
-  const columns = [
-    { name: "Step", number: true, cell: ({ step }) => (step > 0 ? link(String(step), address("step", route.id, step)) : String(step)) },
-    ...main.map(({ run }, index) => ({ name: run.name, number: true, cell: ({ values }) => (values[index] ?? "–").toString() })),
-  ];
+    return `${run.name}: ${present.length} points from ${number(least)} to ${number(most)}, last ${number(present.at(-1))}`;
+  });
+  const stepLink = ([step]) => (step > 0 ? link(String(step), address("step", route.id, step)) : String(step));
+  const columns = [["Step", stepLink, "number"],
+    ...plain.map(({ run }, at) => [run.name, (row) => String(row[at + 1] ?? "–"), "number"])];
   const rows = () => {
-    const joined = uPlot.join(main.map(({ steps, values }) => [steps, values]));
-    return joined[0].map((step, at) => ({ step, values: joined.slice(1).map((values) => values[at]) }));
+    const joined = uPlot.join(plain.map(({ curves }) => [curves.step, curves.series[name]]));
+    return joined[0].map((_, at) => joined.map((column) => column[at]));
   };
-  const values = fold(`values-${name}`, "Values", () => table(`Values of ${name}`, columns, rows(), { quiet: true }));
-  const plot = plotHost({ lines, data, zoom, log: Boolean(params.log), marks }, label, readout);
-  return h("figure", { class: "chart", "data-key": name }, h("figcaption", null, heading, readout), plot, values);
+  const readout = h("span", { class: "readout", adopt: () => {} });
+  const spec = { lines, data, zoom, marks, isLog: Boolean(params.log), count: sources.length };
+  return h("figure", frame, h("figcaption", null, heading, readout), plotHost(spec, `${name}: ${words.join("; ")}`, readout),
+    fold(`values-${name}`, "Values", () => table(`Values of ${name}`, columns, rows())));
 }
 
 let pickerText = "";
 
-function picker(metrics, chosen) {
-  const toggle = (name) => ({ target }) =>
-    change({ metrics: (target.checked ? [...chosen, name] : chosen.filter((each) => each !== name)).join(",") || "none" });
+function picker({ names, groups }, chosen) {
+  const toggle = (name) => (isOn) => change({ metrics: (isOn ? [...chosen, name] : chosen.filter((each) => each !== name)).join(",") || "none" });
   const isShown = (name) => name.toLowerCase().includes(pickerText.toLowerCase());
-  const groups = Object.entries(metrics.groups).map(([group, names]) => {
-    const boxes = names.map((name) => h("label", { hidden: !isShown(name), "data-name": name },
-      h("input", { type: "checkbox", checked: chosen.includes(name), onchange: toggle(name) }), " ", name));
-    return h("fieldset", { hidden: !names.some(isShown), "data-key": group }, h("legend", null, group), boxes);
+  const sets = Object.entries(groups).filter(([, all]) => all.some(isShown)).map(([group, all]) => {
+    const checks = all.filter(isShown).map((name) => check(name, chosen.includes(name), toggle(name)));
+    return h("fieldset", { "data-key": group }, h("legend", null, group || "update"), checks);
   });
   const onsearch = (text) => {
     pickerText = text;
     show();
   };
-  const body = [search("Search metrics", pickerText, onsearch), groups];
-  return h("details", { class: "picker", open: innerWidth > 900 }, h("summary", null, `Metrics (${chosen.length} of ${metrics.names.length})`), body);
+  const summary = h("summary", null, `Metrics (${chosen.length} of ${names.length})`);
+  const body = [search("Search metrics", pickerText, onsearch), sets];
+  return h("details", { class: "picker", open: innerWidth > 900 }, summary, body);
 }
 
-function markTable(marks, several) {
+function markTable(marks, runs) {
   if (!marks.length) return note("Nothing was lost, restarted, resized or resumed.");
-  return table("Marks", [
-    { name: "Kind", cell: ({ kind }) => [h("span", { class: `mark-${kind}`, "aria-hidden": "true" }, MARK_SIGNS[kind]), ` ${kind}`] },
-    ...(several ? [{ name: "Run", cell: ({ run }) => run.name }] : []),
-    { name: "Step", number: true, cell: ({ step, run }) => link(number(step), address("step", run.id, step || 1)) },
-    { name: "Time", cell: ({ at_s: at }) => localTime(at) },
-    { name: "Process", cell: ({ process }) => process || "–" },
-    { name: "Cause", cell: ({ cause }) => cause || "–" },
-    { name: "Message", kind: "text", cell: ({ message }) => message || "–" },
-    { name: "Cost", number: true, cell: ({ cost_s: cost }) => (cost === null ? "under way" : duration(cost)) },
-  ], marks, { quiet: true });
+  const sign = ({ kind }) => [h("span", { class: `mark-${kind}`, "aria-hidden": "true" }, MARK_SIGNS[kind]), ` ${kind}`];
+  const step = ({ step: at, run }) => (at > 0 ? link(number(at), address("step", run.id, at)) : "–");
+  const columns = [
+    ["Kind", sign], ["Step", step, "number"], ["Time", ({ at_s: at }) => localTime(at)], ["Process", "process"],
+    ["Cause", "cause"], ["Message", "message", "text"], ["Cost", costText, "number"],
+  ];
+  return table("Marks", runs.length > 1 ? [["Run", ({ run }) => run.name], ...columns] : columns, marks);
 }
 
 function differences(settings, runs) {
-  const columns = [{ name: "Setting", kind: "code", cell: ({ key }) => key },
-    ...runs.map((run, index) => ({ name: run.name, kind: "code", cell: ({ values }) => (values[index] === null ? "–" : String(values[index])) }))];
-  return settings.length ? table("Settings that differ", columns, settings, { quiet: true }) : note("The runs have the same settings.");
+  if (!settings.length) return note("The runs have the same settings.");
+  const columns = runs.map((run, at) => [run.name, ({ values }) => (isPresent(values[at]) ? String(values[at]) : "–"), "code"]);
+  return table("Settings that differ", [["Setting", "key", "code"], ...columns], settings);
 }
 
 function legend(runs) {
-  const swatch = (index) => h("svg", { class: `swatch series-${(index % COLOURS) + 1}`, viewBox: "0 0 28 8", width: 28, height: 8 },
-    h("path", { d: "M0 4 H28", "stroke-dasharray": dashOf(index).join(" ") || null }));
-  return h("ul", { class: "legend" }, runs.map((run, index) => h("li", null, swatch(index), " ", link(run.name || run.id, address("run", run.id)))));
+  const items = runs.map((run, index) => {
+    const line = h("path", { d: "M0 4 H28", "stroke-dasharray": dashOf(index, runs.length).join(" ") || null });
+    const swatch = h("svg", { class: `swatch series-${colourOf(index)}`, width: 28, height: 8, "aria-hidden": "true" }, line);
+    return h("li", null, swatch, " ", link(run.name, address("run", run.id)));
+  });
+  return h("ul", { class: "legend" }, items);
 }
 
-VIEWS.curves = async ({ runs, ids, params }) => {
-  const several = ids.length > 1;
+/** Ask for what the view shows of each run. */
+async function readCurves(ids, params) {
+  const all = (path, parameters) => Promise.all(ids.map((id) => ask(path, { id, ...parameters })));
   const [lists, marked, diff] = await Promise.all([
-    Promise.all(ids.map((id) => ask("api/metrics", { id }))), Promise.all(ids.map((id) => ask("api/marks", { id }))),
-    several ? ask("api/diff", { ids: ids.join(",") }) : { settings: [] },
+    all("api/metrics"), all("api/marks"), ids.length > 1 ? ask("api/diff", { ids: ids.join(",") }) : null,
   ]);
   const metrics = { names: [...new Set(lists.flatMap(({ names }) => names))], groups: {} };
-  for (const { groups } of lists) for (const [group, names] of Object.entries(groups)) metrics.groups[group] = [...new Set([...(metrics.groups[group] || []), ...names])];
-  const defaults = FIRST_METRICS.filter((name) => metrics.names.includes(name)).slice(0, 6);
-  const chosen = params.metrics === "none" ? [] : params.metrics?.split(",") || (defaults.length ? defaults : metrics.names.slice(0, 4));
-  const answers = await Promise.all(ids.map((id) => (chosen.length ? ask("api/curves", { id, names: chosen.join(","), points: 1000 }) : {})));
-  const sources = runs.map((run, index) => ({ run: { ...run, id: ids[index], name: run.name || ids[index] }, curves: answers[index] }));
-  const marks = marked.flatMap((answer, index) => answer.marks.map((mark) => ({ ...mark, run: sources[index].run })));
-  const place = (name, label) => field(label, h("input", { type: "number", min: 0, value: params[name] || "", onchange: ({ target }) => change({ [name]: target.value }) }));
-  const weight = params.smooth || 0;
-  const tools = h("div", { class: "tools" },
-    field(`Smoothing ${weight}`, h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: weight, oninput: ({ target }) => change({ smooth: Number(target.value) || "" }) })),
-    h("label", { class: "check" }, h("input", { type: "checkbox", checked: Boolean(params.log), onchange: ({ target }) => change({ log: target.checked ? 1 : "" }) }), " Log scale"),
-    place("from", "From step"), place("to", "To step"), h("button", { disabled: !(params.from || params.to), onclick: () => change({ from: "", to: "" }) }, "Whole run"));
-  const charts = chosen.map((name) => chart(name, sources, marks, params));
-  const empty = note(metrics.names.length ? "Choose a metric to see its curve." : "The run has no metrics yet; they appear after its first step.");
+  for (const [group, names] of lists.flatMap(({ groups }) => Object.entries(groups))) {
+    metrics.groups[group] = [...new Set([...(metrics.groups[group] || []), ...names])];
+  }
+  const usual = FIRST_METRICS.filter((name) => metrics.names.includes(name));
+  const first = (usual.length ? usual : metrics.names).slice(0, 6);
+  const chosen = params.metrics === "none" ? [] : params.metrics?.split(",") || first;
+  const answers = chosen.length ? await all("api/curves", { names: chosen.join(","), points: 1000 }) : ids.map(() => ({}));
+  return { metrics, chosen, answers, marked, diff };
+}
+
+VIEWS.curves = async ({ runs: shown, ids, params }) => {
+  const { metrics, chosen, answers, marked, diff } = await readCurves(ids, params);
+  const runs = shown.map((run, at) => ({ id: ids[at], name: run.name || ids[at] }));
+  const sources = runs.map((run, at) => ({ run, curves: answers[at] }));
+  const marks = marked.flatMap((answer, at) => answer.marks.map((mark) => ({ ...mark, run: runs[at] })));
+  const onAxis = marks.filter(({ step }) => step > 0);
+  const set = (name) => ({ target }) => change({ [name]: Number(target.value) || "" });
+  const place = (name, label) => field(label, h("input", { type: "number", min: 0, value: params[name] || "", onchange: set(name) }));
+  const weight = params.smooth || "0";
+  const range = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: weight, oninput: set("smooth") });
+  const tools = h("div", { class: "tools" }, field(`Smoothing ${weight}`, range),
+    check("Log scale", Boolean(params.log), (isOn) => change({ log: isOn ? 1 : "" })),
+    place("from", "From step"), place("to", "To step"),
+    h("button", { disabled: !params.from && !params.to, onclick: () => change({ from: "", to: "" }) }, "Whole run"));
+  const empty = metrics.names.length ? "Choose a metric to see its curve." : "The metrics appear after the first step.";
+  const charts = chosen.map((name) => chart(name, sources, onAxis, params));
+  const hint = "Drag over a chart to zoom, double-click for the whole run, click on a point for its step. Dotted lines are "
+    + "steps that were repeated.";
   return [
-    h("h1", { tabindex: "-1" }, "Curves"), several && legend(sources.map(({ run }) => run)), tools,
-    h("div", { class: "split" }, picker(metrics, chosen), h("div", { class: "charts" }, charts.length ? charts : empty)),
-    h("p", { class: "quiet" }, "Drag over a chart to zoom, double-click for the whole run, click on a point for its step. Thin dotted lines are steps that were repeated."),
-    h("section", null, h("h2", null, "Recoveries and other marks"), markTable(marks, several)),
-    several && h("section", null, h("h2", null, "Settings that differ"), differences(diff.settings, sources.map(({ run }) => run))),
+    title("Curves"), runs.length > 1 && legend(runs), tools, h("div", { class: "split" }, picker(metrics, chosen),
+      h("div", null, h("div", { class: "charts" }, charts.length ? charts : note(empty)), h("p", { class: "quiet" }, hint))),
+    section("Recoveries and other marks", markTable(marks, runs)),
+    diff && section("Settings that differ", differences(diff.settings, runs)),
   ];
 };
 
 FILE_FILTERS["api/curves"] = (answer, { names = "" }) => {
-  const choose = (series) => Object.fromEntries(names.split(",").map((name) => [name, series?.[name]]).filter(([, values]) => values));
-  return { step: answer.step, series: choose(answer.series), superseded: { step: answer.superseded?.step || [], series: choose(answer.superseded?.series) } };
+  const choose = (series = {}) => Object.fromEntries(names.split(",").map((name) => [name, series[name] || []]));
+  const repeated = answer.superseded || {};
+  return { ...answer, series: choose(answer.series), superseded: { ...repeated, series: choose(repeated.series) } };
 };

@@ -1,103 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core of the page: DOM helpers, answers of the server or of the exported file, the router, live updates, and the
-// views of the list of runs and of one run. All text of a run becomes text nodes: it is never parsed as HTML.
+// The core of the page: elements, numbers, answers of the server or of the exported file, the router, live updates.
+// Text of a run is only ever set as text, never parsed as HTML.
 "use strict";
 
 const SVG_TAGS = new Set(["svg", "rect", "polyline", "text", "defs", "pattern", "path"]);
-const ENDED = new Set(["finished", "failed", "stopped"]);
-const PHASE_SIGNS = { running: "●", finished: "✓", failed: "✕", stopped: "■" };
-const STATE_SIGNS = { up: "●", lost: "✕", starting: "◌", ended: "■" };
+const PROPERTIES = new Set(["value", "checked", "adopt"]);
+const HANDLERS = ["onclick", "onchange", "oninput", "ontoggle"];
+const ENDED = new Set(["finished", "failed", "stopped", "lost"]);
 const VIEWS = {};
 const TABS = {
-  run: "Overview", curves: "Curves", step: "Step", samples: "Samples", evaluations: "Evaluations", events: "Events and logs",
+  run: "Overview", curves: "Curves", step: "Step", samples: "Samples", evaluations: "Evaluations",
+  events: "Events and logs",
 };
 
-// ---- DOM ----
+// ---- Elements ----
 
-/** Create an element; `on...` are handlers, and absent or false attributes are left out. */
+const isPresent = (value) => value !== null && value !== undefined && value !== false;
+
+/** Create an element; names with "on" are handlers, and absent or false attributes and children are left out. */
 function h(tag, attributes, ...children) {
-  const isSvg = SVG_TAGS.has(tag);
-  const element = isSvg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const space = SVG_TAGS.has(tag) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
+  const element = document.createElementNS(space, tag);
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (name.startsWith("on") || name === "value" || name === "checked" || name === "adopt") element[name] = value;
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on") || PROPERTIES.has(name)) element[name] = value;
+    else if (isPresent(value)) element.setAttribute(name, value === true ? "" : value);
   }
-  const isPresent = (child) => child !== null && child !== undefined && child !== false;
   element.append(...children.flat(Infinity).filter(isPresent));
   return element;
 }
 
-const HANDLERS = ["onclick", "onchange", "oninput", "ontoggle", "onsubmit", "onkeydown"];
-
-/** Make `old` like `fresh` with the fewest changes, so that focus, scroll, selections and open details stay. */
+/** Make `old` like `fresh` with few changes, so that focus, scroll, selections and open details stay. */
 function morph(old, fresh) {
-  if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName || old.dataset?.key !== fresh.dataset?.key) {
-    old.replaceWith(fresh);
-    return;
+  if (old.nodeName !== fresh.nodeName || old.dataset?.key !== fresh.dataset?.key) return old.replaceWith(fresh);
+  if (old.nodeType === Node.TEXT_NODE) return old.data === fresh.data || (old.data = fresh.data);
+  for (const { name } of [...old.attributes]) {
+    if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
   }
-  if (old.nodeType === Node.TEXT_NODE) {
-    if (old.data !== fresh.data) old.data = fresh.data;
-    return;
+  for (const { name, value } of fresh.attributes) {
+    if (old.getAttribute(name) !== value && name !== "open") old.setAttribute(name, value);
   }
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
-  for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of HANDLERS) old[name] = fresh[name];
-  if (old.adopt) {
-    old.adopt(fresh);
-    return;
-  }
+  if (old.adopt) return old.adopt(fresh);
   if ("checked" in fresh) old.checked = fresh.checked;
   if ("value" in fresh && document.activeElement !== old && old.value !== fresh.value) old.value = fresh.value;
   const children = [...fresh.childNodes];
   while (old.childNodes.length > children.length) old.lastChild.remove();
-  children.forEach((child, index) => (old.childNodes[index] ? morph(old.childNodes[index], child) : old.append(child)));
+  children.forEach((child, at) => (old.childNodes[at] ? morph(old.childNodes[at], child) : old.append(child)));
+  return old;
 }
 
-/** A table in a region that scrolls. Columns: name, cell(row), number (right-aligned), sort (of the route's `sort`). */
-function table(caption, columns, rows, { quiet = false, sorted = "", order = "asc", key = null } = {}) {
-  const head = columns.map(({ name, number, sort, unseen }) => {
-    const direction = sorted === sort ? order : "";
-    const label = unseen ? h("span", { class: "unseen" }, name) : name;
-    const turn = () => change({ sort, order: direction === "asc" ? "desc" : "asc" });
-    const sign = { asc: " ▲", desc: " ▼" }[direction];
-    const attributes = { class: number && "number", scope: "col", "aria-sort": sort && sign && `${direction}ending` };
-    return h("th", attributes, sort ? h("button", { class: "plain", onclick: turn }, label, sign) : label);
-  });
-  const body = rows.map((row) => {
-    const cells = columns.map((column) => h("td", { class: column.number ? "number" : column.kind }, column.cell(row)));
-    return h("tr", { "data-key": key && key(row) }, cells);
-  });
-  const content = [h("caption", { class: quiet && "unseen" }, caption), h("thead", null, h("tr", null, head))];
-  const whole = h("table", null, content, h("tbody", null, body));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, whole);
-}
-
-const openFolds = new Set();
-
-/** A <details> whose body is built when it is opened; it stays open over updates. */
-function fold(key, summary, body, attributes = {}) {
-  const build = (element) => {
-    if (element.open) openFolds.add(key);
-    else openFolds.delete(key);
-    if (element.open && element.childNodes.length === 1) element.append(h("div", { class: "body" }, body()));
-  };
-  const isOpen = openFolds.has(key);
-  const ontoggle = (event) => build(event.currentTarget);
-  const heading = h("summary", null, summary);
-  const content = isOpen && h("div", { class: "body" }, body());
-  return h("details", { "data-key": key, open: isOpen, ontoggle, ...attributes }, heading, content);
-}
-
-const note = (text, kind = "state") => h("p", { class: kind }, text);
-const badge = (phase) => h("span", { class: `badge ${phase}` }, `${PHASE_SIGNS[phase] || "◌"} ${phase || "unknown"}`);
+const link = (text, href, attributes) => h("a", { href, ...attributes }, text);
+const quiet = (...content) => h("span", { class: "quiet" }, content);
+const unseen = (text) => h("span", { class: "unseen" }, text);
+const title = (text) => h("h1", { tabindex: "-1" }, text);
+const section = (text, ...content) => h("section", null, h("h2", null, text), content);
+const note = (text) => h("p", { class: "state" }, text);
 const fact = (name, ...value) => h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
-
-/** A labelled control: `input` is an element. */
 const field = (label, input) => h("label", { class: "field" }, h("span", null, label), input);
 
-function select(label, value, options, onchoose) {
-  const items = Object.entries(options).map(([key, text]) => h("option", { value: key, selected: key === value }, text));
-  return field(label, h("select", { onchange: (event) => onchoose(event.target.value) }, items));
+function check(label, checked, onchoose) {
+  const onchange = ({ target }) => onchoose(target.checked);
+  return h("label", { class: "check" }, h("input", { type: "checkbox", checked, onchange }), ` ${label}`);
+}
+
+function select(label, value, texts, onchoose) {
+  const options = Object.entries(texts).map(([key, text]) => h("option", { value: key, selected: key === value }, text));
+  return field(label, h("select", { onchange: ({ target }) => onchoose(target.value) }, options));
 }
 
 function search(label, value, onsearch) {
@@ -109,10 +77,63 @@ function search(label, value, onsearch) {
   return field(label, h("input", { type: "search", value: value || "", oninput, spellcheck: "false" }));
 }
 
+/** A table in a region that scrolls. A column is [name, cell(row) or key, class of its cells, key to sort by]; `sorted`
+ * are the parameters of the address by which the rows are sorted. */
+function table(caption, columns, rows, { sorted = {}, key = null } = {}) {
+  const head = columns.map(([name, , kind, sort]) => {
+    const order = sort && sort === sorted.sort && sorted.order;
+    const turn = () => change({ sort, order: order === "asc" ? "desc" : "asc" });
+    const label = sort ? h("button", { class: "plain", onclick: turn }, name, { asc: " ▲", desc: " ▼" }[order]) : name;
+    return h("th", { class: kind, scope: "col", "aria-sort": order && `${order}ending` }, label);
+  });
+  const cellOf = (cell, row) => (typeof cell === "function" ? cell(row) : row[cell] || "–");
+  const body = rows.map((row) => {
+    const cells = columns.map(([, cell, kind]) => h("td", { class: kind }, cellOf(cell, row)));
+    return h("tr", { "data-key": key && key(row) }, cells);
+  });
+  const parts = [h("caption", { class: "unseen" }, caption), h("thead", null, h("tr", null, head))];
+  const whole = h("table", null, parts, h("tbody", null, body));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, whole);
+}
+
+const openFolds = new Set();
+
+/** A <details> whose body is built when it is opened, and that stays open over updates. */
+function fold(key, summary, body, kind = null) {
+  const built = () => h("div", { class: "body" }, body());
+  const ontoggle = ({ currentTarget: element }) => {
+    if (element.open) openFolds.add(key);
+    else openFolds.delete(key);
+    if (element.open && element.childNodes.length === 1) element.append(built());
+  };
+  const open = openFolds.has(key);
+  return h("details", { "data-key": key, open, ontoggle, class: kind }, h("summary", null, summary), open && built());
+}
+
+const hatch = () => h("rect", { width: "100%", height: "100%", fill: "url(#hatch)" });
+
+/** A coloured sample for a legend, hatched if the colour alone would not tell. */
+function sample(kind, isHatched) {
+  const box = h("rect", { width: "100%", height: "100%", class: kind });
+  return h("svg", { class: "sample", width: 14, height: 14, "aria-hidden": "true" }, box, isHatched && hatch());
+}
+
+/** Boxes side by side on a line of length `end`; a box has begin, end, label, tip, class and isHatched. */
+function boxes(label, end, height, parts) {
+  const shown = parts.map((part) => {
+    const width = (100 * (part.end - part.begin)) / (end || 1);
+    const box = h("rect", { width: "100%", height: "100%", class: part.class });
+    const text = width > 5 && h("text", { x: 5, y: height / 2 + 4, class: part.class }, part.label);
+    const place = { x: `${(100 * part.begin) / (end || 1)}%`, width: `${width}%`, height, "data-tip": part.tip };
+    return h("svg", place, box, part.isHatched && hatch(), text);
+  });
+  return h("svg", { class: "boxes", width: "100%", height, role: "img", "aria-label": label }, shown);
+}
+
 // ---- Numbers and times ----
 
 function number(value) {
-  if (value === null || value === undefined || value === "") return "–";
+  if (!isPresent(value) || value === "") return "–";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
@@ -123,7 +144,7 @@ const percent = (share) => (typeof share === "number" ? `${(100 * share).toFixed
 
 function duration(seconds) {
   if (typeof seconds !== "number") return "–";
-  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 0.9995) return seconds ? `${Math.round(seconds * 1000)} ms` : "0 s";
   if (seconds < 59.95) return `${seconds.toFixed(seconds < 9.995 ? 2 : 1)} s`;
   const whole = Math.round(seconds);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
@@ -133,9 +154,9 @@ function duration(seconds) {
 
 function localTime(atS) {
   const at = new Date(atS * 1000);
-  const pad = (part) => String(part).padStart(2, "0");
-  const day = [at.getFullYear(), pad(at.getMonth() + 1), pad(at.getDate())].join("-");
-  return `${day} ${[at.getHours(), at.getMinutes(), at.getSeconds()].map(pad).join(":")}`;
+  const two = (part) => String(part).padStart(2, "0");
+  const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join("-");
+  return `${day} ${[at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(":")}`;
 }
 
 function ageText(atS) {
@@ -143,7 +164,7 @@ function ageText(atS) {
   return seconds < 1 ? "now" : `${seconds < 60 ? `${seconds} s` : duration(seconds)} ago`;
 }
 
-/** The age of a Unix time, which counts on in a live page. */
+/** The age of a Unix time, which rises in a live page. */
 function age(atS) {
   if (!atS) return "–";
   const iso = new Date(atS * 1000).toISOString();
@@ -156,14 +177,16 @@ const inlined = document.getElementById("answers");
 const ANSWERS = inlined && JSON.parse(inlined.textContent);
 const isFile = ANSWERS !== null;
 const now = () => (isFile ? ANSWERS["api/runs"]?.now_s || 0 : Date.now() / 1000);
+const FILE_FILTERS = {}; // by path: (answer, parameters) => the part that a server would have chosen
 
-/** Return the server's answer; a file has one for each path, run, step and held-out prompt, and filters it itself. */
+const query = (parameters) => new URLSearchParams(Object.entries(parameters).filter(([, value]) => isPresent(value) && value !== ""));
+
 async function ask(path, parameters = {}) {
-  const sent = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const sent = query(parameters);
   if (isFile) return findAnswer(path, Object.fromEntries(sent));
   let response;
   try {
-    response = await fetch(`${path}?${new URLSearchParams(sent)}`, { credentials: "same-origin" });
+    response = await fetch(`${path}?${sent}`, { credentials: "same-origin" });
   } catch {
     throw new Error("The server does not answer. Check that it runs and that you can reach it.");
   }
@@ -173,143 +196,140 @@ async function ask(path, parameters = {}) {
   return answer;
 }
 
+/** A file has one answer for each path, run, step and held-out prompt. */
 function findAnswer(path, parameters) {
   let best = null;
   for (const [key, answer] of Object.entries(ANSWERS)) {
-    const [place, query = ""] = key.split("?");
-    const names = [...new URLSearchParams(query)].filter(([name]) => ["id", "step", "prompt"].includes(name));
+    const [place, text = ""] = key.split("?");
+    const names = [...new URLSearchParams(text)].filter(([name]) => ["id", "step", "prompt"].includes(name));
     const agrees = names.every(([name, value]) => value === String(parameters[name] ?? ""));
     if (place === path && agrees && names.length > (best?.size ?? -1)) best = { size: names.length, answer };
   }
   if (!best) throw new Error("This part of the run is not in this file.");
-  return (FILE_FILTERS[path] || ((answer) => answer))(best.answer, parameters);
+  return FILE_FILTERS[path] ? FILE_FILTERS[path](best.answer, parameters) : best.answer;
 }
-
-const FILE_FILTERS = {};
 
 // ---- Addresses: #view/ID[,ID...][/STEP][?parameters] ----
 
 function readAddress() {
-  const [path, query = ""] = location.hash.slice(1).split("?");
-  const [, view, ids = "", step] = /^([a-z]*)\/?(.*?)(?:\/(\d+))?$/.exec(path) || [];
-  const decoded = ids.split(",").filter(Boolean).map(decodeURIComponent);
-  return { view, ids: decoded, id: decoded[0], step: step && Number(step), params: Object.fromEntries(new URLSearchParams(query)) };
+  const [path, text = ""] = location.hash.slice(1).split("?");
+  const [, view, list = "", step] = /^([a-z]*)\/?(.*?)(?:\/(\d+))?$/.exec(path) || [];
+  const ids = list.split(",").filter(Boolean).map(decodeURIComponent);
+  const params = Object.fromEntries(new URLSearchParams(text));
+  if (!VIEWS[view] || (view !== "runs" && !ids.length)) return { view: "runs", ids: [], params };
+  return { view, ids, id: ids[0], step: step && Number(step), params };
 }
 
 function address(view, ids, step, params = {}) {
-  const sent = Object.entries(params).filter(([, value]) => value !== undefined && value !== "" && value !== null);
-  const path = [view, [ids || []].flat().map(encodeURIComponent).join(","), step].filter((part) => part || part === 0);
-  return `#${path.join("/")}${sent.length ? `?${new URLSearchParams(sent)}` : ""}`;
+  const path = [view, [ids ?? []].flat().map(encodeURIComponent).join(","), step].filter((part) => part || part === 0);
+  const text = query(params).toString();
+  return `#${path.join("/")}${text && `?${text}`}`;
 }
 
 /** Change parameters of the view that is shown; "" removes one. */
 function change(params) {
-  const { view, ids, step, params: current } = route;
-  history.replaceState(null, "", address(view, ids, step, { ...current, ...params }));
+  history.replaceState(null, "", address(route.view, route.ids, route.step, { ...route.params, ...params }));
   return show();
 }
 
-const link = (text, href, attributes) => h("a", { href, ...attributes }, text);
-
 // ---- Showing a view ----
 
-let route = { view: "", ids: [], params: {} };
-let showing = 0;
-let shownAt = 0;
 const content = document.getElementById("content");
+let route = { view: "", ids: [], params: {} };
+let [showing, shownAt] = [0, 0];
 
+/** Show the view of the address: another one replaces the content, the same one is updated in place. */
 async function show() {
   const token = (showing += 1);
-  const next = readAddress();
-  if (!VIEWS[next.view] || (next.view !== "runs" && !next.id)) Object.assign(next, { view: "runs", ids: [], id: undefined });
+  const next = { ...readAddress(), error: "" };
   const place = ({ view, ids, step }) => JSON.stringify([view, ids, step]);
-  const isSame = place(route) === place(next);
+  const isUpdate = shownAt > 0 && place(route) === place(next);
   route = next;
   content.setAttribute("aria-busy", "true");
-  let nodes;
+  let nodes = null;
   try {
     next.runs = await Promise.all(next.ids.map((id) => ask("api/run", { id })));
-    next.run = next.runs[0];
-    nodes = [await VIEWS[next.view](next)].flat(Infinity).filter(Boolean);
+    [next.run] = next.runs;
+    nodes = [await VIEWS[next.view](next)].flat(Infinity).filter(isPresent);
   } catch (error) {
-    if (!(error instanceof Error) || token !== showing) return;
-    if (isSame && shownAt && !error.fatal) setConnection("lost", error.message);
-    nodes = isSame && shownAt ? null : [h("h1", { tabindex: "-1" }, "Nothing to show"), failure(error)];
+    next.error = error.message;
+    if (!isUpdate) nodes = [title("Nothing to show"), failure(error)];
   }
   if (token !== showing) return;
-  content.removeAttribute("aria-busy");
-  if (nodes && isSame && shownAt) morph(content, h("main", { id: "content", tabindex: "-1" }, nodes));
+  if (isUpdate && nodes) morph(content, h("main", { id: "content", tabindex: "-1" }, nodes));
   else if (nodes) content.replaceChildren(...nodes);
-  if (!isSame && shownAt) content.querySelector("h1")?.focus();
-  if (!isSame) window.scrollTo(0, 0);
-  if (nodes) shownAt = performance.now();
+  content.removeAttribute("aria-busy");
+  if (!isUpdate) window.scrollTo(0, 0);
+  if (!isUpdate && shownAt) content.querySelector("h1")?.focus({ preventScroll: true });
+  shownAt = performance.now();
   showHeader(next);
   connect();
 }
 
-function failure(error) {
-  const again = isFile ? null : h("button", { onclick: show }, "Try again");
-  return h("div", { class: "state error", role: "alert" }, h("p", null, error.message), again);
+function failure({ message }) {
+  const again = !isFile && h("button", { onclick: show }, "Try again");
+  return h("div", { class: "state error", role: "alert" }, h("p", null, message), again);
 }
 
-function showHeader({ view, ids, run, runs, step }) {
-  const title = runs?.map((each) => each.name || each.id).join(", ");
-  document.title = [TABS[view] || "Runs", step, title, "DLRover RL"].filter(Boolean).join(" · ");
-  const name = run && h("span", { class: "name" }, runs.length > 1 ? `${runs.length} runs` : run.name || run.id);
-  const progress = run && h("span", { class: "quiet" }, `step ${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}`);
-  const status = run && runs.length === 1 ? [badge(run.phase), progress] : [];
+const stepText = (run) => `${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}`;
+
+function showHeader({ view, ids, run, runs, step, error }) {
+  const names = (runs || []).map((each) => each.name || each.id).join(", ");
+  document.title = [TABS[view] || "Runs", step, names, "DLRover RL"].filter(Boolean).join(" · ");
+  const status = run && ids.length === 1 && [badge(run.phase), quiet(`step ${stepText(run)}`)];
+  const name = run && h("span", { class: "name" }, ids.length > 1 ? `${ids.length} runs` : names);
   morph(document.getElementById("run"), h("div", { id: "run" }, name, status));
-  const tabs = Object.entries(TABS).filter(([key]) => key === "curves" || ids.length === 1);
+  const tabs = run ? Object.entries(TABS).filter(([key]) => key === "curves" || ids.length === 1) : [];
   const links = tabs.map(([key, text]) => link(text, address(key, ids), { "aria-current": key === view && "page" }));
-  morph(document.getElementById("views"), h("nav", { id: "views", "aria-label": "Views of the run", hidden: !run }, run ? links : []));
+  const frame = { id: "views", "aria-label": "Views of the run", hidden: !run };
+  morph(document.getElementById("views"), h("nav", frame, links));
+  if (error) showConnection("lost", error);
 }
 
-function setConnection(kind, text) {
-  const shown = { class: kind, id: "connection", role: "status", title: text };
-  const words = { live: "● live", lost: "✕ no answer", file: "exported file", ended: "" };
-  morph(document.getElementById("connection"), h("div", shown, words[kind] ?? ""));
+function showConnection(kind, text = "") {
+  const words = { live: "● live", lost: "✕ no answer", file: "exported file", ended: "" }[kind];
+  morph(document.getElementById("connection"), h("div", { class: kind, id: "connection", role: "status", title: text }, words));
 }
 
 // ---- Live updates ----
 
 let streams = [];
-let streamKey = "";
-let timer = 0;
+let [streamKey, refreshTimer] = ["", 0];
 
-/** Show the view again within a second, at most once in a second. */
+/** Show the view again soon, at most once in a second. */
 function refresh() {
-  if (timer || document.hidden) return;
-  timer = setTimeout(() => {
-    timer = 0;
+  if (refreshTimer || document.hidden) return;
+  refreshTimer = setTimeout(() => {
+    refreshTimer = 0;
     show();
   }, Math.max(50, shownAt + 1000 - performance.now()));
 }
 
-/** Follow up to three runs of the view: browsers allow six connections to a server. A hidden page follows none. */
+/** Follow up to three runs of the view, as browsers allow six connections to a server; a hidden page follows none. */
 function connect() {
-  if (isFile) return setConnection("file", `written ${localTime(now())}`);
-  const live = (route.runs || []).filter((run) => !ENDED.has(run.phase)).map((run) => run.id ?? route.id);
-  const ids = document.hidden ? [] : live.slice(0, 3);
-  if (route.view !== "runs" && !live.length) setConnection("ended", "");
-  if (ids.join() === streamKey) return undefined;
+  if (isFile) return showConnection("file", `written ${localTime(now())}`);
+  const ids = route.ids.filter((_, at) => route.runs?.[at] && !ENDED.has(route.runs[at].phase)).slice(0, 3);
+  if (!ids.length && !route.error) showConnection("ended");
+  const key = document.hidden ? "" : JSON.stringify(ids);
+  if (key === streamKey) return undefined;
   streams.forEach((stream) => stream.close());
-  streamKey = ids.join();
-  streams = ids.map((id) => {
-    const stream = new EventSource(`api/stream?${new URLSearchParams({ id })}`);
+  streamKey = key;
+  streams = (key ? ids : []).map((id) => {
+    const stream = new EventSource(`api/stream?${query({ id })}`);
     stream.addEventListener("change", refresh);
-    stream.onopen = () => setConnection("live", "The page follows the run.");
-    stream.onerror = () => setConnection("lost", "The connection is being opened again.");
+    stream.onopen = () => showConnection("live", "The page follows the run.");
+    stream.onerror = () => showConnection("lost", "The connection is being opened again.");
     return stream;
   });
   return undefined;
 }
 
-/** Poll what no stream reports: the list of runs, and the lines of logs. */
-function poll(counter) {
+/** Each second: let ages rise, and ask for what no stream reports, the list of runs and the lines of logs. */
+function poll(second) {
   if (document.hidden || isFile) return;
-  for (const element of document.querySelectorAll("time[data-at]")) element.textContent = ageText(Number(element.dataset.at));
+  for (const each of document.querySelectorAll("time[data-at]")) each.textContent = ageText(Number(each.dataset.at));
   const isLive = route.runs?.some((run) => !ENDED.has(run.phase));
-  if ((route.view === "runs" && counter % 5 === 0) || (route.view === "events" && isLive && counter % 2 === 0)) refresh();
+  if ((route.view === "runs" && second % 5 === 0) || (route.view === "events" && isLive && second % 2 === 0)) refresh();
 }
 
 // ---- Text at the pointer ----
@@ -319,190 +339,34 @@ const tip = document.getElementById("tip");
 function showTip(text, x, y) {
   tip.hidden = !text;
   tip.textContent = text || "";
-  if (!text) return;
-  tip.style.left = `${Math.max(4, Math.min(x + 12, window.innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${y + 16 + tip.offsetHeight > window.innerHeight ? y - tip.offsetHeight - 8 : y + 16}px`;
+  const top = y + 16 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 8 : y + 16;
+  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${top}px`;
 }
 
-function tipOf(event) {
-  const target = event.target.closest?.("[data-tip]");
-  if (event.target.closest?.(".uplot")) return;
-  const box = target?.getBoundingClientRect();
-  showTip(target?.dataset.tip, event.clientX ?? box?.left, event.clientY ?? box?.bottom);
+function tipOf({ target, clientX, clientY }) {
+  if (!target.closest?.(".plot")) showTip(target.closest?.("[data-tip]")?.dataset.tip, clientX, clientY);
 }
-
-// ---- The list of runs ----
-
-const picked = new Set();
-
-function spark(values, label) {
-  const present = (values || []).filter((value) => typeof value === "number");
-  if (present.length < 2) return h("span", { class: "quiet" }, "–");
-  const [least, most] = [Math.min(...present), Math.max(...present)];
-  const place = (value) => 18 - (16 * (value - least)) / (most - least || 1);
-  const points = values.map((value, index) => typeof value === "number" && `${(index * 100) / (values.length - 1)},${place(value)}`);
-  const text = `${label} from ${number(present[0])} to ${number(present[present.length - 1])}`;
-  const attributes = { class: "spark", viewBox: "0 0 100 20", preserveAspectRatio: "none", role: "img", "aria-label": text };
-  return h("svg", attributes, h("polyline", { points: points.filter(Boolean).join(" ") }));
-}
-
-const RUN_COLUMNS = [
-  { name: "Compare", unseen: true, cell: pickBox },
-  { name: "Run", sort: "name", cell: (run) => link(run.name || run.id, address("run", run.id), { title: run.id }) },
-  { name: "Started", sort: "started_s", cell: (run) => h("span", { class: "quiet" }, run.started_s ? localTime(run.started_s) : "–") },
-  { name: "Owner", sort: "owner", cell: (run) => run.owner || "–" },
-  { name: "Phase", sort: "phase", cell: (run) => h("span", { title: run.reason }, badge(run.phase)) },
-  { name: "Step", sort: "step", number: true, cell: (run) => `${number(run.step)}${run.total_steps ? ` / ${number(run.total_steps)}` : ""}` },
-  { name: "Last step", sort: "last_step_s", cell: (run) => age(run.last_step_s) },
-  { name: "Reward", sort: "reward", number: true, cell: (run) => number(run.reward) },
-  { name: "Course", cell: (run) => spark(run.spark, "reward") },
-  { name: "Goodput", sort: "goodput", number: true, cell: (run) => percent(run.goodput) },
-  { name: "Recoveries", sort: "recoveries", number: true, cell: (run) => number(run.recoveries) },
-  { name: "Devices", sort: "devices", number: true, cell: (run) => number(run.devices) },
-  { name: "Time", sort: "elapsed_s", number: true, cell: (run) => duration(run.elapsed_s) },
-];
-
-function pickBox(run) {
-  const onchange = ({ target }) => {
-    if (target.checked) picked.add(run.id);
-    else picked.delete(run.id);
-    show();
-  };
-  return h("input", { type: "checkbox", checked: picked.has(run.id), onchange, "aria-label": `Compare ${run.name || run.id}` });
-}
-
-function compareRows(left, right) {
-  if (left === right) return 0;
-  if (left === null || left === undefined) return 1;
-  if (right === null || right === undefined) return -1;
-  return left < right ? -1 : 1;
-}
-
-VIEWS.runs = async ({ params }) => {
-  const { runs } = await ask("api/runs");
-  const text = (params.q || "").toLowerCase();
-  const matching = runs.filter((run) => [run.id, run.name, run.owner, run.phase].join(" ").toLowerCase().includes(text));
-  const { sort: sorted = "started_s", order = "desc" } = params;
-  matching.sort((left, right) => (order === "asc" ? 1 : -1) * compareRows(left[sorted], right[sorted]));
-  for (const id of picked) if (!runs.some((run) => run.id === id)) picked.delete(id);
-  const compare = picked.size > 1 ? link(`Compare ${picked.size} runs`, address("curves", [...picked]), { class: "button" })
-    : h("span", { class: "quiet" }, runs.length > 1 ? "Choose two runs or more to compare them." : "");
-  const tools = h("div", { class: "tools" }, search("Filter", params.q, (q) => change({ q })), compare);
-  const rows = table("Runs", RUN_COLUMNS, matching, { quiet: true, sorted, order, key: (run) => run.id });
-  const empty = runs.length ? note(`No run matches “${params.q}”.`) : note("There is no run in this folder yet. A run appears when it starts.");
-  return [h("h1", { tabindex: "-1" }, "Runs"), tools, matching.length ? rows : empty];
-};
-
-// ---- One run ----
-
-const hatch = () => h("rect", { width: "100%", height: "100%", fill: "url(#hatch)" });
-
-/** A bar of parts; each has label, size, tip and a class. The numbers stand in a table beside it. */
-function bar(label, parts, height = 26) {
-  const total = parts.reduce((sum, part) => sum + part.size, 0) || 1;
-  let at = 0;
-  const boxes = parts.map((part) => {
-    const [x, width] = [(100 * at) / total, (100 * part.size) / total];
-    at += part.size;
-    const text = width > 6 && h("text", { x: "5", y: height / 2 + 4 }, part.label);
-    const box = h("rect", { width: "100%", height: "100%", class: part.class });
-    return h("svg", { x: `${x}%`, width: `${width}%`, height, "data-tip": part.tip }, box, part.hatched && hatch(), text);
-  });
-  return h("svg", { class: "parts", width: "100%", height, role: "img", "aria-label": label }, boxes);
-}
-
-function timeParts(strip) {
-  return strip.map(({ use, cause, begin_s: begin, end_s: end }) => {
-    const size = Math.max(0, end - begin);
-    const reason = cause ? ` (${cause})` : "";
-    const label = `${use}${reason}: ${duration(size)}, from ${localTime(begin)} to ${localTime(end)}`;
-    return { label: use, size, tip: label, class: `use-${use}`, hatched: use !== "useful" };
-  });
-}
-
-const sample = (kind, hatched) => h("svg", { class: "sample", width: 14, height: 14 },
-  h("rect", { width: "100%", height: "100%", class: kind }), hatched && hatch());
-
-function hours({ strip = [], uses = [], id }) {
-  if (!strip.length) return note("The journal has no times yet.");
-  const total = uses.reduce((sum, { seconds }) => sum + seconds, 0) || 1;
-  const columns = [
-    { name: "Use", cell: ({ use }) => [sample(`use-${use}`, use !== "useful"), ` ${use}`] },
-    { name: "Cause", cell: ({ cause }) => cause || "–" },
-    { name: "Time", number: true, cell: ({ seconds }) => duration(seconds) },
-    { name: "Share", number: true, cell: ({ seconds }) => percent(seconds / total) },
-  ];
-  const ends = h("div", { class: "ends quiet" }, h("span", null, localTime(strip[0].begin_s)), h("span", null, localTime(strip.at(-1).end_s)));
-  return [bar("The time of the run by its use; the numbers are in the table below.", timeParts(strip)), ends, table(`Time of ${id} by use`, columns, uses, { quiet: true })];
-}
-
-function memberCell(member, id) {
-  const process = `${member.role.toLowerCase()}-${member.rank ?? 0}`;
-  const heartbeat = typeof member.heartbeat_age_s === "number" ? age(now() - member.heartbeat_age_s) : "–";
-  const call = member.call ? `${member.call}${typeof member.call_s === "number" ? `, ${duration(member.call_s)}` : ""}` : "no call";
-  const devices = [member.devices ?? []].flat().join(", ");
-  const name = link(member.process || process, address("events", id, undefined, { process: member.process || process }));
-  const state = h("span", { class: `member-state ${member.state}` }, `${STATE_SIGNS[member.state] || "◌"} ${member.state}`);
-  return h("li", { class: `member ${member.state}`, "data-key": `${member.role}-${member.rank}` },
-    h("div", { class: "ends" }, h("strong", null, name), state),
-    h("div", { class: "call", title: call }, call),
-    h("div", { class: "quiet" }, "heartbeat ", heartbeat, devices && ` · device ${devices}`, member.pid && ` · pid ${member.pid}`));
-}
-
-function nodes(members, id) {
-  if (!members?.length) return note("No process has been placed yet.");
-  const names = [...new Set(members.map(({ node }) => node || "not placed"))];
-  return names.map((name) => {
-    const cells = members.filter(({ node }) => (node || "not placed") === name).map((member) => memberCell(member, id));
-    return h("section", { class: "node" }, h("h3", null, name, h("span", { class: "quiet" }, ` ${cells.length} processes`)), h("ul", { class: "grid" }, cells));
-  });
-}
-
-function firstCause(run) {
-  if (!run.cause && !run.message) return null;
-  const tries = (run.try || []).map((sentence) => h("li", null, sentence));
-  return h("section", { class: `callout ${run.phase === "failed" ? "bad" : ""}` }, h("h2", null, "First cause"),
-    h("p", null, run.cause && h("code", null, run.cause), run.cause && ": ", run.message),
-    tries.length > 0 && [h("h3", null, "What to try"), h("ul", null, tries)],
-    run.detail && fold(`detail-${run.id}`, "Detail", () => h("pre", null, run.detail)));
-}
-
-VIEWS.run = ({ id, run }) => {
-  const facts = [
-    fact("Step", link(`${number(run.step)}${run.total_steps ? ` of ${number(run.total_steps)}` : ""}`, address("step", id, run.step || undefined))),
-    fact("Last step", age(run.last_step_s)), fact("Reward", number(run.reward), " ", spark(run.spark, "reward")),
-    fact("Goodput", percent(run.goodput)), fact("Recoveries", link(number(run.recoveries), address("curves", id))),
-    fact("Devices", number(run.devices)), fact("Time", duration(run.elapsed_s)), fact("Owner", run.owner || "–"),
-  ];
-  const settings = Object.entries(run.settings || {}).map(([key, value]) => ({ key, value }));
-  const columns = [
-    { name: "Setting", kind: "code", cell: ({ key }) => key },
-    { name: "Value", kind: "code", cell: ({ value }) => (typeof value === "string" ? value : JSON.stringify(value)) },
-  ];
-  return [
-    h("h1", { tabindex: "-1" }, run.name || id), h("p", { class: "quiet" }, run.folder || id, run.reason && ` · ${run.reason}`),
-    h("dl", { class: "facts" }, facts), firstCause(run),
-    h("section", null, h("h2", null, "Where the time went"), hours(run)),
-    h("section", null, h("h2", null, "Workers by node"), nodes(run.members, id)),
-    h("section", null, fold(`settings-${id}`, `Settings (${settings.length})`, () => table("Settings", columns, settings, { quiet: true }))),
-  ];
-};
 
 // ---- Start ----
 
-document.addEventListener("DOMContentLoaded", () => {
-  const line = h("path", { d: "M0 6 L6 0", stroke: "currentColor", "stroke-width": "1.2", opacity: "0.55" });
+async function start() {
+  const line = h("path", { d: "M0 6 L6 0", stroke: "currentColor" });
   const pattern = h("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse" }, line);
-  document.body.append(h("svg", { class: "defs", width: 0, height: 0, "aria-hidden": "true" }, h("defs", null, pattern)));
+  document.body.append(h("svg", { class: "defs", "aria-hidden": "true" }, h("defs", null, pattern)));
   document.querySelector(".skip").onclick = (event) => {
     event.preventDefault();
     content.focus();
   };
-  for (const kind of ["pointerover", "pointermove", "focusin"]) document.addEventListener(kind, tipOf);
-  document.addEventListener("keydown", (event) => event.key === "Escape" && showTip(""));
+  document.addEventListener("pointermove", tipOf);
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && showTip(""));
   document.addEventListener("visibilitychange", () => (document.hidden ? connect() : show()));
   window.addEventListener("hashchange", show);
-  let counter = 0;
-  setInterval(() => poll((counter += 1)), 1000);
+  let seconds = 0;
+  setInterval(() => poll((seconds += 1)), 1000);
+  const { runs = [] } = location.hash ? {} : await ask("api/runs").catch(() => ({}));
+  if (runs.length === 1) history.replaceState(null, "", address("run", runs[0].id));
   show();
-});
+}
+
+document.addEventListener("DOMContentLoaded", start);
