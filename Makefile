@@ -101,7 +101,7 @@ $(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/pe
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement requirements/peers.txt
 	$(VENV)-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
-	rm -r $(VENV)-peers/lib/python3*/site-packages/tests # which hides the package of this name here
+	rm -rf $(VENV)-peers/lib/python3*/site-packages/tests # which hides the package of this name here
 	@touch $@
 
 test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of verl and TRL
@@ -169,7 +169,7 @@ $(VENV)-groups/ready: pyproject.toml requirements/verl.txt requirements/openrlhf
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/verl.txt
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/openrlhf.txt
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1 openrlhf==0.11.2
-	rm -r $(VENV)-groups/lib/python3*/site-packages/tests # both bring a package of this name
+	rm -rf $(VENV)-groups/lib/python3*/site-packages/tests # both bring a package of this name
 	@touch $@
 
 # Measure calls of role groups against Ray, verl and OpenRLHF.

@@ -16,12 +16,13 @@ LAYERS = (
     ("control", "trainer"),
     ("runtime", "engine", "environment", "algorithm"),
     ("master", "recipe", "session"),
-    ("classic", "service"),
+    ("classic", "page"),
+    ("service",),
     ("cli",),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 
-CONTROL_HALF = {"trainer", "control", "runtime", "master", "service", "cli"}
+CONTROL_HALF = {"trainer", "control", "runtime", "master", "page", "service", "cli"}
 MODEL_HALF = {"data", "environment", "algorithm", "engine"}
 TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 
@@ -34,6 +35,8 @@ HOMES = {
     "grpc_reflection": "service",
     "google": "service",
     "prometheus_client": "master/process",
+    "starlette": "page",
+    "uvicorn": "page",
     "vllm": "engine/vllm",
     "sglang": "engine/sglang",
     "deepspeed": "engine/deepspeed",

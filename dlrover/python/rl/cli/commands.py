@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from dlrover.python.rl.cli import begin, operate, remote, serve
+from dlrover.python.rl.cli import begin, look, operate, remote, serve
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_MASTER_LOST, EXIT_NO_CLUSTER
 from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.errors import DLRoverRLError
@@ -25,7 +25,8 @@ def cli() -> None:
     configure_logging()
 
 
-for command in (*begin.VERBS, *operate.VERBS, serve.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch):
+_OTHERS = (serve.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch)
+for command in (*begin.VERBS, *operate.VERBS, *look.VERBS, *_OTHERS):
     cli.add_command(command)
 for name, describe in remote.DESCRIBE.items():
     remote.add_server(cli.commands[name], describe)

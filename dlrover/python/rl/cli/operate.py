@@ -4,9 +4,10 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
+from contextlib import contextmanager
+from datetime import timedelta
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,16 +16,15 @@ from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, inert
-from dlrover.python.rl.common.names import resume_command
-from dlrover.python.rl.control.events import CauseKind
+from dlrover.python.rl.master.client.explain import explain_lines
 from dlrover.python.rl.master.client.jobs import (
-    JobHistory,
     JobOperations,
     JobView,
     SavedRuns,
     check_name,
     is_run_folder,
 )
+from dlrover.python.rl.page.findings import time_lines
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -164,7 +164,10 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
-    echo("\n".join(explain_lines(view, jobs.history(view))))
+    lines = explain_lines(view, jobs.history(view))
+    folder = Path(view.folder)
+    lines += time_lines(folder) if not view.owner and view.folder and folder.is_dir() else []
+    echo("\n".join(lines))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:
@@ -222,67 +225,3 @@ def _number(value: float) -> str:
 
 def _span(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds))) if seconds else ""
-
-
-def when(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
-
-
-_DETAIL_LINES = 30
-_SHOWN_FAILURES = 10
-
-_PHASES = {
-    "queued": "It waits in the service's queue",
-    "created": "It waits for the cluster to reserve its resources",
-    "starting": "It is starting",
-    "placed": "Its processes are starting",
-    "running": "It is running",
-    "restarting": "All of its processes are restarting after a failure",
-    "ending": "It is ending: its processes and resources are being released",
-    "stopping": "It is stopping",
-    "finished": "It has finished",
-    "failed": "It has failed",
-    "stopped": "It was stopped",
-    "lost": "Its master was lost before the job ended",
-}
-
-_REMEDIES = {
-    CauseKind.USER_ERROR: "Fix the error in the job's code; '--local' runs it in one process, for a debugger.",
-    CauseKind.UNKNOWN_ERROR: "See the traceback; the machine may be the cause. restart.* sets the limits.",
-    CauseKind.DEVICE_FAILED: "Run 'dlrover-rl doctor' and 'nvidia-smi -q' on the node, and resume without it.",
-    CauseKind.LINK_FAILED: "Check the network, and the log of the rank that was lost first.",
-    CauseKind.RETRYABLE_ERROR: "Check the processes that the trainer waited for, then resume.",
-    CauseKind.START_FAILED: "Run 'dlrover-rl check', which imports the job's classes without starting anything.",
-    CauseKind.PROCESS_DIED: "See its log; after a native crash it ends with a stack. restart.* sets the limits.",
-    CauseKind.OUT_OF_MEMORY: "Use smaller batches or more nodes, or request memory in the workload's resources.",
-    CauseKind.NO_SPACE: "Free disk space, or keep fewer commits (checkpoint.keep_runs, checkpoint.every); then resume.",
-    CauseKind.NODE_LOST: "Resume when the node is back, or on other nodes.",
-    CauseKind.HUNG: "See the stacks in the evidence. If a step takes that long, raise liveness.hang_after_s.",
-    CauseKind.PREEMPTED: "Resume on other nodes: its node is being drained.",
-    CauseKind.NO_RESOURCES: "Request less, add nodes, or raise placement_timeout_s.",
-    CauseKind.INTERNAL: "Resume the run: this is an error of the system, not of the job.",
-}
-
-
-def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
-    since = f" since {when(history.phase_since_s)}" if history and history.phase_since_s else ""
-    lines = [f"{view.name}: {_PHASES.get(view.phase, view.phase)}{since}."]
-    lines += [f"Why: {view.reason}."] if view.reason else []
-    lines += [f"Now: {view.activity}."] if view.activity else []
-    of = f" of {view.total_steps}" if view.total_steps else ""
-    lines.append(f"Last step: {view.step}{of}." if view.step else "No step has been reported.")
-    if history and history.failures:
-        lines.append("Failures, the first one first:")
-        lines += [f"  {when(at_s)} {line}" for at_s, line in history.failures[:_SHOWN_FAILURES]]
-        more = len(history.failures) - _SHOWN_FAILURES
-        lines += [f"  and {more} more, in {history.source}"] if more > 0 else []
-    if view.detail:
-        evidence = view.detail.rstrip().splitlines()[-_DETAIL_LINES:]
-        lines += ["Evidence:", *(f"  {line}" for line in evidence)]
-    lines += [f"Its log: {history.log}"] if history and history.log else []
-    with suppress(ValueError):
-        lines.append(f"What to try: {_REMEDIES[CauseKind(view.cause)]}")
-    if view.phase in ("failed", "stopped", "lost") and view.step:
-        where = " (on the service's machine)" if view.owner else ""
-        lines.append(f"What to try: resume after the last committed step: {resume_command(view.folder)}{where}")
-    return lines

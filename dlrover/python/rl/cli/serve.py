@@ -56,6 +56,7 @@ _STATE = click.option(
 @click.option("--dry-run", is_flag=True, help="Queue jobs and only pretend to run them, to try clients.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port of --host.")
 @click.option("--metrics-token-file", type=_FILE, help="The token that scrapers send; required beyond loopback.")
+@click.option("--page-port", type=click.IntRange(0, 65535), help="Serve the page of the jobs at this port of --host.")
 @click.option("--tls-cert", type=_FILE, help="The certificate of the service and its metrics.")
 @click.option("--tls-key", type=_FILE, help="The certificate's private key.")
 @click.option("--tls-client-ca", type=_FILE, help="Require clients to have a certificate of this CA.")
@@ -105,6 +106,7 @@ async def _serve(
     ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
     may_be_open = options.pop("allow_open_ray")
     metrics_port, metrics_file = options.pop("metrics_port"), options.pop("metrics_token_file")
+    page_port, page = options.pop("page_port"), None
     metrics_token = read_token(metrics_file) if metrics_file else ""
     token = auth.prepare(state)
     store = SqliteJobStore(state)
@@ -124,6 +126,11 @@ async def _serve(
                 https = tls_context(*tls) if tls else None
                 metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
                 echo(f"metrics at {metrics.url}", err=True)
+            if page_port is not None:
+                from dlrover.python.rl.service.page import serve_jobs
+
+                page, url = serve_jobs(manager, TokenFile(state), host, page_port, tls[:2] if tls else None)
+                echo(f"the page is at {url}", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
             auth.write_address(state, own)
             echo(f"serving at {own}; the administrator's token is in {token}", err=True)
@@ -131,6 +138,8 @@ async def _serve(
             jobs = "jobs continue on their cluster" if ray_address else "the cluster ends too"
             echo(f"ending; {jobs}; the next start follows or resumes the jobs", err=True)
         finally:
+            if page is not None:
+                await page.close()
             await server.close()
             await manager.close()
 

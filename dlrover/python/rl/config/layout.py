@@ -47,6 +47,7 @@ from dlrover.python.rl.config.spec import (
     JobSpec,
     LivenessSpec,
     MasterSpec,
+    NonNegative,
     Positive,
     RestartSpec,
     SchedulingStrategy,
@@ -256,6 +257,7 @@ class JobLayout:
     master: MasterSpec = MasterSpec()
     placement_timeout_s: Seconds = 120.0
     scheduling_strategy: SchedulingStrategy = "AUTO"
+    spans_mb: NonNegative = 64
     algorithm_type: Literal["GRPO", "PPO", "USER_DEFINED"] = "USER_DEFINED"
 
 
@@ -316,12 +318,12 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
         job_dir=Path(layout.job_dir).absolute() if layout.job_dir and not is_url(layout.job_dir) else RUNS,
         archive=layout.job_dir.rstrip("/") if is_url(layout.job_dir) else "",
         search_path=search_path,
-        **{name: getattr(layout, name) for name in (*_SECTIONS, "trainer", "env", "overwrite", *_PLACEMENT)},
+        **{name: getattr(layout, name) for name in (*_SECTIONS, "trainer", "env", "overwrite", *_PLAIN)},
     )
 
 
 _SECTIONS = ("restart", "checkpoint", "liveness", "master")
-_PLACEMENT = ("placement_timeout_s", "scheduling_strategy")
+_PLAIN = ("placement_timeout_s", "scheduling_strategy", "spans_mb")
 
 
 def _rename(mapping: Any) -> Any:
@@ -431,7 +433,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "env": map_values(job.env, lambda _, value: escape_references(value)),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
         **{name: {**vars(getattr(job, name))} for name in ("checkpoint", "liveness", "master")},
-        **{name: getattr(job, name) for name in _PLACEMENT},
+        **{name: getattr(job, name) for name in _PLAIN},
     }
     data = OmegaConf.create(layout)
     data["config"] = job.config

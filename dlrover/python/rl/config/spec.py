@@ -231,6 +231,7 @@ class JobSpec:
     #: AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
     #: its resources are free
     scheduling_strategy: SchedulingStrategy = "AUTO"
+    spans_mb: NonNegative = 64  #: MB of spans (calls and waits, for the page and ``trace``) of each process; 0: none
 
     def __repr__(self) -> str:
         return f"JobSpec({self.name!r})"

@@ -21,8 +21,9 @@ from uuid import uuid4
 
 from dlrover.python.rl.common.errors import CallError, InvocationError, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import ProcessId, ProcessKind, RLRoleType, member_name
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
+from dlrover.python.rl.common.spans import SpanFile
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Command, Kill, Place, Release, StartMembers, StartTrainer, Wait
@@ -43,6 +44,7 @@ from dlrover.python.rl.runtime.member.loading import (
     restore_environment,
     starting,
 )
+from dlrover.python.rl.runtime.run.trainer_spans import RecordedPort
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
     Call,
@@ -241,6 +243,7 @@ class TrainerRun:
     report: Reporter
     announce: Announcer = announce_nothing
     recovery: Recovery | None = None
+    attempt: int = 1  # without ``recovery``
     _trainer: BaseTrainer | None = None  # running or interrupted
 
     def __post_init__(self) -> None:
@@ -251,13 +254,22 @@ class TrainerRun:
     def run(self) -> None:
         """Run the trainer; raises as ``run_trainer``."""
         job, resources = self.job, {str(role): amounts for role, amounts in self.resources.items()}
-        link = TrainerLink(self.port, self.report, job.name, job.job_dir, resources, self.recovery, self.checkpoints)
+        attempt = self.recovery.epoch if self.recovery is not None else self.attempt
+        port = RecordedPort(
+            self.port,
+            SpanFile(job.job_dir, TRAINER_ID, attempt, job.spans_mb),
+            at_once=isinstance(self.port, LocalPort),
+        )
+        link = TrainerLink(port, self.report, job.name, job.job_dir, resources, self.recovery, self.checkpoints)
         link = replace(link, announce=self.announce, files=synced_files(job), results=results_of(job))
+        link = replace(link, begin_step=port.begin_step)
         try:
             run_trainer(self._make, link)
         except (Exception, SystemExit):
             self._trainer = None
             raise
+        finally:
+            port.close()
         self._trainer = None
 
     def stop(self) -> None:
@@ -339,7 +351,8 @@ class LocalExecutor:
             shares_process=True,
         )
         env = {**self.job.env, **self.job.workloads[role].env, **context.to_env()}
-        host = MemberHost(incarnation)
+        spans = SpanFile(self.job.job_dir, ProcessId(role, rank), incarnation, self.job.spans_mb)
+        host = MemberHost(incarnation, spans=spans)
         with process_environment(env):
             workload = host.load(self.job, context)
         return LocalMember(host, env, incarnation, workload.needs_own_process)

@@ -59,7 +59,7 @@ class _Pending:
 
 class Steps:
     """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` there are no
-    commits."""
+    commits. ``note_step`` is called at the start of each step, and must return at once."""
 
     def __init__(
         self,
@@ -68,8 +68,10 @@ class Steps:
         checkpoints: Checkpoints | None,
         roles: Mapping[str, RoleTraits],
         attempt: Attempt,
+        note_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
+        self._note_step = note_step
         recovery = recovery or Recovery()
         # After an earlier trainer, or trainer object, workers may have been replaced already.
         self.port = DurablePort(port, recovery, roles, checkpoints, opened=attempt.opened or not recovery.fresh)
@@ -141,6 +143,7 @@ class Steps:
         self.counter.open(step)
         self.port.begin_step(step)
         self.port.recovery.began(step)
+        self._note_step(step)
 
     def end(self, step: int, last: bool = False) -> None:
         """End a step: publish the previous commit, and begin one of this step's states if it is due. Repeat both if a

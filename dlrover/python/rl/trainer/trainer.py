@@ -59,6 +59,10 @@ def report_nothing(report: StepReport) -> None:
     pass
 
 
+def note_nothing(step: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class TrainerLink:
     """The connection of a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost worker
@@ -76,6 +80,7 @@ class TrainerLink:
     files: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered around the run
     results: Any = None
     full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that have fewer workers for lack of places
+    begin_step: Callable[[int], None] = note_nothing  # called at the start of each attempt of a step
 
 
 def _handles_of(role: RLRoleType) -> list[Any]:
@@ -215,7 +220,8 @@ class BaseTrainer(ABC):
             for role, handles in self._actor_handles.items()
             for cls in [self._actor_classes[role]]
         }
-        self._steps = steps = Steps(link.port, link.recovery, link.checkpoints, traits, attempt or Attempt())
+        services = link.port, link.recovery, link.checkpoints
+        self._steps = steps = Steps(*services, traits, attempt or Attempt(), link.begin_step)
         steps.port.renewed = self._replace_handles
         for role, handles in self._actor_handles.items():
             cls = self._actor_classes[role]

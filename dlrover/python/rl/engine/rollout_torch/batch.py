@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.engine.api.base import Finish, SamplingParams
 from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests
 from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key
@@ -155,7 +156,7 @@ class ContinuousBatch:
         """Generate a token of ``version`` for each sequence that has a row; at least one request must run. Returns the
         finished requests, by number. After an error all requests are as before the step."""
         try:
-            with self._computing():
+            with self._computing(), phase("decode"):
                 step, self._ahead = self._ahead or self._begin(), None
                 if self._can_run_ahead(step):
                     draws = self._draws(after=1)
@@ -275,7 +276,8 @@ class ContinuousBatch:
 
     def _add_rows(self, keys: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:
         if unread:
-            self._prefixes.update(zip(unread, self._decoder.prefill(list(unread.values())), strict=True))
+            with phase("prefill"):
+                self._prefixes.update(zip(unread, self._decoder.prefill(list(unread.values())), strict=True))
         prefixes = [self._prefixes[key] for key in keys]
         self._decoder.add_rows(prefixes)
         self._prefixes = {keys[-1]: prefixes[-1]}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
 from dlrover.python.rl.engine.api.registry import find_rollout_errors, raise_engine_errors, read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, verify_snapshot
@@ -89,7 +90,8 @@ class TorchRolloutEngine(RolloutEngineBase):
             store.host()
         # Remains if writing fails midway: a mixture of versions is not served.
         self.version, self._lacks = -1, BROKEN_OFF
-        store.write(weights)
+        with phase("load weights"):
+            store.write(weights)
         self.version, self._lacks = weights.version, ""
         self._batch.requeue()
 

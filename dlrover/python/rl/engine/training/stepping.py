@@ -9,6 +9,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
 from dlrover.python.rl.engine.model.packing import MicroBatch, select_columns
@@ -35,9 +36,11 @@ def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are
     wants_entropy = bool(getattr(loss, "wants_entropy", False))
     for micro in micros:
         note_progress()
-        outputs, entropies = read(micro, wants_entropy)
+        with phase("forward"):
+            outputs, entropies = read(micro, wants_entropy)
         if not len(micro.flat):
-            backward(outputs.sum() * 0.0)  # other ranks may have rows here, and all work in lockstep
+            with phase("backward"):
+                backward(outputs.sum() * 0.0)  # other ranks may have rows here, and all work in lockstep
             continue
         columns = select_columns(batch, micro.flat, device)
         if micro.candidates is not None:
@@ -49,7 +52,8 @@ def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are
         sums = {name: float(each.detach() if isinstance(each, torch.Tensor) else each) for name, each in sums.items()}
         if not math.isfinite(sums[_LOSS]):
             totals.setdefault(f"{_BAD}{find_nonfinite({'outputs': outputs, **columns})}", 1.0)
-        backward(value)
+        with phase("backward"):
+            backward(value)
         for name, amount in sums.items():
             totals[name] = totals.get(name, 0.0) + amount
     return totals

@@ -17,6 +17,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings, UpdateResult
 from dlrover.python.rl.engine.api.registry import (
@@ -134,7 +135,8 @@ class BackendTrainEngine(ABC):
         micros = [replace(micro, top=top) for micro in self._pack(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
             outputs = backend.outputs(micros, temperature, entropy)
-            return gather_outputs(batch, head, outputs, entropy, top)
+            with phase("forward"):  # the outputs are computed one by one
+                return gather_outputs(batch, head, outputs, entropy, top)
 
     def _pack(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
         """Divide this rank's batch into as many micro-batches as every other rank's, so that all work in lockstep; the
@@ -170,11 +172,13 @@ class BackendTrainEngine(ABC):
                 sums = backend.add_gradients(micros, batch, loss, temperature)
                 totals = self._setup.ranks.sum_scalars(sums)
                 value = check_loss(totals, self.version)
-                self._memory.hold(self._owner, "gradients", backend.reduce_gradients())
-                norm = backend.gradient_norm()
+                with phase("reduce gradients"):
+                    self._memory.hold(self._owner, "gradients", backend.reduce_gradients())
+                    norm = backend.gradient_norm()
                 if not math.isfinite(norm):
                     raise refuse_update(f"the gradient norm is {norm}", backend.first_bad_gradient(), self.version)
-                lr = backend.update(self.version, norm)
+                with phase("optimizer"):
+                    lr = backend.update(self.version, norm)
         except BaseException as error:
             skipped = self._skip(backend, error, totals)
             if skipped is None:
@@ -243,7 +247,8 @@ class BackendTrainEngine(ABC):
             raise EngineError("only a frozen engine receives weights, and this one has an optimizer")
         backend = self._revive()
         verify_snapshot(weights, backend.shapes(), self.version if self._has_weights else -1)
-        backend.write_weights(weights)
+        with phase("load weights"):
+            backend.write_weights(weights)
         self.version, self._has_weights = weights.version, True
 
     def save(self, path: Path) -> None:

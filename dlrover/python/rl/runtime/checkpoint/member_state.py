@@ -19,6 +19,7 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.state_tree import Buffer, StateTree, dump_in_place
 from dlrover.python.rl.runtime.checkpoint.object_store import read_from
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
@@ -121,7 +122,8 @@ class MemberState:
     def wait_until_written(self) -> None:
         """Return once the values of the workload's ``state_dict`` may change."""
         if self._writing is not None and self._writing.thread.is_alive():
-            self._writing.finish()
+            with phase("write commit"):
+                self._writing.finish()
 
     def commit(self, workload: Any, request: CommitRequest) -> CommitAnswer:
         """Begin to write the workload's ``state_dict``. Raises DataError for unsavable values, StaleEpoch, OSError."""
@@ -134,10 +136,12 @@ class MemberState:
             store.pinned.add(self._copy.step)
         if not roots.shared and self.node != roots.node:
             store.drop_older(request.first_kept)
-        state = dump_in_place(workload.state_dict())  # only once: ranks may meet in it
+        with phase("collect state"):
+            state = dump_in_place(workload.state_dict())  # only once: ranks may meet in it
         copy, self._writing = self._copy, _Background(request.step, partial(self._write, store, request, state))
         if sum(map(len, state.buffers)) <= AT_ONCE_BYTES:
-            self._writing.thread.join()  # waits: as finish does
+            with phase("write commit"):
+                self._writing.thread.join()  # waits: as finish does
         if request.persist:
             self._copy = _Background(request.step, partial(_copy_written, store, request, self._writing))
         self._writing.seconds += time.monotonic() - began_s

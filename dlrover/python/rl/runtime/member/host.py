@@ -29,6 +29,7 @@ import cloudpickle
 from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
+from dlrover.python.rl.common.spans import SpanFile, record_phases
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.member_state import (
@@ -54,12 +55,19 @@ _Answer: TypeAlias = tuple[str, Stored | errors.InvocationError | None]  # the m
 
 
 class MemberHost:
-    """Hosts one workload; ``node`` is the id of the node for files that only it has, ``""`` in one process."""
+    """Hosts one workload; ``node`` is the id of the node for files that only it has, ``""`` in one process. ``spans``
+    get its calls."""
 
-    def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        incarnation: int = 1,
+        node: str = "",
+        now_s: Callable[[], float] = time.monotonic,
+        spans: SpanFile | None = None,
+    ) -> None:
         self.workload: Any = None  # before start()
         self.executed: Counter[str] = Counter()  # runs of each method, without repeated answers
-        self._incarnation, self._now_s = incarnation, now_s
+        self._incarnation, self._now_s, self._spans = incarnation, now_s, spans
         self._context = MemberContext()
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
         self._epoch = 0
@@ -110,6 +118,8 @@ class MemberHost:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        if self._spans is not None:
+            self._spans.flush()
 
     def invoke(self, header: CallHeader, arguments: Callable[[], Arguments]) -> Any:
         """Run a role group's call, or repeat its answer; ``arguments`` is called only if the method runs.
@@ -230,10 +240,17 @@ class MemberHost:
     def _in(self, method: str, call_id: CallId) -> Iterator[None]:
         began_s, noted, around = self._now_s(), noted_progress(), self._now
         self._now = (method, call_id, began_s)
+        failure = ""
         try:
-            yield
+            with record_phases() as phases:
+                yield
+        except BaseException as error:
+            failure = type(error).__name__
+            raise
         finally:
             self._now = around
+            if self._spans is not None:
+                self._spans.add_call(call_id, method, self._now_s() - began_s, phases, failure)
             units = noted_progress() - noted
             ended_s = last_progress_s() if units else self._now_s()
             self.work = Work(self.work.units + max(units, 1), self.work.busy_s + max(ended_s - began_s, 0.0))

@@ -111,7 +111,13 @@ class RayHosting:
         workload = WorkloadSpec(module=module, class_=class_name, num=len(slots))
         trainer = TrainerSpec(module=module, class_=class_name)
         # The part of a job that workers read.
-        job = JobSpec("session", trainer, {RLRoleType(name): workload}, search_path=tuple(own_search_path()))
+        job = JobSpec(
+            "session",
+            trainer,
+            {RLRoleType(name): workload},
+            search_path=tuple(own_search_path()),
+            spans_mb=0,
+        )
         ids = [ProcessId(name, rank) for rank in range(len(slots))]
         handles = self._handles[name] = [self._start_actor(*member) for member in zip(ids, slots, strict=True)]
         with contextlib.ExitStack() as undo:

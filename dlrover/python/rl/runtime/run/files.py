@@ -135,7 +135,7 @@ class LogReader:
 
     def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
         self._folder, self._process, self._tail = folder, process, tail
-        self._positions: dict[str, tuple[int, int]] = {}  # inode and offset, by process
+        self.positions: dict[str, tuple[int, int]] = {}  # inode and offset, by process
 
     def check(self, coming: Mapping[str, int] | None = None) -> None:
         """Raise InvalidJob if the process has no log, and is not ``coming`` (numbers of workers by role)."""
@@ -158,10 +158,10 @@ class LogReader:
         """Return the next whole lines of a process, from the older files first."""
         with ExitStack() as opened:
             files = self._files(process, opened)
-            if files and process not in self._positions:
-                self._positions[process] = self._begin(files)
+            if files and process not in self.positions:
+                self.positions[process] = self._begin(files)
             for at, (descriptor, state) in enumerate(files):
-                inode, offset = self._positions[process]
+                inode, offset = self.positions[process]
                 if state.st_ino != inode and any(newer.st_ino == inode for _, newer in files[at + 1 :]):
                     continue  # already read
                 if state.st_ino != inode or state.st_size < offset:
@@ -171,7 +171,7 @@ class LogReader:
                 whole = data.rfind(b"\n") + 1
                 if not whole and (is_complete or len(data) >= _MAX_LINE):
                     whole = len(data)
-                self._positions[process] = state.st_ino, offset + whole
+                self.positions[process] = state.st_ino, offset + whole
                 if whole:
                     return data[:whole]
         return b""

@@ -35,6 +35,7 @@ from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, Inva
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.common.private_files import open_file, share_file
+from dlrover.python.rl.common.spans import SPANS
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, list_memory, memory_path
@@ -328,7 +329,7 @@ def _describe(job: JobSpec, earlier: Owner | None, resumes: bool) -> bytes:
     is_fresh = job.overwrite and job.checkpoint.resume != "latest"
     if is_fresh and (earlier is None or earlier.run != job.run):
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
-        for folder in (*(job.job_dir / name for name in STATES), *memory):
+        for folder in (*(job.job_dir / name for name in (*STATES, SPANS)), *memory):
             shutil.rmtree(folder, ignore_errors=True)
     return before if resumes else b""
 

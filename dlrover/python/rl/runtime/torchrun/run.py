@@ -110,7 +110,8 @@ class Leader:
             job, node = self.job, socket.gethostname()
             checkpoints = checkpoints_of(job, job.run, self.start.number, node)
             resources = {role: dict(spec.resource) for role, spec in job.workloads.items()}
-            self._trainer = TrainerRun(job, port, checkpoints, resources, self.report, self.announce)
+            reports = self.report, self.announce
+            self._trainer = TrainerRun(job, port, checkpoints, resources, *reports, attempt=self.start.number)
             self._trainer.run()
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.spans import SpanFile
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.local import close_members, process_environment
@@ -142,7 +144,9 @@ class Worker:
         context = replace(task.context, local_rank=self._launch.local_rank, local_world_size=local_world_size)
         os.environ.update(job.env)  # permanently: the trainer has it too
         env = {**job.env, **job.workloads[context.role].env, **context.to_env()}
-        host = MemberHost(node=socket.gethostname())
+        member = ProcessId(str(context.role), context.rank)
+        attempt = int(context.name.rpartition("/")[2])
+        host = MemberHost(node=socket.gethostname(), spans=SpanFile(job.job_dir, member, attempt, job.spans_mb))
         try:
             with starting(f"{context.role}[{context.rank}]"), process_environment(env):
                 host.load(job, context)

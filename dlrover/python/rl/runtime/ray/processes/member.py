@@ -28,6 +28,7 @@ from dlrover.python.rl.common.errors import CallSkipped, InvocationError
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.sockets import HeldPort
+from dlrover.python.rl.common.spans import SpanFile
 from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
@@ -139,7 +140,8 @@ class MemberActor:
         if self._log is not None:
             self._log.stop()
         self._log = copy_output(job.job_dir, process_id.log_name, f"{process_id} attempt {incarnation}")
-        self._host = host = MemberHost(incarnation, memory_name())
+        spans = SpanFile(job.job_dir, process_id, incarnation, job.spans_mb)
+        self._host = host = MemberHost(incarnation, memory_name(), spans=spans)
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.spans import SpanFile
 from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
@@ -28,6 +29,7 @@ from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.progress import format_step
+from dlrover.python.rl.runtime.run.trainer_spans import RecordedPort
 from dlrover.python.rl.trainer.port import Recovery, Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 
@@ -147,6 +149,7 @@ class TrainerActor:
         self._epoch, self._master = epoch, master
         self._start: TrainerStart | None = None
         self._recovery: RayRecovery | None = None
+        self._recorded: RecordedPort | None = None
         self._log: LogCopier | None = None
         self._calls = CallWatch()
         self._outcome: Cause | None = None
@@ -191,6 +194,8 @@ class TrainerActor:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: every error travels on
             self._outcome = loading.cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
         self._ended, self._running = True, False
+        if self._recorded is not None:
+            self._recorded.close()
         if self._log is not None:
             self._log.copy()
         return self._outcome
@@ -222,8 +227,10 @@ class TrainerActor:
                 return trainer
 
         services = start.resources, recovery, checkpoints, is_loss, announce, synced_files(job), results_of(job)
-        link = TrainerLink(port, report, job.name, job.job_dir, *services, full_sizes=start.full_sizes)
-        return link, make
+        spans = SpanFile(job.job_dir, TRAINER_ID, self._epoch, job.spans_mb)
+        self._recorded = recorded = RecordedPort(port, spans)
+        link = TrainerLink(recorded, report, job.name, job.job_dir, *services, full_sizes=start.full_sizes)
+        return replace(link, begin_step=recorded.begin_step), make
 
 
 def _is_waiting_in_ray(thread: threading.Thread) -> bool:

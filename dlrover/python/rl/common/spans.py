@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spans of a run: the calls, waits and steps of each process, in ``spans/<process>.jsonl`` of the run's folder.
+
+Each line is a JSON array whose first item is its kind; times are Unix seconds::
+
+    ["process", "ROLLOUT[1]", attempt, pid, host, at_s]            at the start, and first in each file
+    ["call", step, n, method, began_s, ended_s, {phase: seconds} | null, error's class | ""]
+    ["issue", step, n, role, [ranks], method, at_s, ["ROLE.method", ...]]   of the trainer; the sources of arguments
+    ["wait", role, method, began_s, ended_s]                                of the trainer
+    ["step", step, began_s, ended_s]                                        of the trainer: one attempt
+    ["dropped", lines]                                             lines that the disk did not take
+
+Step and n are -1 for a call that belongs to no step."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.disk_space import DiskWait, append
+from dlrover.python.rl.common.names import ProcessId
+
+SPANS, SUFFIX, OLDER = "spans", ".jsonl", ".jsonl.1"
+
+_FLUSH_S = 1.0
+_MOST_LINES = 10_000  # in memory, while the disk does not answer
+_MB = 1_000_000
+_AT_ONCE = DiskWait(0.0, 0.0, 0.0)
+
+
+class SpanFile:
+    """Writes the spans of one process, at most ``most_mb`` MB in two files; 0: none. A thread writes them a second
+    later, so that the disk neither delays nor fails a call. Thread safe."""
+
+    def __init__(self, folder: Path, process: ProcessId, attempt: int, most_mb: int) -> None:
+        self._path = folder / SPANS / f"{process.log_name}{SUFFIX}"
+        self._process, self._attempt, self._most_bytes = process, attempt, most_mb * _MB // 2
+        self._lines: list[tuple[Any, ...]] = []
+        self._dropped = 0
+        self._is_torn = True  # a killed process may have left half a line
+        self._timer: threading.Timer | None = None
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._add(self._title())
+
+    def add_call(
+        self, call_id: tuple[int, int], method: str, seconds: float, phases: dict[str, float], error: str
+    ) -> None:
+        """Add a call that has just ended after ``seconds``."""
+        now_s = time.time()
+        rounded = {name: round(value, 6) for name, value in phases.items()} or None
+        self._add(("call", *call_id, method, round(now_s - seconds, 6), round(now_s, 6), rounded, error))
+
+    def add_issue(  # noqa: PLR0913 -- the columns of a line
+        self, call_id: tuple[int, int], role: str, ranks: list[int], method: str, at_s: float, sources: list[str]
+    ) -> None:
+        self._add(("issue", *call_id, role, ranks, method, round(at_s, 6), sources))
+
+    def add_wait(self, role: str, method: str, began_s: float, ended_s: float) -> None:
+        self._add(("wait", role, method, round(began_s, 6), round(ended_s, 6)))
+
+    def add_step(self, step: int, began_s: float, ended_s: float) -> None:
+        self._add(("step", step, round(began_s, 6), round(ended_s, 6)))
+
+    def flush(self) -> None:
+        """Write all lines now; drop and count them if the disk does not take them."""
+        with self._writing:
+            with self._lock:
+                lines, self._lines, self._timer = self._lines, [], None
+                dropped, self._dropped = self._dropped, 0
+            lines = [("dropped", dropped), *lines] if dropped else lines
+            try:
+                if lines:
+                    self._write(_encode(lines))
+            except OSError:
+                with self._lock:
+                    self._dropped += dropped + len(lines)
+
+    def _add(self, line: tuple[Any, ...]) -> None:
+        if not self._most_bytes:
+            return
+        with self._lock:
+            if len(self._lines) >= _MOST_LINES:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            if self._timer is None:
+                self._timer = threading.Timer(_FLUSH_S, self.flush)
+                self._timer.daemon = True
+                try:
+                    self._timer.start()
+                except RuntimeError:  # no thread can start: the interpreter is ending, or the machine is full
+                    self._timer = None
+
+    def _title(self) -> tuple[Any, ...]:
+        now_s = round(time.time(), 6)
+        return "process", str(self._process), self._attempt, os.getpid(), socket.gethostname(), now_s
+
+    def _write(self, data: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size and size + len(data) > self._most_bytes:
+            self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + OLDER))
+            data, size = _encode([self._title()]) + data, 0
+        if len(data) > self._most_bytes:
+            raise OSError(f"{len(data)} bytes are more than the file may have")
+        append(self._path, b"\n" * (self._is_torn and size > 0) + data, _AT_ONCE)
+        self._is_torn = False
+
+
+def _encode(lines: list[tuple[Any, ...]]) -> bytes:
+    return "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
+
+
+class _Phases:
+    """The seconds of a call by phase, without the phases inside it; and the phase that is open."""
+
+    __slots__ = ("open", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.open = ""
+
+
+_call: ContextVar[_Phases | None] = ContextVar("phases of the current call", default=None)
+
+
+@contextmanager
+def record_phases() -> Iterator[dict[str, float]]:
+    """Record each :func:`phase` inside the block."""
+    call = _Phases()
+    token = _call.set(call)
+    try:
+        yield call.seconds
+    finally:
+        _call.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Add the time of the block to a phase of the current call; outside of calls, do nothing. On an accelerator it is
+    the host's time, so that work which the device does later counts where the host waits for it."""
+    call = _call.get()
+    if call is None:
+        yield
+        return
+    outer, call.open, began_s = call.open, name, time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - began_s
+        call.open = outer
+        call.seconds[name] = call.seconds.get(name, 0.0) + seconds
+        if outer:
+            call.seconds[outer] = call.seconds.get(outer, 0.0) - seconds

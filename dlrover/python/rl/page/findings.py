@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made steps slow: each finding names a process, and what it cost."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+from dlrover.python.rl.page.spans import TRAINER, Loss, StepLanes, WorkerCall, last_step, read_steps
+
+_SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
+_UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
+_WHOLE_SHARE = 0.05  # of all steps together
+_TRAINER_SHARE, _TRAINER_S = 0.3, 0.1
+_LAST_STEPS = 20
+_HUNG_RATIO, _HUNG_S = 5.0, 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause of lost time. ``cost_s`` is its sum over the steps; ``method`` is empty for the trainer's own code."""
+
+    kind: Literal["slow_rank", "hung_call", "lost_member", "imbalance", "trainer"]
+    process: str
+    method: str
+    cost_s: float
+    sentence: str
+    remedy: str
+
+
+def findings(steps: Sequence[StepLanes]) -> list[Finding]:
+    """Return what cost most time in these attempts of steps, the most first; nothing for steps without a cause that
+    stands out."""
+    found = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
+    return sorted(found, key=lambda finding: -finding.cost_s)
+
+
+def time_lines(folder: Path) -> list[str]:
+    """Return what made the last steps of a run slow, as text; nothing if no cause stands out."""
+    last = last_step(folder)
+    steps = read_steps(folder, max(last - _LAST_STEPS + 1, 1), last)
+    causes = [f"  {finding.sentence} {finding.remedy}" for finding in findings(steps)]
+    return ["What made the last steps slow:", *causes] if causes else []
+
+
+def _losses(steps: Iterable[StepLanes]) -> Iterator[Finding]:
+    """Yield one finding for each loss with the losses that it caused, such as other ranks' restarts."""
+    for step in steps:
+        end_s, together = 0.0, list[list[Loss]]()
+        for loss in sorted(step.losses, key=lambda each: each.begin_s):
+            if loss.begin_s > end_s:
+                together.append([])
+            together[-1].append(loss)
+            end_s = max(end_s, loss.end_s)
+        for losses in together:
+            first = min(losses, key=lambda each: (not each.is_reported, each.gone_s))
+            cost_s = max(each.end_s for each in losses) - min(each.begin_s for each in losses)
+            yield _loss(step.step, first, len(losses) - 1, cost_s)
+
+
+def _loss(step: int, loss: Loss, more: int, cost_s: float) -> Finding:
+    name, method = str(loss.process), loss.method.lstrip("!")
+    where = f"{name}.{method}" if method else name
+    peers = f", and {more} more workers restarted" if more else ""
+    if loss.is_hung:
+        sentence = f"{where} hung in step {step}: {cost_s:.3g} s until the call began again{peers}."
+        remedy = f"See its stack in 'explain'; a lower hang_after_s of {loss.process.role.lower()} ends it sooner."
+        return Finding("hung_call", name, method, cost_s, sentence, remedy)
+    sentence = f"{name} was lost in step {step}: {cost_s:.3g} s until its call began again{peers}."
+    remedy = f"See the log of {loss.process.log_name}; a standby of {loss.process.role.lower()} replaces it sooner."
+    return Finding("lost_member", name, method, cost_s, sentence, remedy)
+
+
+def _hanging(steps: Sequence[StepLanes]) -> Iterator[Finding]:
+    """Yield the calls that still run in an unfinished step, and take much longer than others."""
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for call in (call for step in steps for call in step.calls):
+        times[call.process.role, call.method].append(call.end_s - call.begin_s)
+    for lane in (lane for step in steps if step.is_open for lane in step.lanes):
+        last = lane.spans[-1] if lane.spans else None
+        usual = times.get((lane.process.partition("[")[0], last.label)) if last is not None else None
+        if last is None or last.cause != "has not ended" or not usual:
+            continue
+        seconds = last.end_s - last.begin_s
+        if seconds > max(_HUNG_S, _HUNG_RATIO * median(usual)):
+            sentence = (
+                f"{lane.process}.{last.label} has run for {seconds:.3g} s; it usually takes {median(usual):.3g} s."
+            )
+            remedy = "See its stack: dlrover-rl stacks. A call without progress is ended after the role's hang_after_s."
+            yield Finding("hung_call", lane.process, last.label, seconds, sentence, remedy)
+
+
+def _slow_ranks(steps: Sequence[StepLanes]) -> Iterator[Finding]:
+    """Yield methods in which one rank is slow, or the ranks take unequal times."""
+    whole_s = sum(step.end_s - step.begin_s for step in steps)
+    groups: dict[tuple[str, str], list[tuple[float, list[WorkerCall]]]] = defaultdict(list)
+    for step in steps:
+        for calls in _peers(step):
+            groups[calls[0].process.role, calls[0].method].append((step.end_s - step.begin_s, calls))
+    for (role, method), calls_of in groups.items():
+        excess_s, unequal_s = dict[str, float](defaultdict(float)), list[float]()
+        usual_s, slow_s = list[float](), dict[str, list[float]](defaultdict(list))
+        for step_s, calls in calls_of:
+            *others, slowest_s = sorted(_seconds(call) for call in calls)
+            usual, process = median(others), str(max(calls, key=_seconds).process)
+            if slowest_s >= _SLOW_RATIO * usual and slowest_s - usual >= _SLOW_SHARE * step_s:
+                excess_s[process] += slowest_s - usual
+                slow_s[process].append(slowest_s)
+                usual_s.append(usual)
+            lost_s = slowest_s - fmean(map(_seconds, calls))
+            if slowest_s >= _UNEQUAL_RATIO * usual and lost_s >= _UNEQUAL_SHARE * step_s:
+                unequal_s.append(lost_s)
+        process, cost_s = max(excess_s.items(), key=lambda item: item[1], default=("", 0.0))
+        if cost_s > 0.5 * sum(excess_s.values()) and cost_s >= _WHOLE_SHARE * whole_s:
+            times = f"took {fmean(slow_s[process]):.3g} s, its peers {fmean(usual_s):.3g} s"
+            often = f"in {len(slow_s[process])} of {len(steps)} steps" if len(steps) > 1 else f"in step {steps[0].step}"
+            sentence = f"{process}.{method} {times} {often}: {cost_s:.3g} s, {cost_s / whole_s:.0%} of the time."
+            remedy = "Compare its node and device with its peers'; liveness.replace_slow replaces such workers."
+            yield Finding("slow_rank", process, method, cost_s, sentence, remedy)
+        elif len(unequal_s) >= max(_UNEQUAL_STEPS, len(steps) / 2):
+            share = sum(unequal_s) / whole_s
+            sentence = (
+                f"The ranks of {role}.{method} take unequal times: {sum(unequal_s):.3g} s, {share:.0%} of the time."
+            )
+            remedy = "Divide the work more evenly, such as by length, or let the trainer overlap it with other calls."
+            yield Finding("imbalance", role, method, sum(unequal_s), sentence, remedy)
+
+
+def _seconds(call: WorkerCall) -> float:
+    return call.end_s - call.begin_s
+
+
+def _peers(step: StepLanes) -> Iterator[list[WorkerCall]]:
+    """Yield the calls of several ranks with one id, unless a loss was under way."""
+    groups: dict[tuple[str, int], list[WorkerCall]] = defaultdict(list)
+    for call in step.calls:
+        is_whole = all(call.end_s <= loss.begin_s or call.begin_s >= loss.end_s for loss in step.losses)
+        if call.step == step.step and not call.error and is_whole:
+            groups[call.process.role, call.n].append(call)
+    return (calls for calls in groups.values() if len({call.process for call in calls}) > 1)
+
+
+def _trainer(steps: Sequence[StepLanes]) -> Iterator[Finding]:
+    """Yield the trainer's own code, if it often runs while no worker does."""
+    whole_s = sum(step.end_s - step.begin_s for step in steps)
+    cost_s = sum(map(_own_seconds, steps))
+    if steps and cost_s >= max(_TRAINER_SHARE * whole_s, _TRAINER_S * len(steps)):
+        share = f"{cost_s:.3g} s, {cost_s / whole_s:.0%} of the time"
+        sentence = f"All workers wait for the trainer's own code: {share}."
+        remedy = "Move work from the trainer to its workers, or overlap it with calls: options(blocking=False)."
+        yield Finding("trainer", TRAINER, "", cost_s, sentence, remedy)
+
+
+def _own_seconds(step: StepLanes) -> float:
+    """Return the time in which the trainer's code runs and no worker's call does."""
+    busy = sorted((span.begin_s, span.end_s) for lane in step.lanes[1:] for span in lane.spans if span.kind != "wait")
+    seconds = 0.0
+    for own in (span for lane in step.lanes[:1] for span in lane.spans if span.kind == "call"):
+        at_s = own.begin_s
+        for begin_s, end_s in busy:
+            if end_s > at_s and begin_s < own.end_s:
+                seconds += max(begin_s - at_s, 0.0)
+                at_s = max(at_s, min(end_s, own.end_s))
+        seconds += own.end_s - at_s
+    return seconds

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as the page shows it, in plain values for JSON, read from its folder. A run that is looked at is not asked."""
+
+import json
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.log import redacted
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.private_files import open_file
+from dlrover.python.rl.master.client.explain import advice
+from dlrover.python.rl.master.client.jobs import JobHistory, JobView, view_of_folder
+from dlrover.python.rl.master.process.status import reward_of
+from dlrover.python.rl.page import curves, samples, spans
+from dlrover.python.rl.page.findings import findings
+from dlrover.python.rl.page.perfetto import trace
+from dlrover.python.rl.page.stream import read_stream
+from dlrover.python.rl.page.timeline import REPAIRS, Timeline, members_of, read_timeline, with_steps
+from dlrover.python.rl.runtime.run.files import METRICS, RECORDS
+from dlrover.python.rl.runtime.run.folder import DESCRIPTION, in_use, newest_owner
+
+Plain = dict[str, Any]
+
+LIVE = "live.json"
+_LIVE_S = 30.0  # after which the master's last word about heartbeats is too old
+_MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
+_DEEPEST = 3  # levels of folders below the served one in which runs are looked for
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the folders of runs in and below ``root`` by their names relative to it; a run's own is ``"."``. Links are
+    not followed, so that ``latest`` does not count twice."""
+    found_runs: dict[str, Path] = {}
+
+    def visit(folder: Path, depth: int) -> None:
+        if len(found_runs) >= _MOST_RUNS:
+            return
+        if (folder / DESCRIPTION).is_file() or (folder / METRICS).is_file():
+            found_runs[str(folder.relative_to(root))] = folder
+        elif depth:
+            with suppress(OSError):
+                inner = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+                for each in sorted(inner):
+                    visit(each, depth - 1)
+
+    visit(root, _DEEPEST)
+    return found_runs
+
+
+class Run:
+    """The run in ``folder``, called ``run_id`` on the page. Each method reads what is new since its last call."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.folder, self.run_id = folder, run_id
+        self._metrics = curves.MetricsFile(folder / METRICS)
+        self._superseded = curves.MetricsFile(folder / "metrics.superseded.jsonl")
+        self._cached: dict[str, tuple[Any, Any]] = {}  # state of files, and what was read from them
+
+    # -- the whole run ------------------------------------------------------------------------------------------------
+
+    def row(self) -> Plain:
+        """Return the row of the list of runs, from the ends of its files."""
+        view, timeline = self.view, self.timeline
+        _, changed_s = curves.last_row(self.folder / METRICS)
+        spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
+        marks = [mark for mark in timeline.marks if mark.kind in REPAIRS.values()]
+        devices = {(each["node"], item) for each in self.members() for item in each["devices"].split(",") if item}
+        return {
+            "id": self.run_id,
+            "name": view.name,
+            "owner": view.owner,
+            "phase": view.phase,
+            "step": view.step,
+            "total_steps": self._total_steps,
+            "last_step_s": changed_s,
+            "reward": curves.number_of(view.reward),
+            "spark": spark,
+            "goodput": timeline.goodput,
+            "recoveries": len(marks),
+            "devices": len(devices),
+            "started_s": view.started_s,
+            "elapsed_s": max(view.elapsed_s if view.ended else time.time() - view.started_s, 0.0),
+            "reason": view.reason,
+        }
+
+    def overview(self) -> Plain:
+        view, timeline = self.view, self.timeline
+        uses = [{"use": use, "cause": why, "seconds": each} for (use, why), each in timeline.spent_s().items()]
+        failure = timeline.state.failure or timeline.state.first_cause
+        return {
+            **self.row(),
+            "folder": str(self.folder),
+            "roles": dict(view.roles),
+            "members": self.members(),
+            "cause": failure.kind.value if failure else view.cause,
+            "message": f"{failure.who}: {failure.message}" if failure else view.reason,
+            "detail": failure.detail if failure else view.detail,
+            "try": list(advice(view)),
+            "strip": [vars(use) for use in timeline.uses],
+            "uses": uses,
+            "settings": self.settings(),
+        }
+
+    def members(self) -> list[Plain]:
+        live: Plain = {}
+        with suppress(OSError, ValueError, TypeError, KeyError), open_file(self.folder / LIVE) as file:
+            written = json.load(file)
+            age_s = time.time() - float(written["at_s"])
+            live = {name: (age + age_s, call, call_s) for name, (age, call, call_s) in written["processes"].items()}
+            live = live if age_s < _LIVE_S else {}
+        return members_of(self.timeline.state, live)
+
+    @property
+    def view(self) -> JobView:
+        """The run's state; a run without a journal, in one process or of a launcher, by its owner's record."""
+        timeline, owner = self.timeline, self._owner
+        name = owner.job if owner else self.folder.name
+        if timeline.entries:
+            history = JobHistory(0.0, state=timeline.state, began_s=timeline.began_s, last_s=timeline.entries[-1][0])
+            return view_of_folder(name, self.folder, history)
+        last, changed_s = curves.last_row(self.folder / METRICS)
+        is_live, began_s = in_use(self.folder), owner.since_s if owner else 0.0
+        phase = "running" if is_live else owner.state if owner and owner.state != "running" else "lost"
+        return JobView(
+            name=name,
+            phase=phase,
+            ended=not is_live,
+            step=int(last.get("step", 0)),
+            reward=reward_of(last) if last else float("nan"),
+            started_s=began_s,
+            elapsed_s=max(changed_s - began_s, 0.0) if began_s else 0.0,
+            folder=str(self.folder),
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        timeline: Timeline = self._cache("timeline", ("journal*.jsonl",), lambda: read_timeline(self.folder))
+        return timeline
+
+    @property
+    def _owner(self) -> Any:
+        return self._cache("owner", (RECORDS,), lambda: newest_owner(self.folder))
+
+    @property
+    def _total_steps(self) -> int:
+        settings = self.settings()
+        total = next((settings[key] for key in ("config.steps", "config.total_steps") if key in settings), 0)
+        return total if isinstance(total, int) else 0
+
+    def settings(self) -> Plain:
+        """Return the job's settings by dotted keys; secrets are hidden in the file."""
+
+        def read() -> Plain:
+            with suppress(OSError, yaml.YAMLError, UnicodeDecodeError), open_file(self.folder / DESCRIPTION) as file:
+                return dict(_flatten("", yaml.load(file.read(), _LOADER)))
+            return {}
+
+        settings: Plain = self._cache("settings", (DESCRIPTION,), read)
+        return settings
+
+    # -- its steps ----------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Plain:
+        rows = self._metrics.rows()
+        names = sorted({name for row in (*rows[:3], *rows[-20:]) for name in row} - {"step"})
+        names = sorted({*names, *(name for row in rows[:: max(len(rows) // 200, 1)] for name in row)} - {"step"})
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
+        return {"names": names, "groups": groups}
+
+    def curves(self, names: Sequence[str], points: int) -> Plain:
+        """Return the curves of metrics, thinned to ``points`` steps, and those of steps that are being repeated."""
+        wanted = list(names) or self.metrics()["names"]
+        limit = min(points, _MOST_POINTS)
+        main, repeated = (curves.series_of(each.rows(), wanted, limit) for each in (self._metrics, self._superseded))
+        return {**main, "superseded": repeated}
+
+    def marks(self) -> Plain:
+        return {"marks": with_steps(self.timeline.marks, self._step_at)}
+
+    def step(self, number: int) -> Plain:
+        """Return a step's time by parts, its lanes and what the lanes show. Raises CallError for an unknown step."""
+        rows = self._metrics.rows()
+        at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
+        if at < 0 or rows[at]["step"] != number:
+            last = rows[-1]["step"] if rows else 0
+            raise CallError(f"step {number} has no metrics: the last one is {last}")
+        total_s, parts = curves.parts_of(rows[at])
+        recorded = spans.read_steps(self.folder, number, number)[-1:]
+        lanes = [
+            {"process": lane.process, "spans": [_shifted(span, recorded[0].begin_s) for span in lane.spans]}
+            for lane in (recorded[0].lanes if recorded else ())
+        ]
+        metrics = {name: curves.number_of(value) for name, value in rows[at].items() if name != "step"}
+        return {
+            "step": number,
+            "began_s": recorded[0].begin_s if recorded else 0.0,
+            "total_s": total_s,
+            "parts": parts,
+            "metrics": metrics,
+            "lanes": lanes,
+            "findings": [vars(each) for each in findings(recorded)],
+            "first": rows[0]["step"],
+            "last": rows[-1]["step"],
+        }
+
+    def trace(self, first: int, last: int) -> bytes:
+        """Return a Perfetto file of steps. Raises CallError if none of them has spans."""
+        if last - first >= _MOST_SPANS:
+            raise CallError(f"a trace has at most {_MOST_SPANS} steps")
+        recorded = spans.read_steps(self.folder, first, last)
+        if not recorded:
+            raise CallError(f"steps {first} to {last} have no spans: spans_mb may be 0, or their files were rotated")
+        return trace(recorded)
+
+    def _step_at(self, at_s: float) -> int:
+        """Return the step that ran at a Unix time, by the seconds of the steps up to the file's last change."""
+        rows = self._metrics.rows()
+        _, changed_s = curves.last_row(self.folder / METRICS)
+        ended_s = changed_s
+        for row in reversed(rows):
+            if ended_s <= at_s:
+                return int(row["step"]) + 1
+            ended_s -= curves.number_of(row.get("time/step")) or 0.0
+        return int(rows[0]["step"]) if rows else 1
+
+    # -- its samples and logs -----------------------------------------------------------------------------------------
+
+    def samples(self, query: Mapping[str, str]) -> Plain:
+        """Return a page of the samples of ``step``, the last one by default, chosen and sorted by :func:`select`."""
+        limits = samples.sample_steps(self.folder)
+        if limits is None:
+            raise CallError("this run has no samples: log.samples may be off, or the recipe has none")
+        number = number_in(query, "step", limits[1])
+        rows = samples.read_samples(self.folder, number)
+        chosen = select(rows, query)
+        offset, count = number_in(query, "offset", 0), min(number_in(query, "limit", 200), _MOST_ROWS)
+        names = sorted({name for row in rows for name in row if name.startswith("reward/")})
+        page = [_finite(row) for row in chosen[offset : offset + count]]
+        return {
+            "step": number,
+            "first": limits[0],
+            "last": limits[1],
+            "total": len(chosen),
+            "rows": page,
+            "functions": names,
+        }
+
+    def evaluations(self, prompt: str = "") -> Plain:
+        """Return the evaluations and their prompts, with the answers to one prompt if it is named."""
+        steps = samples.read_evaluations(self.folder)
+        newest = samples.read_evaluation(self.folder, steps[-1]) if steps else []
+        prompts = {str(row.get("prompt_id", at)): str(row.get("prompt", ""))[:200] for at, row in enumerate(newest)}
+        answers = [
+            {"step": each, "rows": [_finite(row) for row in rows if str(row.get("prompt_id")) == prompt]}
+            for each in (steps if prompt else ())
+            for rows in [samples.read_evaluation(self.folder, each)]
+        ]
+        listed = [{"prompt_id": name, "prompt": text} for name, text in prompts.items()]
+        return {"steps": steps, "prompts": listed, "answers": answers}
+
+    def events(self, after: str, process: str, search: str, limit: int) -> Plain:
+        stream = read_stream(self.folder, self.timeline.entries, after, process, min(limit, 10 * _MOST_ROWS), search)
+        return {**stream, "events": [{**each, "text": redacted(each["text"])} for each in stream["events"]]}
+
+    def version(self) -> Plain:
+        """Return what a watcher compares to see that something has changed."""
+        last, changed_s = curves.last_row(self.folder / METRICS)
+        marks = [(mark.at_s, mark.cost_s) for mark in self.timeline.marks]
+        return {"step": last.get("step", 0), "marks": len(marks) + sum(cost is not None for _, cost in marks),
+                "phase": self.view.phase, "at_s": changed_s}  # fmt: skip
+
+    def _cache(self, name: str, patterns: Sequence[str], read: Callable[[], Any]) -> Any:
+        """Return what ``read`` returned when the files that match ``patterns`` were last changed."""
+        files = [path for pattern in patterns for path in sorted(self.folder.glob(pattern))]
+        state = []
+        for path in files:
+            with suppress(OSError):
+                stat = path.stat()
+                state.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        if name not in self._cached or self._cached[name][0] != state:
+            self._cached[name] = state, read()
+        return self._cached[name][1]
+
+
+def number_in(query: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a whole number of a query. Raises CallError if it is none, or missing without a default."""
+    text = query.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise CallError(f"'{name}' must be a whole number, not '{text[:50]}'")
+    return int(text)
+
+
+def select(rows: Sequence[Plain], query: Mapping[str, str]) -> list[Plain]:
+    """Return the rows that match ``q`` (a text in prompt or completion), ``prompt`` (an id) and ``errors``, in the
+    order of ``sort`` (reward, length, error or prompt) and ``order`` (asc or desc). Raises CallError."""
+    keys: dict[str, Callable[[Plain], Any]] = {
+        "reward": lambda row: (curves.number_of(row.get("reward")) is None, curves.number_of(row.get("reward")) or 0.0),
+        "length": lambda row: row.get("completion_tokens", len(str(row.get("completion", "")))),
+        "error": lambda row: (not row.get("error"), str(row.get("error"))),
+        "prompt": lambda row: (str(row.get("prompt_id")), row.get("sample_index", 0)),
+    }
+    sort, text = query.get("sort", ""), query.get("q", "").lower()
+    if sort and sort not in keys:
+        raise CallError(f"samples cannot be sorted by '{sort}'{hint(sort, keys)}")
+    chosen = [
+        row
+        for row in rows
+        if (not query.get("prompt") or str(row.get("prompt_id")) == query["prompt"])
+        and (not query.get("errors") or row.get("error"))
+        and (not text or any(text in str(row.get(name, "")).lower() for name in ("prompt", "completion", "answer")))
+    ]
+    if sort:
+        chosen.sort(key=keys[sort], reverse=query.get("order") == "desc")
+    return chosen
+
+
+class RunFolders:
+    """The runs in and below ``roots``; one object per run, so that files are parsed once. With one root, a run's id is
+    its path below it; with several, it begins with the root's name."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = roots
+        self._runs: dict[str, Run] = {}
+
+    def folders(self) -> dict[str, Path]:
+        """Return the folders of the runs by their ids."""
+        folders: dict[str, Path] = {}
+        for root in self._roots:
+            prefix = Path() if len(self._roots) == 1 else Path(root.parent.name, root.name)
+            folders |= {str(prefix / name): folder for name, folder in find_runs(root).items()}
+        return folders
+
+    def all(self) -> list[Run]:
+        self._runs = {name: self._runs.get(name) or Run(folder, name) for name, folder in self.folders().items()}
+        return list(self._runs.values())
+
+    def get(self, run_id: str) -> Run:
+        """Return a run. Raises CallError for an unknown one, with the nearest name."""
+        if run_id not in self._runs:
+            self.all()
+        if run_id not in self._runs:
+            raise CallError(f"there is no run '{run_id}'{hint(run_id, self._runs)}")
+        return self._runs[run_id]
+
+    def rows(self) -> list[Plain]:
+        return sorted((run.row() for run in self.all()), key=lambda row: -row["started_s"])
+
+    def diff(self, ids: Sequence[str]) -> Plain:
+        """Return the settings that differ between runs."""
+        settings = [self.get(run_id).settings() for run_id in ids]
+        keys = sorted({key for each in settings for key in each})
+        values = {key: [each.get(key) for each in settings] for key in keys}
+        return {
+            "settings": [{"key": key, "values": row} for key, row in values.items() if len(set(map(repr, row))) > 1]
+        }
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inner)
+    elif prefix:
+        yield prefix, value if isinstance(value, str | int | float | bool | None) else json.dumps(value, default=str)
+
+
+def _shifted(span: Any, begin_s: float) -> Plain:
+    return {
+        **{name: getattr(span, name) for name in ("kind", "label", "cause")},
+        "phases": dict(span.phases),
+        "begin_s": span.begin_s - begin_s,
+        "end_s": span.end_s - begin_s,
+    }
+
+
+def _finite(row: Mapping[str, Any]) -> Plain:
+    return {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of the page: answers, errors, headers, tokens, and the exported file."""
+
+import json
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from dlrover.python.rl.common.errors import AccessDenied
+from dlrover.python.rl.page.app import create_app
+from dlrover.python.rl.page.export import export
+from dlrover.python.rl.page.run_data import RunFolders
+from tests.support.run_folder import write_run
+
+HOST = "http://127.0.0.1:8480"
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_run(tmp_path / "toy", steps=6, lost_at=2)
+    return tmp_path
+
+
+@pytest.fixture
+def client(root):
+    return TestClient(create_app(RunFolders([root])), base_url=HOST)
+
+
+@pytest.mark.parametrize("name", ["run", "metrics", "curves", "marks", "step", "samples", "evaluations", "events"])
+def test_page_answers_each_question_about_a_run(client, name):
+    answer = client.get(f"/api/{name}?id=toy&step=2")
+    assert answer.status_code == 200
+    assert "error" not in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "message"),
+    [
+        ("run?id=tyo", 400, "there is no run 'tyo'; did you mean 'toy'?"),
+        ("run?id=../../etc", 400, "there is no run '../../etc'; known: toy"),
+        ("step?id=toy&step=x", 400, "'step' must be a whole number, not 'x'"),
+        ("step?id=toy", 400, "'step' must be a whole number, not ''"),
+        ("samples?id=toy&sort=rewrd", 400, "samples cannot be sorted by 'rewrd'; did you mean 'reward'?"),
+        ("trace?id=toy&steps=1:99", 400, "a trace has at most 50 steps"),
+        ("trace?id=toy&steps=1:2", 400, "steps 1 to 2 have no spans: spans_mb may be 0, or their files were rotated"),
+        ("nothing", 404, "there is no 'api/nothing'"),
+    ],
+)
+def test_page_refuses_a_wrong_question_in_one_line(client, query, status, message):
+    answer = client.get(f"/api/{query}")
+    assert (answer.status_code, answer.json()) == (status, {"error": message})
+
+
+def test_page_confines_itself_and_other_sites(client):
+    assert "default-src 'none'" in client.get("/").headers["content-security-policy"]
+    assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403
+    assert client.get("/api/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert client.get("/static/..%2fapp.py").status_code == 404
+
+
+def test_page_streams_a_change_within_seconds(client, root):
+    with client.stream("GET", "/api/stream?id=toy") as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "event: change"
+        assert json.loads(next(lines).removeprefix("data: "))["step"] == 6
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def locked(root):
+    def check(token: str) -> None:
+        if token != "right":
+            raise AccessDenied("no")
+
+    tries = iter([True, True, False])
+    app = create_app(RunFolders([root]), check, lambda address: next(tries))
+    return TestClient(app, base_url=HOST, follow_redirects=False)
+
+
+def test_page_with_tokens_shows_only_the_log_in(locked):
+    assert "<form" in locked.get("/").text
+    for path in ("/api/runs", "/static/page.js", "/api/stream?id=toy"):
+        assert (locked.get(path).status_code, "toy" in locked.get(path).text) == (401, False)
+    assert locked.get("/api/runs", headers={"Authorization": "Bearer right"}).status_code == 200
+
+
+def test_page_log_in_sets_a_cookie_that_scripts_cannot_read(locked):
+    assert locked.post("/login", data={"token": "wrong"}).status_code == 401
+    answer = locked.post("/login", data={"token": "right"})
+    assert answer.status_code == 303
+    assert "httponly" in answer.headers["set-cookie"].lower()
+    assert "samesite=strict" in answer.headers["set-cookie"].lower()
+    assert locked.get("/api/runs").status_code == 200
+
+
+def test_page_log_in_is_limited(locked):
+    statuses = [locked.post("/login", data={"token": "wrong"}).status_code for _ in range(3)]
+    assert statuses == [401, 401, 429]
+    assert locked.post("/login", data={"token": "x" * 5000}).status_code == 413
+
+
+# -- the exported file ------------------------------------------------------------------------------------------------
+
+
+def test_export_has_the_answers_and_no_way_out(root):
+    text = export(root / "toy")
+    (content,) = re.findall(r'<script type="application/json" id="answers">(.*?)</script>', text, re.DOTALL)
+    answers = json.loads(content)
+    assert answers["api/run?id=."]["phase"] == "finished"
+    assert len(answers["api/curves?id=."]["step"]) == 6
+    assert answers["api/samples?id=.&step=2"]["total"] == 4
+    assert "api/step?id=.&step=6" in answers
+    assert "<script>alert" not in text, "a model's text ends no script"
+    assert not re.search(r'(src|href)="(?!data:|#)', text.replace(content, ""))
