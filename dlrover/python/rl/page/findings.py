@@ -100,8 +100,8 @@ def _slow_ranks(steps: Sequence[StepLanes]) -> Iterator[Finding]:
         for calls in _peers(step):
             groups[calls[0].process.role, calls[0].method].append((step.end_s - step.begin_s, calls))
     for (role, method), calls_of in groups.items():
-        excess_s, unequal_s = dict[str, float](defaultdict(float)), list[float]()
-        usual_s, slow_s = list[float](), dict[str, list[float]](defaultdict(list))
+        excess_s, slow_s = defaultdict[str, float](float), defaultdict[str, list[float]](list)
+        unequal_s, usual_s = list[float](), list[float]()
         for step_s, calls in calls_of:
             *others, slowest_s = sorted(_seconds(call) for call in calls)
             usual, process = median(others), str(max(calls, key=_seconds).process)

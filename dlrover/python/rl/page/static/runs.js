@@ -100,7 +100,8 @@ function memberCell(member, id) {
   const heartbeat = typeof member.heartbeat_age_s === "number" ? age(now() - member.heartbeat_age_s) : "–";
   const spent = typeof member.call_s === "number" ? `, ${duration(member.call_s)}` : "";
   const call = member.call ? `${member.call}${spent}` : "no call";
-  const name = link(member.process, address("events", id, undefined, { process: member.process }));
+  const log = member.process.toLowerCase().replace("[", "-").replace("]", "");
+  const name = link(member.process, address("events", id, undefined, { process: log }));
   const sign = `${STATE_SIGNS[member.state] || "◌"} ${member.state}`;
   const device = [member.devices ?? []].flat().join(", ");
   return h("li", { class: `member ${member.state}`, "data-key": member.process },
@@ -120,7 +121,7 @@ function workers(members, id) {
 }
 
 function firstCause(run) {
-  if (!run.cause && !run.message) return null;
+  if (!run.cause && (!ENDED.has(run.phase) || run.phase === "finished")) return null;
   const cause = [run.cause && h("code", null, run.cause), run.cause && run.message && ": ", run.message];
   const advice = (run.try || []).map((sentence) => h("li", null, sentence));
   return h("section", { class: `callout ${ENDED.has(run.phase) ? "bad" : ""}` },

@@ -94,10 +94,13 @@ VIEWS.step = async (shown) => {
 const KEPT_EVENTS = 5000;
 let stream = { key: "", events: [], next: "" };
 
+const LEVELS = { D: "debug", I: "info", W: "warning", E: "error", C: "error" };
+const CLOCK = /^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[,.\d]* (?:[DIWEC] )?/;
+
 function eventLine({ kind, level, at_s: at, process, text }) {
-  const sign = kind === "event" ? "◆ event" : level || "";
-  return h("li", { class: `${kind} ${(level || "").toLowerCase()}` }, h("time", null, localTime(at)),
-    h("span", null, process || "master"), h("span", { class: "level" }, sign), h("span", { class: "line" }, text));
+  const word = kind === "event" ? "◆ event" : LEVELS[level] || level || "";
+  return h("li", { class: `${kind} ${word}` }, h("time", null, at ? localTime(at) : ""), h("span", null, process || "master"),
+    h("span", { class: "level" }, word), h("span", { class: "line" }, kind === "event" ? text : text.replace(CLOCK, "")));
 }
 
 /** Lines are added at the end, and the box follows them unless "Follow" is off. */
