@@ -36,8 +36,8 @@ function linesOf(name, runs, params) {
       const values = (source?.series?.[name] || []).map((value) => (isShown(value) ? value : null));
       return { run, index, kind, steps: source?.step || [], values: weigh ? smooth(values, weight) : values };
     };
-    const lines = [line(curves.superseded, "repeated"), weight && line(curves, "raw"), line(curves, "main", weight > 0)];
-    return lines.filter((each) => each && each.values.some(isShown));
+    const thin = [line(curves.superseded, "repeated"), ...(weight ? [line(curves, "raw")] : [])];
+    return [...thin, line(curves, "main", weight > 0)].filter(({ values }) => values.some(isShown));
   });
 }
 
@@ -97,8 +97,9 @@ function makePlot(host, readout) {
   const line = { stroke: css("--line"), width: 1 };
   const axis = { stroke: css("--quiet"), grid: line, ticks: line, font: "11px system-ui, sans-serif" };
   const series = lines.map(({ kind, index }) => ({
-    stroke: css(`--series-${colourOf(index)}`), width: kind === "main" ? 1.75 : 1, alpha: { main: 1, raw: 0.35 }[kind] || 0.7,
-    dash: kind === "repeated" ? [2, 4] : dashOf(index, host.spec.count), spanGaps: true, points: { show: kind === "repeated" ? false : undefined },
+    stroke: css(`--series-${colourOf(index)}`), spanGaps: true,
+    width: kind === "main" ? 1.75 : 1, alpha: { main: 1, raw: 0.35, repeated: 0.7 }[kind],
+    dash: kind === "repeated" ? [2, 4] : dashOf(index, host.spec.count),
   }));
   const range = (_, least, most) => host.spec.zoom || (least === most ? [least - 1, most + 1] : [least, most]);
   const plot = new uPlot({
@@ -159,15 +160,16 @@ function chart(name, sources, marks, params) {
   const lines = linesOf(name, sources, params);
   const frame = { class: "chart", "data-key": name };
   const heading = h("h3", null, name);
-  if (!lines.length) return h("figure", frame, heading, note(params.log ? "No positive value yet." : "No value yet."));
+  const empty = params.log ? "No positive value yet." : "No value yet.";
+  if (!lines.length) return h("figure", frame, heading, note(empty));
   const data = uPlot.join(lines.map(({ steps, values }) => [steps, values]), lines.map(() => [0, 0]));
   const ends = [Number(params.from || data[0][0]), Number(params.to || data[0].at(-1))];
   const zoom = (params.from || params.to) && ends[0] < ends[1] ? ends : null;
   const plain = sources.filter(({ curves }) => curves.series?.[name]);
   const words = plain.map(({ run, curves }) => {
     const present = curves.series[name].filter((value) => typeof value === "number");
-    const [least, most] = [Math.min(...present), Math.max(...present)];
-    return `${run.name}: ${present.length} points from ${number(least)} to ${number(most)}, last ${number(present.at(-1))}`;
+    const ends = `${number(Math.min(...present))} to ${number(Math.max(...present))}`;
+    return `${run.name}: ${present.length} points from ${ends}, last ${number(present.at(-1))}`;
   });
   const stepLink = ([step]) => (step > 0 ? link(String(step), address("step", route.id, step)) : String(step));
   const columns = [["Step", stepLink, "number"],
@@ -178,14 +180,18 @@ function chart(name, sources, marks, params) {
   };
   const readout = h("span", { class: "readout", adopt: () => {} });
   const spec = { lines, data, zoom, marks, isLog: Boolean(params.log), count: sources.length };
-  return h("figure", frame, h("figcaption", null, heading, readout), plotHost(spec, `${name}: ${words.join("; ")}`, readout),
-    fold(`values-${name}`, "Values", () => table(`Values of ${name}`, columns, rows())));
+  const values = fold(`values-${name}`, "Values", () => table(`Values of ${name}`, columns, rows()));
+  const plot = plotHost(spec, `${name}: ${words.join("; ")}`, readout);
+  return h("figure", frame, h("figcaption", null, heading, readout), plot, values);
 }
 
 let pickerText = "";
 
 function picker({ names, groups }, chosen) {
-  const toggle = (name) => (isOn) => change({ metrics: (isOn ? [...chosen, name] : chosen.filter((each) => each !== name)).join(",") || "none" });
+  const toggle = (name) => (isOn) => {
+    const others = chosen.filter((each) => each !== name);
+    change({ metrics: [...others, ...(isOn ? [name] : [])].join(",") || "none" });
+  };
   const isShown = (name) => name.toLowerCase().includes(pickerText.toLowerCase());
   const sets = Object.entries(groups).filter(([, all]) => all.some(isShown)).map(([group, all]) => {
     const checks = all.filter(isShown).map((name) => check(name, chosen.includes(name), toggle(name)));
@@ -202,7 +208,7 @@ function picker({ names, groups }, chosen) {
 
 function markTable(marks, runs) {
   if (!marks.length) return note("Nothing was lost, restarted, resized or resumed.");
-  const sign = ({ kind }) => [h("span", { class: `mark-${kind}`, "aria-hidden": "true" }, MARK_SIGNS[kind]), ` ${kind}`];
+  const sign = ({ kind }) => [h("span", { class: `mark-${kind}` }, MARK_SIGNS[kind]), ` ${kind}`];
   const step = ({ step: at, run }) => (at > 0 ? link(number(at), address("step", run.id, at)) : "–");
   const columns = [
     ["Kind", sign], ["Step", step, "number"], ["Time", ({ at_s: at }) => localTime(at)], ["Process", "process"],
@@ -213,14 +219,15 @@ function markTable(marks, runs) {
 
 function differences(settings, runs) {
   if (!settings.length) return note("The runs have the same settings.");
-  const columns = runs.map((run, at) => [run.name, ({ values }) => (isPresent(values[at]) ? String(values[at]) : "–"), "code"]);
+  const columns = runs.map((run, at) => [run.name, ({ values }) => String(values[at] ?? "–"), "code"]);
   return table("Settings that differ", [["Setting", "key", "code"], ...columns], settings);
 }
 
 function legend(runs) {
   const items = runs.map((run, index) => {
     const line = h("path", { d: "M0 4 H28", "stroke-dasharray": dashOf(index, runs.length).join(" ") || null });
-    const swatch = h("svg", { class: `swatch series-${colourOf(index)}`, width: 28, height: 8, "aria-hidden": "true" }, line);
+    const frame = { class: `swatch series-${colourOf(index)}`, width: 28, height: 8, "aria-hidden": "true" };
+    const swatch = h("svg", frame, line);
     return h("li", null, swatch, " ", link(run.name, address("run", run.id)));
   });
   return h("ul", { class: "legend" }, items);
@@ -239,7 +246,7 @@ async function readCurves(ids, params) {
   const usual = FIRST_METRICS.filter((name) => metrics.names.includes(name));
   const first = (usual.length ? usual : metrics.names).slice(0, 6);
   const chosen = params.metrics === "none" ? [] : params.metrics?.split(",") || first;
-  const answers = chosen.length ? await all("api/curves", { names: chosen.join(","), points: 1000 }) : ids.map(() => ({}));
+  const answers = await (chosen.length ? all("api/curves", { names: chosen.join(","), points: 1000 }) : []);
   return { metrics, chosen, answers, marked, diff };
 }
 
@@ -250,20 +257,22 @@ VIEWS.curves = async ({ runs: shown, ids, params }) => {
   const marks = marked.flatMap((answer, at) => answer.marks.map((mark) => ({ ...mark, run: runs[at] })));
   const onAxis = marks.filter(({ step }) => step > 0);
   const set = (name) => ({ target }) => change({ [name]: Number(target.value) || "" });
-  const place = (name, label) => field(label, h("input", { type: "number", min: 0, value: params[name] || "", onchange: set(name) }));
+  const place = (name, label) =>
+    field(label, h("input", { type: "number", min: 0, value: params[name] || "", onchange: set(name) }));
   const weight = params.smooth || "0";
   const range = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: weight, oninput: set("smooth") });
   const tools = h("div", { class: "tools" }, field(`Smoothing ${weight}`, range),
     check("Log scale", Boolean(params.log), (isOn) => change({ log: isOn ? 1 : "" })),
     place("from", "From step"), place("to", "To step"),
     h("button", { disabled: !params.from && !params.to, onclick: () => change({ from: "", to: "" }) }, "Whole run"));
-  const empty = metrics.names.length ? "Choose a metric to see its curve." : "The metrics appear after the first step.";
+  const empty = metrics.names.length ? "Choose a metric." : "The metrics appear after the first step.";
   const charts = chosen.map((name) => chart(name, sources, onAxis, params));
-  const hint = "Drag over a chart to zoom, double-click for the whole run, click on a point for its step. Dotted lines are "
-    + "steps that were repeated.";
+  const hint = "Drag over a chart to zoom, double-click for the whole run, click on a point for its step. "
+    + "Dotted lines are steps that were repeated.";
+  const board = h("div", { class: "charts" }, charts.length ? charts : note(empty));
   return [
-    title("Curves"), runs.length > 1 && legend(runs), tools, h("div", { class: "split" }, picker(metrics, chosen),
-      h("div", null, h("div", { class: "charts" }, charts.length ? charts : note(empty)), h("p", { class: "quiet" }, hint))),
+    title("Curves"), runs.length > 1 && legend(runs), tools,
+    h("div", { class: "split" }, picker(metrics, chosen), h("div", null, board, h("p", { class: "quiet" }, hint))),
     section("Recoveries and other marks", markTable(marks, runs)),
     diff && section("Settings that differ", differences(diff.settings, runs)),
   ];

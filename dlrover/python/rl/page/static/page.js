@@ -64,8 +64,9 @@ function check(label, checked, onchoose) {
 }
 
 function select(label, value, texts, onchoose) {
-  const options = Object.entries(texts).map(([key, text]) => h("option", { value: key, selected: key === value }, text));
-  return field(label, h("select", { onchange: ({ target }) => onchoose(target.value) }, options));
+  const option = ([key, text]) => h("option", { value: key, selected: key === value }, text);
+  const onchange = ({ target }) => onchoose(target.value);
+  return field(label, h("select", { onchange }, Object.entries(texts).map(option)));
 }
 
 function search(label, value, onsearch) {
@@ -83,7 +84,8 @@ function table(caption, columns, rows, { sorted = {}, key = null } = {}) {
   const head = columns.map(([name, , kind, sort]) => {
     const order = sort && sort === sorted.sort && sorted.order;
     const turn = () => change({ sort, order: order === "asc" ? "desc" : "asc" });
-    const label = sort ? h("button", { class: "plain", onclick: turn }, name, { asc: " ▲", desc: " ▼" }[order]) : name;
+    const sign = { asc: " ▲", desc: " ▼" }[order];
+    const label = sort ? h("button", { class: "plain", onclick: turn }, name, sign) : name;
     return h("th", { class: kind, scope: "col", "aria-sort": order && `${order}ending` }, label);
   });
   const cellOf = (cell, row) => (typeof cell === "function" ? cell(row) : row[cell] || "–");
@@ -179,7 +181,8 @@ const isFile = ANSWERS !== null;
 const now = () => (isFile ? ANSWERS["api/runs"]?.now_s || 0 : Date.now() / 1000);
 const FILE_FILTERS = {}; // by path: (answer, parameters) => the part that a server would have chosen
 
-const query = (parameters) => new URLSearchParams(Object.entries(parameters).filter(([, value]) => isPresent(value) && value !== ""));
+const isSent = ([, value]) => isPresent(value) && value !== "";
+const query = (parameters) => new URLSearchParams(Object.entries(parameters).filter(isSent));
 
 async function ask(path, parameters = {}) {
   const sent = query(parameters);
@@ -288,7 +291,8 @@ function showHeader({ view, ids, run, runs, step, error }) {
 
 function showConnection(kind, text = "") {
   const words = { live: "● live", lost: "✕ no answer", file: "exported file", ended: "" }[kind];
-  morph(document.getElementById("connection"), h("div", { class: kind, id: "connection", role: "status", title: text }, words));
+  const frame = { class: kind, id: "connection", role: "status", title: text };
+  morph(document.getElementById("connection"), h("div", frame, words));
 }
 
 // ---- Live updates ----

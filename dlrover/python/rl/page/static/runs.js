@@ -89,7 +89,8 @@ function hours({ strip = [], uses = [], phase }) {
   const total = uses.reduce((sum, { seconds }) => sum + seconds, 0) || 1;
   const columns = [
     ["Use", ({ use }) => [sample(`use-${use}`, use !== "useful"), ` ${use}`]], ["Cause", "cause"],
-    ["Time", ({ seconds }) => duration(seconds), "number"], ["Share", ({ seconds }) => percent(seconds / total), "number"],
+    ["Time", ({ seconds }) => duration(seconds), "number"],
+    ["Share", ({ seconds }) => percent(seconds / total), "number"],
   ];
   const ends = [quiet(localTime(begin)), quiet(ENDED.has(phase) ? localTime(end) : "now")];
   return [boxes("The time of the run by its use; the table below has the numbers.", end - begin, 26, parts),

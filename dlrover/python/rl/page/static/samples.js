@@ -3,11 +3,12 @@
 "use strict";
 
 const SAMPLES_PER_PAGE = 50;
-const TURN = /<\|im_start\|>(\w+)\n?|<\|im_end\|>\n?|<(tool_call|tool_response|think)>|<\/(?:tool_call|tool_response|think)>/g;
+const TURN = /<\|im_start\|>(\w+)\n?|<\|im_end\|>\n?|<(tool_call|tool_response|think)>|<\/(?:tool_\w+|think)>/g;
 const LINEAGE = [
   "set", "version", "min_version", "staleness", "retry", "trajectory", "rank", "update", "micro_batch", "turns",
   "prompt_tokens", "completion_tokens", "score",
 ];
+const SORTS = { reward: "reward", length: "length", error: "error", prompt: "prompt" };
 const COLOURINGS = { advantage: "advantage", logprob: "log-prob of the rollout", mismatch: "mismatch of log-probs" };
 
 /** The turns of a text with chat marks: pairs of a speaker, "" outside the marks, and its words. */
@@ -44,13 +45,14 @@ function tokens(row, kind) {
   const most = Math.max(...values.map((value) => Math.abs(value || 0))) || 1;
   const level = (value) => `token level${Math.round((4 * (value || 0)) / most)}`;
   const text = (token, at) => `${JSON.stringify(token)}\n${COLOURINGS[kind]} ${number(values[at])}`;
-  const marked = row.tokens.map((token, at) => h("span", { class: level(values[at]), "data-tip": text(token, at) }, token));
+  const token = (each, at) => h("span", { class: level(values[at]), "data-tip": text(each, at) }, each);
   const steps = [-1, -0.5, 0, 0.5, 1].filter((part) => part <= 0 || kind !== "logprob");
   const keys = steps.map((part) => h("li", { class: level(most * part) }, number(most * part)));
-  const columns = [["Token", (at) => JSON.stringify(row.tokens[at]), "code"], [COLOURINGS[kind], (at) => number(values[at]), "number"]];
+  const columns = [["Token", (at) => JSON.stringify(row.tokens[at]), "code"],
+    [COLOURINGS[kind], (at) => number(values[at]), "number"]];
   const all = () => table("Tokens", columns, [...row.tokens.keys()]);
-  return [h("ul", { class: "legend" }, h("li", null, COLOURINGS[kind]), keys), h("p", { class: "words tokens" }, marked),
-    fold(`tokens-${sampleKey(row)}`, "Values of the tokens", all)];
+  return [h("ul", { class: "legend" }, h("li", null, COLOURINGS[kind]), keys),
+    h("p", { class: "words tokens" }, row.tokens.map(token)), fold(`tokens-${sampleKey(row)}`, "Their values", all)];
 }
 
 const sampleKey = (row) =>
@@ -92,24 +94,28 @@ function sampleList(rows, { id, step, params }) {
   return h("div", { class: "cards" }, h("div", { class: "sample-row head", "aria-hidden": "true" }, head), cards);
 }
 
+const rightAnswer = (text) => text && h("p", null, quiet("Answer: "), h("code", null, text));
+
 function group(rows, params) {
   const cards = rows.map((row) => {
     const facts = [fact("reward", number(row.reward)), fact("advantage", number(row.advantage)),
       fact("tokens", number(row.completion_tokens)), fact("use", verdict(row))];
     return h("li", { "data-key": sampleKey(row) }, h("h3", null, `Sample ${row.sample_index ?? 0}`),
-      h("dl", { class: "facts small" }, facts), completion(row, params), fold(`more-${sampleKey(row)}`, "Lineage", () => lineage(row)));
+      h("dl", { class: "facts small" }, facts), completion(row, params),
+      fold(`more-${sampleKey(row)}`, "Lineage", () => lineage(row)));
   });
   const [{ prompt_id: prompt, prompt: text, answer }] = rows;
-  return [h("h2", null, `Prompt ${prompt}`), texts(text), answer && h("p", null, quiet("Answer: "), h("code", null, answer)),
+  return [h("h2", null, `Prompt ${prompt}`), texts(text), rightAnswer(answer),
     h("ul", { class: "side", tabindex: "0", "aria-label": "Samples of the prompt, side by side" }, cards)];
 }
 
 function sampleTools(params, hasTokens) {
   const set = (name) => (value) => change({ [name]: value, offset: "" });
   return h("div", { class: "tools" },
-    select("Sort by", params.sort || "reward", { reward: "reward", length: "length", error: "error", prompt: "prompt" }, set("sort")),
+    select("Sort by", params.sort || "reward", SORTS, set("sort")),
     select("Order", params.order || "asc", { asc: "lowest first", desc: "highest first" }, set("order")),
-    search("Search texts", params.q, set("q")), check("Errors only", Boolean(params.errors), (isOn) => set("errors")(isOn ? 1 : "")),
+    search("Search texts", params.q, set("q")),
+    check("Errors only", Boolean(params.errors), (isOn) => set("errors")(isOn ? 1 : "")),
     hasTokens && select("Colour tokens by", params.colour || "advantage", COLOURINGS, (colour) => change({ colour })),
     isPresent(params.prompt) && h("button", { onclick: () => set("prompt")("") }, "All prompts"));
 }
@@ -121,7 +127,8 @@ VIEWS.samples = async (shown) => {
   const answer = await ask("api/samples", { id, step: shown.step, ...sent }).catch((error) => ({ error }));
   shown.step ??= answer.step ?? run.step;
   const step = link("This step", address("step", id, shown.step), { class: "button" });
-  const head = [title(`Samples of step ${shown.step}`), stepTools(shown, answer.first ?? 1, answer.last ?? run.step, step)];
+  const tools = stepTools(shown, answer.first ?? 1, answer.last ?? run.step, step);
+  const head = [title(`Samples of step ${shown.step}`), tools];
   if (answer.error) return [head, failure(answer.error)];
   const { rows, total, first, last } = answer;
   const from = Number(params.offset || 0);
@@ -155,16 +162,16 @@ function answersTable(answers, prompt, id) {
   const columns = [
     ["Step", ({ step }) => (step > 0 ? link(number(step), address("step", id, step)) : "before"), "number"],
     ["Reward", (row) => number(row.reward ?? row.score), "number"],
-    ["Completion", (row) => [row.error && h("p", { class: "error" }, `✕ ${row.error}`), texts(row.completion)], "text"],
+    ["Completion", ({ error, completion: text }) => [error && h("p", { class: "error" }, error), texts(text)], "text"],
   ];
   const right = rows.find((row) => row.answer)?.answer;
-  return [right && h("p", null, quiet("Right answer: "), h("code", null, right)),
+  return [rightAnswer(right),
     rows.length ? table("Answers over all evaluations", columns, rows) : note("This prompt has no answers.")];
 }
 
 VIEWS.evaluations = async ({ id, params }) => {
   const { steps, prompts } = await ask("api/evaluations", { id });
-  if (!steps.length) return [title("Evaluations"), note("The run has no evaluations yet, or keeps no answers of them.")];
+  if (!steps.length) return [title("Evaluations"), note("The run has no answers of evaluations yet.")];
   const text = (params.q || "").toLowerCase();
   const matching = prompts.filter(({ prompt }) => prompt.toLowerCase().includes(text)).slice(0, 200);
   const chosen = params.prompt ?? String((matching[0] || prompts[0]).prompt_id);
@@ -176,8 +183,9 @@ VIEWS.evaluations = async ({ id, params }) => {
   const { answers } = await ask("api/evaluations", { id, prompt: chosen });
   const question = prompts.find(({ prompt_id: key }) => String(key) === chosen)?.prompt;
   const list = h("details", { class: "picker", open: innerWidth > 900 }, h("summary", null, "Held-out prompts"),
-    search("Search", params.q, (q) => change({ q })), items.length ? h("ul", { class: "prompts" }, items) : note("No prompt matches."));
-  const times = steps.length > 1 ? `${steps.length} evaluations, at steps ${steps[0]} to ${steps.at(-1)}` : `One evaluation, at step ${steps[0]}`;
-  return [title("Evaluations"), h("p", { class: "quiet" }, `${times}, of ${prompts.length} held-out prompts`),
-    h("div", { class: "split" }, list, h("div", null, h("h2", null, "Prompt"), texts(question), answersTable(answers, chosen, id)))];
+    search("Search", params.q, (q) => change({ q })),
+    items.length ? h("ul", { class: "prompts" }, items) : note("No prompt matches."));
+  const times = `${steps.length} evaluations of ${prompts.length} held-out prompts, at steps ${steps.join(", ")}`;
+  const answer = h("div", null, h("h2", null, "Prompt"), texts(question), answersTable(answers, chosen, id));
+  return [title("Evaluations"), h("p", { class: "quiet" }, times), h("div", { class: "split" }, list, answer)];
 };

@@ -11,14 +11,15 @@ function methodClass(name) {
 }
 
 /** Links to the steps beside the shown one, and a field for any. */
-function stepTools({ view, id, run, step, params }, first, last, ...links) {
+function stepTools({ view, id, step, params }, first, last, ...links) {
   const go = (to) => address(view, id, to, { ...params, offset: "" });
   const off = { class: "button off", "aria-disabled": "true" };
-  const beside = (text, to) => (to >= first && to <= last ? link(text, go(to), { class: "button" }) : h("span", off, text));
+  const button = (text, to) => link(text, go(to), { class: "button" });
+  const beside = (text, to) => (to >= first && to <= last ? button(text, to) : h("span", off, text));
   const onchange = ({ target }) => (location.hash = go(target.value));
   return h("div", { class: "tools" }, beside("← Previous", step - 1),
     field("Step", h("input", { type: "number", min: first, max: last, value: String(step), onchange })),
-    beside("Next →", step + 1), last > step && link("Last step", go(Math.min(last, run.step)), { class: "button" }), links);
+    beside("Next →", step + 1), last > step && button("Last step", last), links);
 }
 
 function lane({ process, spans }, end) {
@@ -60,12 +61,15 @@ function partsOfStep({ parts, total_s: total }) {
     return { begin, end, label: name, tip: text, class: methodClass(name) };
   });
   const columns = [["Part", ({ name }) => [sample(methodClass(name)), ` ${name}`]],
-    ["Time", ({ seconds }) => duration(seconds), "number"], ["Share", ({ seconds }) => percent(seconds / total), "number"]];
-  return [boxes("Parts of the step; the table below has the numbers.", end, 26, bar), table("Parts of the step", columns, parts)];
+    ["Time", ({ seconds }) => duration(seconds), "number"],
+    ["Share", ({ seconds }) => percent(seconds / total), "number"]];
+  const label = "Parts of the step; the table below has the numbers.";
+  return [boxes(label, end, 26, bar), table("Parts of the step", columns, parts)];
 }
 
 function findingsOf({ findings, lanes: all }) {
-  if (!findings?.length) return all?.length ? h("p", { class: "callout good" }, "✓ No worker stands out in this step.") : null;
+  const quietly = h("p", { class: "callout good" }, "✓ No worker stands out in this step.");
+  if (!findings?.length) return all?.length ? quietly : null;
   return findings.map(({ sentence, remedy, cost_s: cost }) => h("div", { class: "callout bad" },
     h("p", null, h("strong", null, sentence), ` Cost: ${duration(cost)}.`), remedy && h("p", null, remedy)));
 }
@@ -76,12 +80,13 @@ VIEWS.step = async (shown) => {
   shown.step ??= run.step;
   const answer = await ask("api/step", { id, step: shown.step }).catch((error) => ({ error }));
   const trace = `api/trace?${query({ id, steps: `${shown.step}:${shown.step}` })}`;
+  const perfetto = { class: "button", download: "", title: "Opens at ui.perfetto.dev" };
   const links = [link("Samples", address("samples", id, shown.step), { class: "button" }),
-    !isFile && answer.lanes?.length > 0 && link("Perfetto trace", trace, { class: "button", download: "", title: "Opens at ui.perfetto.dev" })];
+    !isFile && answer.lanes?.length > 0 && link("Perfetto trace", trace, perfetto)];
   const head = [title(`Step ${shown.step}`), stepTools(shown, answer.first ?? 1, answer.last ?? run.step, links)];
   if (answer.error) return [head, failure(answer.error)];
   const began = answer.began_s ? `, begun ${localTime(answer.began_s)}` : "";
-  const columns = [["Metric", ([name]) => name], ["Value", ([, value]) => (value === null ? "–" : String(value)), "number"]];
+  const columns = [["Metric", ([name]) => name], ["Value", ([, value]) => String(value ?? "–"), "number"]];
   return [
     head, h("p", { class: "quiet" }, `${duration(answer.total_s)}${began}`), findingsOf(answer),
     section("Parts", partsOfStep(answer)), section("Workers", lanes(answer)),
@@ -99,8 +104,9 @@ const CLOCK = /^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[,.\d]* (?:[DIWEC] )?/;
 
 function eventLine({ kind, level, at_s: at, process, text }) {
   const word = kind === "event" ? "◆ event" : LEVELS[level] || level || "";
-  return h("li", { class: `${kind} ${word}` }, h("time", null, at ? localTime(at) : ""), h("span", null, process || "master"),
-    h("span", { class: "level" }, word), h("span", { class: "line" }, kind === "event" ? text : text.replace(CLOCK, "")));
+  const line = kind === "event" ? text : text.replace(CLOCK, "");
+  return h("li", { class: `${kind} ${word}` }, h("time", null, at ? localTime(at) : ""),
+    h("span", null, process || "master"), h("span", { class: "level" }, word), h("span", { class: "line" }, line));
 }
 
 /** Lines are added at the end, and the box follows them unless "Follow" is off. */
@@ -123,7 +129,8 @@ VIEWS.events = async ({ id, params }) => {
   });
   const frame = { class: "log", tabindex: "0", "aria-label": "Events and lines of logs, oldest first" };
   const empty = note(params.q || params.process ? "No line matches." : "There is no event yet.");
-  return [title("Events and logs"), tools, current.events.length ? h("ol", frame, current.events.map(eventLine)) : empty];
+  const { events: lines } = current;
+  return [title("Events and logs"), tools, lines.length ? h("ol", frame, lines.map(eventLine)) : empty];
 };
 
 FILE_FILTERS["api/events"] = (answer, { q = "", process, after }) => {
