@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page in Debian's chromium: a server over folders of runs, and pages that must not log an error."""
 
-import re
 import subprocess
-import sys
 
 import pytest
 
-from tests.page.browsing import wait_for_view
+from tests.page.browsing import serve, wait_for_view
 from tests.page.run_folders import write_runs
+from tests.support.commands import CLI
 
 CHROMIUM = "/usr/bin/chromium"
-ENTRY = [sys.executable, "-m", "dlrover.python.rl.cli"]
 
 
 @pytest.fixture(scope="session")
@@ -24,19 +22,15 @@ def runs(tmp_path_factory):
 def site(runs):
     """The address of a server of the three runs."""
     (root,) = {folder.parent for folder in runs.values()}
-    command = [*ENTRY, "view", str(root), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            yield re.search(r"http://\S+", server.stderr.readline())[0]
-        finally:
-            server.terminate()
+    with serve(root) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
 def exported(runs, tmp_path_factory):
     """The address of the exported file of the failed run, whose texts are hostile."""
     file = tmp_path_factory.mktemp("export") / "run.html"
-    subprocess.run([*ENTRY, "view", str(runs["ppo"]), "--export", str(file)], check=True, timeout=60)
+    subprocess.run([*CLI, "view", str(runs["ppo"]), "--export", str(file)], check=True, timeout=60)
     return file.as_uri()
 
 

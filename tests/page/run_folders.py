@@ -27,7 +27,11 @@ RAISED = Cause(CauseKind.USER_ERROR, "trainer", f"ValueError: no reward for {EVI
 
 def write_runs(root: Path) -> dict[str, Path]:
     """Return the folders by their names: ``grpo`` runs, ``grpo-large`` has finished, ``ppo`` has failed."""
-    runs = {"grpo": ("running", 120, 500, 1e-6), "grpo-large": ("finished", 200, 200, 3e-6), "ppo": ("failed", 80, 300, 1e-6)}
+    runs = {
+        "grpo": ("running", 120, 500, 1e-6),
+        "grpo-large": ("finished", 200, 200, 3e-6),
+        "ppo": ("failed", 80, 300, 1e-6),
+    }
     for name, (phase, steps, total, lr) in runs.items():
         write_run(root / name, phase, steps, {"steps": total, "lr": lr, "note": EVIL})
     return {name: root / name for name in runs}
@@ -46,7 +50,9 @@ def write_run(folder, phase, steps, config):
     for step in range(0, steps + 1, 20):
         write_lines(folder / f"evaluations/step-{step:06}.jsonl", evaluation_of(step))
     write_spans(folder, began_s, steps)
-    (folder / "job.yaml").write_text(yaml.safe_dump({"name": folder.name, "config": config, "roles": ROLES}), encoding="utf-8")
+    (folder / "job.yaml").write_text(
+        yaml.safe_dump({"name": folder.name, "config": config, "roles": ROLES}), encoding="utf-8"
+    )
     owner = Owner(folder.name, "abcd1234", "Ray", "node-a", "", 0, "", began_s, 3600.0, "", (), state=phase)
     (folder / "owner.1.json").write_bytes(encode_owner(owner))
     if phase == "running":
@@ -61,7 +67,9 @@ def write_lines(path, rows, separators=(", ", ": ")):
 
 def write_live(folder):
     """Write the heartbeats and the calls of the workers, as the master of a live run does."""
-    calls = {str(ProcessId(*worker)): ["generate", 2.4] if worker[0] == "ROLLOUT" else [None, None] for worker in WORKERS}
+    calls = {
+        str(ProcessId(*worker)): ["generate", 2.4] if worker[0] == "ROLLOUT" else [None, None] for worker in WORKERS
+    }
     processes = {name: [0.4, *call] for name, call in calls.items()} | {"trainer": [0.2, None, None]}
     (folder / "live.json").write_text(json.dumps({"at_s": time.time(), "processes": processes}), encoding="utf-8")
 
@@ -90,7 +98,10 @@ def write_journal(folder, phase, steps, began_s):
         (0.0, events.Submitted(folder.name, {role: RoleSettings(count) for role, count in ROLES.items()}, "abcd1234")),
         (1.0, events.MasterStarted("n1", 1)),
         (4.0, events.Placed(1)),
-        *((21.0 + at, events.MemberStarted(*worker, 1, place(*worker, 4100 + at))) for at, worker in enumerate(WORKERS)),
+        *(
+            (21.0 + at, events.MemberStarted(*worker, 1, place(*worker, 4100 + at)))
+            for at, worker in enumerate(WORKERS)
+        ),
         (30.0, events.TrainerStarted(1, Process("n0", 4099, "node-a"))),
         (42.0, events.StepsOpened(1)),
         (42.0 + LOST_AT * STEP_S, events.MemberLost("ROLLOUT", 1, 1, DIED)),
@@ -134,7 +145,7 @@ def samples_of(step):
         text = f"I add the tens first: 40 + 10 is 50, then {prompt} + {index}. So the answer is {50 + prompt + index}."
         if prompt == 2:
             text = (
-                f'<think>A tool is safer here.</think>\n<tool_call>{{"name": "calculator", "arguments": {{"x": "42+1{index}"}}}}'
+                f'<think>A tool is safer here.</think>\n<tool_call>{{"name": "add", "arguments": {{"x": "42+1{index}"}}}}'
                 f"</tool_call><|im_end|>\n<|im_start|>tool\n<tool_response>{52 + index}</tool_response><|im_end|>\n"
                 f"<|im_start|>assistant\nThe answer is {52 + index}.<|im_end|>"
             )
@@ -157,9 +168,12 @@ def samples_of(step):
 
 def evaluation_of(step):
     for prompt in range(12):
-        text = f"{prompt} + {prompt * 3} is {prompt * 4 if step > 20 + 10 * prompt else prompt + step}. {EVIL if prompt == 5 else ''}"
-        yield {"step": step, "prompt_id": prompt, "reward": float(step > 20 + 10 * prompt), "prompt": f"What is {prompt} + {prompt * 3}?",
-               "completion": text, "answer": str(prompt * 4)}  # fmt: skip
+        is_right = step > 20 + 10 * prompt
+        answer = prompt * 4 if is_right else prompt + step
+        yield {
+            "step": step, "prompt_id": prompt, "reward": float(is_right), "prompt": f"What is {prompt} + {prompt * 3}?",
+            "completion": f"{prompt} + {prompt * 3} is {answer}. {EVIL if prompt == 5 else ''}", "answer": str(prompt * 4),
+        }  # fmt: skip
 
 
 def write_spans(folder, began_s, steps):
@@ -170,7 +184,12 @@ def write_spans(folder, began_s, steps):
     for step in range(max(1, min(SPANS_FROM, steps - 20)), steps + 1):
         at_s = began_s + 43.0 + (step - 1) * STEP_S
         number, sources, begin_s = 0, [], at_s
-        calls = [("ROLLOUT", "generate", 4.1), ("REWARD", "score", 0.9), ("ACTOR", "update", 2.2), ("ACTOR", "send_weights", 0.6)]
+        calls = [
+            ("ROLLOUT", "generate", 4.1),
+            ("REWARD", "score", 0.9),
+            ("ACTOR", "update", 2.2),
+            ("ACTOR", "send_weights", 0.6),
+        ]
         for role, method, seconds in calls:
             ranks = list(range(ROLES[role]))
             files["trainer"].append(["issue", step, number, role, ranks, method, round(at_s, 6), sources])

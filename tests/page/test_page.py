@@ -33,7 +33,7 @@ VIEWS = {
 FILE_VIEWS = ("run", "curves", "step", "samples", "group", "evaluations", "events")
 CUT_OFF = """() => [...document.querySelectorAll('#content *, header *')]
   .filter((each) => each.getBoundingClientRect().right > innerWidth + 1 && each.getBoundingClientRect().width > 1)
-  .filter((each) => !each.closest('.scroll, svg, .side, .log, nav, .plot')).map((each) => each.outerHTML.slice(0, 120))"""
+  .filter((each) => !each.closest('.scroll, svg, .side, .log, nav, .plot')).map((each) => each.outerHTML.slice(0, 99))"""
 HOSTILE = "() => [document.title.startsWith('hacked'), document.querySelectorAll('main img, main script').length]"
 
 
@@ -56,7 +56,9 @@ def test_view_has_no_serious_finding_of_axe(open_page, site, view, dark):
     found = page.evaluate("async () => (await axe.run()).violations")
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in serious] == []
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ("rgb(18, 22, 29)" if dark else "rgb(246, 247, 249)")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(18, 22, 29)" if dark else "rgb(246, 247, 249)"
+    )
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -72,7 +74,10 @@ def test_keyboard_reaches_all_controls(open_page, site, view):
     selector = "a[href], button:not(:disabled), input, select, summary, [tabindex='0']"
     controls = page.evaluate(f"""() => [...document.querySelectorAll("{selector}")]
       .filter((each) => each.checkVisibility()).map((each, at) => (each.dataset.number = at)).length""")
-    reached, focus = set(), "() => [document.activeElement.dataset.number, getComputedStyle(document.activeElement).outlineStyle]"
+    reached, focus = (
+        set(),
+        "() => [document.activeElement.dataset.number, getComputedStyle(document.activeElement).outlineStyle]",
+    )
     for _ in range(controls + 5):
         page.keyboard.press("Tab")
         number, outline = page.evaluate(focus)
@@ -168,7 +173,9 @@ def test_exported_file_shows_its_views_without_a_network(open_page, exported, vi
     requests = []
     page = open_page(exported + address.replace("grpo", ".").replace("118", "79").replace("120", "79"))
     page.on("request", lambda request: requests.append(request.url))
-    assert page.locator("h1").inner_text() == {"run": "ppo"}.get(view, heading.replace("118", "79").replace("120", "79"))
+    assert page.locator("h1").inner_text() == {"run": "ppo"}.get(
+        view, heading.replace("118", "79").replace("120", "79")
+    )
     assert page.locator(".state").all_inner_texts() == []
     assert page.evaluate(HOSTILE) == [False, 0]
     page.evaluate("show()")
