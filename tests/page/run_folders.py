@@ -145,7 +145,7 @@ def samples_of(step):
         text = f"I add the tens first: 40 + 10 is 50, then {prompt} + {index}. So the answer is {50 + prompt + index}."
         if prompt == 2:
             text = (
-                f'<think>A tool is safer here.</think>\n<tool_call>{{"name": "add", "arguments": {{"x": "42+1{index}"}}}}'
+                f'<think>A tool is safer.</think>\n<tool_call>{{"name": "add", "arguments": {{"x": "42+{index}"}}}}'
                 f"</tool_call><|im_end|>\n<|im_start|>tool\n<tool_response>{52 + index}</tool_response><|im_end|>\n"
                 f"<|im_start|>assistant\nThe answer is {52 + index}.<|im_end|>"
             )
@@ -172,7 +172,7 @@ def evaluation_of(step):
         answer = prompt * 4 if is_right else prompt + step
         yield {
             "step": step, "prompt_id": prompt, "reward": float(is_right), "prompt": f"What is {prompt} + {prompt * 3}?",
-            "completion": f"{prompt} + {prompt * 3} is {answer}. {EVIL if prompt == 5 else ''}", "answer": str(prompt * 4),
+            "completion": f"It is {answer}. {EVIL if prompt == 5 else ''}", "answer": str(prompt * 4),
         }  # fmt: skip
 
 
