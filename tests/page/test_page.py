@@ -53,8 +53,8 @@ def test_view_has_no_serious_finding_of_axe(open_page, site, view, dark):
     for summary in page.locator("main summary").all()[:8]:
         summary.click()
     page.evaluate(axe_source())
-    found = page.evaluate("async () => (await axe.run()).violations")
-    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    violations = page.evaluate("async () => (await axe.run()).violations")
+    serious = [each for each in violations if each["impact"] in ("serious", "critical")]
     assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in serious] == []
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
         "rgb(18, 22, 29)" if dark else "rgb(246, 247, 249)"

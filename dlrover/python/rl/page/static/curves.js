@@ -147,12 +147,18 @@ function plotHost(spec, label, readout) {
     plot.setData(host.spec.data);
     followPointer(plot, host.spec, readout);
   };
-  new ResizeObserver(() => {
-    if (!host.clientWidth || !host.isConnected) return;
-    if (plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
-    else build();
-  }).observe(host);
-  isDark.addEventListener("change", () => host.isConnected && plot && build());
+  const recolour = () => plot && build();
+  const sizes = new ResizeObserver(() => {
+    if (host.isConnected && plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
+    else if (host.isConnected) build();
+    else {
+      plot?.destroy();
+      sizes.disconnect();
+      isDark.removeEventListener("change", recolour);
+    }
+  });
+  sizes.observe(host);
+  isDark.addEventListener("change", recolour);
   return host;
 }
 

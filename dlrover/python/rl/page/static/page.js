@@ -315,13 +315,14 @@ function connect() {
   const ids = route.ids.filter((_, at) => route.runs?.[at] && !ENDED.has(route.runs[at].phase)).slice(0, 3);
   if (!ids.length && !route.error) showConnection("ended");
   const key = document.hidden ? "" : JSON.stringify(ids);
+  if (!route.error && streams.some((stream) => stream.readyState === EventSource.OPEN)) showConnection("live");
   if (key === streamKey) return undefined;
   streams.forEach((stream) => stream.close());
   streamKey = key;
   streams = (key ? ids : []).map((id) => {
     const stream = new EventSource(`api/stream?${query({ id })}`);
     stream.addEventListener("change", refresh);
-    stream.onopen = () => showConnection("live", "The page follows the run.");
+    stream.onopen = () => showConnection("live");
     stream.onerror = () => showConnection("lost", "The connection is being opened again.");
     return stream;
   });

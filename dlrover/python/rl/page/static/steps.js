@@ -96,7 +96,7 @@ VIEWS.step = async (shown) => {
 
 // ---- Events and logs ----
 
-const KEPT_EVENTS = 5000;
+const KEPT_EVENTS = 2000;
 let stream = { key: "", events: [], next: "" };
 
 const LEVELS = { D: "debug", I: "info", W: "warning", E: "error", C: "error" };
