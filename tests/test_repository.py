@@ -194,6 +194,7 @@ def test_wheel_has_every_module_job_file_and_stub(tmp_path):
         *(rl / "config").glob("*.yaml"),
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
+        *(rl / "page/static").iterdir(),
     }
     data_files = {path.relative_to(ROOT).as_posix() for path in shipped}
     protocol = {f"dlrover/python/rl/service/proto/rl_jobs{end}" for end in (".proto", "_pb2.pyi")}
