@@ -229,10 +229,10 @@ function address(view, ids, step, params = {}) {
   return `#${path.join("/")}${text && `?${text}`}`;
 }
 
-/** Change parameters of the view that is shown; "" removes one. */
+/** Change parameters of the address, which shows the view again; "" removes one. */
 function change(params) {
-  history.replaceState(null, "", address(route.view, route.ids, route.step, { ...route.params, ...params }));
-  return show();
+  const { view, ids, step, params: current } = readAddress();
+  location.replace(address(view, ids, step, { ...current, ...params }));
 }
 
 // ---- Showing a view ----
@@ -370,8 +370,8 @@ async function start() {
   let seconds = 0;
   setInterval(() => poll((seconds += 1)), 1000);
   const { runs = [] } = location.hash ? {} : await ask("api/runs").catch(() => ({}));
-  if (runs.length === 1) history.replaceState(null, "", address("run", runs[0].id));
-  show();
+  if (runs.length === 1) location.replace(address("run", runs[0].id));
+  else show();
 }
 
 document.addEventListener("DOMContentLoaded", start);
