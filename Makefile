@@ -27,8 +27,8 @@ ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 .DEFAULT_GOAL := help
 BENCHES := async commits dispatch recovery rollout training weight-sync
 EXAMPLES := openrlhf real_model trl verl
-.PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench example trace-step \
-	check lint types docs lock audit format clean $(BENCHES:%=bench-%) $(EXAMPLES:%=example-%)
+.PHONY: help demo test test-slow test-backends test-page test-peers test-lower chaos chaos-outside bench example \
+	trace-step check lint types docs lock audit format clean $(BENCHES:%=bench-%) $(EXAMPLES:%=example-%)
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,16 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
 	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
+
+# Playwright's own browser needs libraries that it does not bring; the ones of Debian's come with it.
+$(VENV)/page: $(VENV)/dev
+	@command -v chromium > /dev/null || apt-get install --quiet --yes --no-install-recommends chromium || \
+		{ echo "make test-page needs Debian's chromium; as root: apt-get install chromium" >&2; exit 1; }
+	$(PIP) playwright==1.65.2 axe-playwright-python==0.1.8
+	@touch $@
+
+test-page: $(VENV)/page ## Look at all views of the page of runs in chromium, and write its screenshots
+	$(BIN)/python -m pytest tests/page
 
 # verl asks for versions that do not go with TRL's; what is run of it needs no more than the rest of the list.
 $(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/peers.txt

@@ -20,6 +20,7 @@ NEEDS = {
     "no cuda": lambda: cuda_devices() == 0,
     "deepspeed": lambda: find_spec("deepspeed"),
     "megatron": lambda: find_spec("megatron") and find_spec("megatron.core"),
+    "playwright": lambda: find_spec("playwright"),
     "vllm": lambda: find_spec("vllm"),
 }
 

@@ -185,7 +185,8 @@ def test_wheel_has_every_module_job_file_and_stub(tmp_path):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     patterns = (
         "python/rl/cli/skeleton/**/*.*", "python/rl/classic/*.pyi", "rl/__init__.pyi", "python/rl/config/*.yaml",
-        "python/rl/metrics/*.json", "python/rl/metrics/*.yaml", "python/rl/recipe/**/*.yaml", "**/*.py", "**/py.typed",
+        "python/rl/metrics/*.json", "python/rl/metrics/*.yaml", "python/rl/page/static/*",
+        "python/rl/recipe/**/*.yaml", "**/*.py", "**/py.typed",
         "python/rl/service/proto/rl_jobs.proto", "python/rl/service/proto/rl_jobs_pb2.pyi",
     )  # fmt: skip
     shipped = {pattern: set((ROOT / "dlrover").glob(pattern)) for pattern in patterns}

@@ -269,9 +269,9 @@ def test_failed_claim_leaves_the_folder_as_it_was(plain, monkeypatch, earlier):
 
 @pytest.mark.parametrize(("key", "value"), [("overwrite", True), ("checkpoint", CheckpointSpec(resume="latest"))])
 def test_only_an_overwritten_run_loses_its_spans(plain, key, value):
-    claim(begin(plain), IN_PROCESS, bound=True).end(FAILED)
+    start(begin(plain)).end(FAILED)
     (plain.job_dir / "spans").mkdir()
-    claim(begin(replace(plain, **{key: value})), IN_PROCESS, bound=True)
+    start(begin(replace(plain, **{key: value})))
     assert (plain.job_dir / "spans").exists() is (key != "overwrite")
 
 
