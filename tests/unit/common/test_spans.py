@@ -43,12 +43,15 @@ def test_spans_of_each_kind_are_lines_after_the_process(tmp_path, spans):
 def test_spans_are_written_by_a_thread_soon_after(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.python.rl.common.spans._FLUSH_S", 0.0)
     spans = SpanFile(tmp_path, TRAINER_ID, 1, most_mb=1)
+    spans.add("step", 1, 0.0, 1.0)
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join(5.0)
-    assert lines_of(tmp_path / "spans" / "trainer.jsonl")[0][1] == "trainer"
     spans.flush()
-    assert len(lines_of(tmp_path / "spans" / "trainer.jsonl")) == 1
+    assert [line[:2] for line in lines_of(tmp_path / "spans" / "trainer.jsonl")] == [
+        ["process", "trainer"],
+        ["step", 1],
+    ]
 
 
 def test_spans_keep_within_their_bound_in_two_files(tmp_path, spans):
@@ -70,20 +73,21 @@ def test_half_a_line_of_a_killed_process_spoils_no_other(tmp_path, spans):
     file = tmp_path / "spans" / "rollout-1.jsonl"
     file.parent.mkdir()
     file.write_text('["call",1,0,"sam')
+    spans.add("step", 1, 0.0, 1.0)
     spans.flush()
-    assert json.loads(file.read_text().splitlines()[-1])[0] == "process"
+    assert [json.loads(line)[0] for line in file.read_text().splitlines()[1:]] == ["process", "step"]
 
 
 def test_spans_that_the_disk_refuses_are_dropped_and_counted(tmp_path, spans):
     blocked = tmp_path / "spans"
     blocked.write_text("a file where the folder should be")
-    spans.flush()
-    spans.add("wait", "ACTOR", "update", 1.0, 2.0)
-    spans.flush()
+    for second in (0.0, 1.0):
+        spans.add("wait", "ACTOR", "update", second, second + 1.0)
+        spans.flush()
     blocked.unlink()
     spans.add("wait", "ACTOR", "update", 2.0, 3.0)
     spans.flush()
-    assert lines_of(blocked / "rollout-1.jsonl")[-2:] == [["dropped", 2], ["wait", "ACTOR", "update", 2.0, 3.0]]
+    assert lines_of(blocked / "rollout-1.jsonl")[1:] == [["dropped", 2], ["wait", "ACTOR", "update", 2.0, 3.0]]
 
 
 def test_spans_of_a_disk_that_hangs_are_bounded(tmp_path, spans, monkeypatch):
@@ -92,7 +96,7 @@ def test_spans_of_a_disk_that_hangs_are_bounded(tmp_path, spans, monkeypatch):
         spans.add("wait", "ACTOR", "update", second, second + 1)
     spans.flush()
     lines = lines_of(tmp_path / "spans" / "rollout-1.jsonl")
-    assert (len(lines), lines[0]) == (6, ["dropped", 16])
+    assert (len(lines), lines[1]) == (7, ["dropped", 15])
 
 
 def test_zero_megabytes_write_no_file(tmp_path):

@@ -40,13 +40,13 @@ class SpanFile:
 
     def __init__(self, folder: Path, process: ProcessId, attempt: int, most_mb: int) -> None:
         self._path = folder / SPANS / f"{process.log_name}{SUFFIX}"
-        self._process, self._attempt, self._most_bytes = process, attempt, most_mb * _MB // 2
+        self._title = "process", str(process), attempt, os.getpid(), socket.gethostname(), time.time()
+        self._most_bytes = most_mb * _MB // 2
         self._lines: list[tuple[Any, ...]] = []
         self._dropped = 0
-        self._is_torn = True  # a killed process may have left half a line
+        self._is_begun = False
         self._timer: threading.Timer | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self.add(*self._title())
 
     def add_call(
         self, call_id: tuple[int, int], method: str, seconds: float, phases: dict[str, float], error: str
@@ -61,10 +61,9 @@ class SpanFile:
             with self._lock:
                 lines, self._lines, self._timer = self._lines, [], None
                 dropped, self._dropped = self._dropped, 0
-            lines = [("dropped", dropped), *lines] if dropped else lines
             try:
                 if lines:
-                    self._write(_encode(lines))
+                    self._write(_encode([("dropped", dropped), *lines] if dropped else lines))
             except OSError:
                 with self._lock:
                     self._dropped += dropped + len(lines)
@@ -86,19 +85,18 @@ class SpanFile:
                 except RuntimeError:  # no thread can start: the interpreter is ending, or the machine is full
                     self._timer = None
 
-    def _title(self) -> tuple[Any, ...]:
-        return "process", str(self._process), self._attempt, os.getpid(), socket.gethostname(), time.time()
-
     def _write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         size = self._path.stat().st_size if self._path.exists() else 0
         if size and size + len(data) > self._most_bytes:
             self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + OLDER))
-            data, size = _encode([self._title()]) + data, 0
+            size = 0
+        if not size or not self._is_begun:
+            data = b"\n" * (size > 0) + _encode([self._title]) + data  # a killed process may have left half a line
         if len(data) > self._most_bytes:
             raise OSError(f"{len(data)} bytes are more than the file may have")
-        append(self._path, b"\n" * (self._is_torn and size > 0) + data, _AT_ONCE)
-        self._is_torn = False
+        append(self._path, data, _AT_ONCE)
+        self._is_begun = True
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
