@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.page import curves, samples
-from dlrover.python.rl.page.run_data import Run, RunFolders, find_runs
+from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline
 from tests.support.run_folder import BEGAN_S, STEP_S, metrics_of, sample_of, write_run
 
@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(folder):
-    return Run(folder, "toy")
+    return RunView(folder, "toy")
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_timeline_marks_a_recovery_with_its_cost_and_step(run):
 
 def test_timeline_of_a_loss_without_progress_is_under_way(tmp_path):
     folder = write_run(tmp_path / "other", steps=6, cost_s=None, ended=False)
-    run = Run(folder, "other")
+    run = RunView(folder, "other")
     (mark,) = run.marks()["marks"]
     assert mark["cost_s"] is None
     assert mark["step"] >= 6
@@ -106,7 +106,7 @@ def test_timeline_of_a_resumed_run_has_both_journals(folder, tmp_path):
 
 def test_damaged_journal_leaves_the_rest_of_the_page(folder):
     (folder / "journal.jsonl").write_bytes(b"rl-journal 1 nonsense\n")
-    row = Run(folder, "toy").row()
+    row = RunView(folder, "toy").row()
     assert (row["step"], row["recoveries"], row["phase"]) == (20, 0, "finished")
 
 
@@ -127,7 +127,7 @@ def test_overview_names_workers_devices_and_settings(run):
 
 def test_live_heartbeats_are_shown_while_they_are_fresh(tmp_path):
     folder = write_run(tmp_path / "toy", ended=False)
-    run = Run(folder, "toy")
+    run = RunView(folder, "toy")
     processes = {"ROLLOUT[0]": [1.0, "generate", 4.0]}
     for age_s, call in ((1.0, "generate"), (100.0, None)):
         (folder / "live.json").write_text(json.dumps({"at_s": time.time() - age_s, "processes": processes}))

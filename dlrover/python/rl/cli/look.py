@@ -23,7 +23,7 @@ from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
 from dlrover.python.rl.page.perfetto import trace as trace_file
-from dlrover.python.rl.page.run_data import Run, RunFolders
+from dlrover.python.rl.page.run_data import RunFolders, RunView
 from dlrover.python.rl.page.samples import lineage as trained_samples
 from dlrover.python.rl.page.samples import read_samples, sample_steps, select
 from dlrover.python.rl.page.spans import last_step, read_steps
@@ -100,11 +100,11 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
 @click.command()
 @click.argument("name_or_dir", metavar="RUN")
 @click.option("--step", type=click.IntRange(min=0), help="By default the last one.")
-@click.option("--worst", type=click.IntRange(min=1), help="Only this many, those of the least reward.")
-@click.option("--best", type=click.IntRange(min=1), help="Only this many, those of the largest reward.")
-@click.option("--prompt", default="", help="Only those of the prompt with this id.")
-@click.option("--grep", default="", help="Only those with this text in prompt, completion or answer.")
-@click.option("--errors", is_flag=True, help="Only those that failed.")
+@click.option("--worst", type=click.IntRange(min=1), help="Only this many, with the least rewards.")
+@click.option("--best", type=click.IntRange(min=1), help="Only this many, with the largest rewards.")
+@click.option("--prompt", default="", help="Only samples of the prompt with this id.")
+@click.option("--grep", default="", help="Only samples with this text in prompt, completion or answer.")
+@click.option("--errors", is_flag=True, help="Only samples that failed.")
 @click.option(
     "--tokens", is_flag=True, help="Also each token with its log-prob and advantage, as far as the run has them."
 )
@@ -192,7 +192,7 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
 @_JSON
 def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, as_json: bool) -> None:
     """Print a run's events and the lines of its logs, of PROCESS, such as rollout-1, or of all, in time."""
-    run, cursor = Run(find_saved_run(name_or_dir).folder, "."), ""
+    run, cursor = RunView(find_saved_run(name_or_dir).folder, "."), ""
     while True:
         stream = run.events(cursor, process, grep, last)
         cursor = stream["next"]
@@ -209,7 +209,7 @@ def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, a
 @click.argument("process", default="")
 def stacks(name_or_dir: str, process: str) -> None:
     """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
-    run = Run(find_saved_run(name_or_dir).folder, ".")
+    run = RunView(find_saved_run(name_or_dir).folder, ".")
     names = {each["process"].lower().replace("[", "-").rstrip("]"): each for each in run.members() if each["pid"]}
     if process and process not in names:
         raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.page.login import LoginGate
-from dlrover.python.rl.page.run_data import Plain, Run, RunFolders, number_in
+from dlrover.python.rl.page.run_data import Plain, RunFolders, RunView, number_in
 
 STATIC = files("dlrover.python.rl.page") / "static"
 _KINDS = {".js": "text/javascript", ".css": "text/css"}
@@ -41,11 +41,11 @@ _MOST_STREAMS = 50
 Query: TypeAlias = Mapping[str, str]
 
 
-def _of_run(call: Callable[[Run, Query], Plain]) -> Callable[[RunFolders, Query], Plain]:
+def _of_run(call: Callable[[RunView, Query], Plain]) -> Callable[[RunFolders, Query], Plain]:
     return lambda runs, query: call(runs.get(query.get("id", ".")), query)
 
 
-def _events(run: Run, query: Query) -> Plain:
+def _events(run: RunView, query: Query) -> Plain:
     after, process, search = (query.get(name, "") for name in ("after", "process", "q"))
     return run.events(after, process, search, number_in(query, "limit", 500))
 
@@ -124,7 +124,7 @@ def create_app(
     return Starlette(routes=routes, middleware=layers, exception_handlers={DLRoverRLError: _refuse})
 
 
-async def _changes(run: Run, streams: asyncio.BoundedSemaphore) -> AsyncIterator[bytes]:
+async def _changes(run: RunView, streams: asyncio.BoundedSemaphore) -> AsyncIterator[bytes]:
     """Yield an event whenever the run has changed, and a ping when it has not for a while."""
     before: Plain | None = None
     sent_s = 0.0

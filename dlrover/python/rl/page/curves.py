@@ -87,8 +87,8 @@ def number_of(value: Any) -> float | None:
 
 
 def series_of(rows: Sequence[Row], names: Sequence[str], points: int) -> Points:
-    """Return ``{"step": [...], "series": {name: [...]}}`` with at most about ``points`` steps. A bucket of steps keeps
-    those of the least and of the largest value of each of the first three metrics, so that peaks stay."""
+    """Return ``{"step": [...], "series": {name: [...]}}`` with at most about ``points`` steps. A bucket keeps
+    the steps with the least and the largest value of each of the first three metrics, so that peaks stay."""
     shown = rows
     if len(rows) > points > 0:
         width = -(-len(rows) * 2 * min(len(names), 3) // points) or 1

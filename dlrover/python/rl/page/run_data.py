@@ -54,7 +54,7 @@ def find_runs(root: Path) -> dict[str, Path]:
     return found_runs
 
 
-class Run:
+class RunView:
     """The run in ``folder``, called ``run_id`` on the page. Each method reads what is new since its last call."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -175,7 +175,7 @@ class Run:
         return {"names": names, "groups": groups}
 
     def curves(self, names: Sequence[str], points: int) -> Plain:
-        """Return the curves of metrics, thinned to ``points`` steps, and those of steps that are being repeated."""
+        """Return the curves of metrics, thinned to ``points`` steps, and earlier ones of steps that are repeated."""
         wanted = list(names) or self.metrics()["names"]
         limit = min(points, _MOST_POINTS)
         main, repeated = (curves.series_of(each.rows(), wanted, limit) for each in (self._metrics, self._superseded))
@@ -306,7 +306,7 @@ class RunFolders:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = roots
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RunView] = {}
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the runs by their ids."""
@@ -316,11 +316,11 @@ class RunFolders:
             folders |= {str(prefix / name): folder for name, folder in find_runs(root).items()}
         return folders
 
-    def all(self) -> list[Run]:
-        self._runs = {name: self._runs.get(name) or Run(folder, name) for name, folder in self.folders().items()}
+    def all(self) -> list[RunView]:
+        self._runs = {name: self._runs.get(name) or RunView(folder, name) for name, folder in self.folders().items()}
         return list(self._runs.values())
 
-    def get(self, run_id: str) -> Run:
+    def get(self, run_id: str) -> RunView:
         """Return a run. Raises CallError for an unknown one, with the nearest name."""
         if run_id not in self._runs:
             self.all()

@@ -27,8 +27,7 @@ _LINEAGE = (
 
 
 def read_samples(folder: Path, step: int) -> list[Row]:
-    """Return the samples of a step, those of an earlier attempt while the step is being repeated; empty if it has
-    none."""
+    """Return the samples of a step, of an earlier attempt while the step is being repeated; empty if it has none."""
     return _samples_in(_parts(folder, ".jsonl"), step) or _samples_in(_parts(folder, ".superseded.jsonl"), step)
 
 
@@ -84,7 +83,7 @@ def select(rows: Sequence[Row], query: Mapping[str, str]) -> list[Row]:
 
 
 def _parts(folder: Path, ending: str) -> dict[int, Path]:
-    """Return the files of samples by their first steps: the newest, and those of earlier steps."""
+    """Return the files of samples by their first steps: the newest file, and the files of earlier steps."""
     newest = folder / f"samples{ending}"
     first = _limits(newest)[:1]
     earlier = _numbered(folder / "samples", _PART) if ending == ".jsonl" else {}

@@ -117,13 +117,13 @@ class _Wait(NamedTuple):
     end_s: float
 
 
-class _Step(NamedTuple):
+class _StepRow(NamedTuple):
     step: int
     begin_s: float
     end_s: float
 
 
-class _Start(NamedTuple):
+class _StartRow(NamedTuple):
     process: str
     attempt: int
     pid: int
@@ -132,8 +132,8 @@ class _Start(NamedTuple):
 
 
 _Issues: TypeAlias = dict[tuple[int, int], list[_Issue]]  # by the call's id, in order
-_Row: TypeAlias = CallSpan | _Issue | _Wait | _Step | _Start
-_ROWS: dict[str, Any] = {"call": CallSpan, "issue": _Issue, "wait": _Wait, "step": _Step, "process": _Start}
+_Row: TypeAlias = CallSpan | _Issue | _Wait | _StepRow | _StartRow
+_ROWS: dict[str, Any] = {"call": CallSpan, "issue": _Issue, "wait": _Wait, "step": _StepRow, "process": _StartRow}
 
 
 def _parse(line: bytes) -> _Row | None:
@@ -160,7 +160,7 @@ def _checked(value: Any, hint: Any) -> Any:
 
 
 def _end_of(row: _Row) -> float:
-    return row.begin_s if isinstance(row, _Issue | _Start) else row.end_s
+    return row.begin_s if isinstance(row, _Issue | _StartRow) else row.end_s
 
 
 class _File:
@@ -241,10 +241,10 @@ def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None
             before, position = mark, mark.end()
             continue
         row = _parse(mark[0])
-        if isinstance(row, _Step):
+        if isinstance(row, _StepRow):
             attempts.append(StepLanes(*row))
             before, position = mark, mark.end()
-        elif isinstance(row, _Start) and trainer != (row.attempt, row.pid):  # no rotation
+        elif isinstance(row, _StartRow) and trainer != (row.attempt, row.pid):  # no rotation
             attempts += _cut_off(data[position : mark.start()], before, None)
             trainer, before, position = (row.attempt, row.pid), None, mark.end()
     attempts += _cut_off(data[position:], before, now_s)
@@ -260,7 +260,7 @@ def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) 
         return []
     step = issues[-1].step
     ended = _parse(before[0]) if before is not None else None
-    begin_s = ended.end_s if isinstance(ended, _Step) else min(row.begin_s for row in issues if row.step == step)
+    begin_s = ended.end_s if isinstance(ended, _StepRow) else min(row.begin_s for row in issues if row.step == step)
     return [StepLanes(step, begin_s, max([end_s or 0.0, *map(_end_of, rows)]), is_open=True)]
 
 
@@ -269,7 +269,7 @@ def last_step(folder: Path) -> int:
     with ExitStack() as opened:
         data = b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
     lines = (data[data.rfind(b'\n["%s",' % kind) + 1 :].partition(b"\n")[0] for kind in (b"step", b"issue"))
-    return max([0, *(row.step for row in map(_parse, lines) if isinstance(row, _Step | _Issue))])
+    return max([0, *(row.step for row in map(_parse, lines) if isinstance(row, _StepRow | _Issue))])
 
 
 def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) -> list[StepLanes]:
@@ -330,7 +330,7 @@ def _worker(
     titles = [file.first() for file in files]
     newest = titles[-1]
     try:
-        process = ProcessId.parse(newest.process if isinstance(newest, _Start) else "")
+        process = ProcessId.parse(newest.process if isinstance(newest, _StartRow) else "")
     except ValueError:
         return None
     issues = issued.get((process.role, process.rank), {})
@@ -341,10 +341,10 @@ def _worker(
     shift_s = max([0.0, *(seconds for seconds in early if seconds < _CLOCK_S)])  # its clock is behind the trainer's
     calls = [call._replace(begin_s=call.begin_s + shift_s, end_s=call.end_s + shift_s) for call in _calls(rows)]
     calls.sort(key=lambda call: call.begin_s)
-    starts = [row for row in rows if isinstance(row, _Start)]
+    starts = [row for row in rows if isinstance(row, _StartRow)]
     losses = [_loss(process, row.begin_s + shift_s, calls, issues, lost) for row in starts]
     last = starts[-1] if starts else newest
-    home = (last.host, last.pid) if isinstance(last, _Start) else ("", 0)
+    home = (last.host, last.pid) if isinstance(last, _StartRow) else ("", 0)
     return _Worker(process, home, tuple(calls), tuple(losses), issues)
 
 

@@ -40,9 +40,9 @@ def read_stream(
     reader.positions.update({name: (inode, offset) for name, (inode, offset) in cursor["logs"].items()})
     wanted = search.lower()
     rows: list[Entry] = [
-        {"at_s": at_s, "process": who, "kind": "event", "level": "", "text": text}
-        for at_s, who, text in entries[cursor["journal"] :]
-        if not process or who.lower().replace("[", "-").rstrip("]") == process
+        {"at_s": at_s, "process": name, "kind": "event", "level": "", "text": text}
+        for at_s, name, text in entries[cursor["journal"] :]
+        if not process or name.lower().replace("[", "-").rstrip("]") == process
     ]
     times = cursor["times"]
     for name, text in reader.read() if names else ():
@@ -54,8 +54,7 @@ def read_stream(
 
 
 def _entry_of(process: str, line: str, times: dict[str, float]) -> Entry:
-    """Return the entry of a log's line. A line without a date has that of the line before it, and one without a time
-    that line's time."""
+    """Return the entry of a log's line. A line without a date, or without a time, takes it from the line before."""
     began, clock = _BEGAN.match(line), _CLOCK.match(line)
     if began:
         times[process] = datetime.fromisoformat(began[1]).timestamp()

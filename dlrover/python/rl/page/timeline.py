@@ -54,7 +54,7 @@ class Mark:
 
 @dataclass
 class Timeline:
-    """What the journals of a run tell, up to their last events."""
+    """The past of a run up to the last events in its journals."""
 
     state: JobState = JobState()
     uses: list[Use] = field(default_factory=list)
@@ -90,7 +90,7 @@ def last_sign_s(folder: Path) -> float:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read the journals of the run in ``folder``, those of earlier starts first; a damaged one counts as missing."""
+    """Read the journals of the run in ``folder``, in the order of the starts; a damaged one counts as missing."""
     earlier = sorted(folder.glob("journal.[0-9]*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
     timeline = Timeline()
     for number, path in enumerate([*earlier, folder / JOURNAL]):

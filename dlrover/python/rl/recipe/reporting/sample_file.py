@@ -115,7 +115,7 @@ def write_step(
 def write_evaluation(
     file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
 ) -> None:
-    """Replace the answers of the last evaluation, ``file``, and those of an evaluation after ``step`` beside it."""
+    """Replace ``file``, the answers of the last evaluation, and write those after ``step`` to a separate file."""
     content = b"".join(format_line({"step": step, **row}) for row in rows)
     folder = file.with_name(EVALUATIONS)
     retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
