@@ -145,8 +145,8 @@ def select_logged(scored: Batch, rows: int) -> Batch:
 
 
 def training_columns(batch: StepBatch, rows: Batch | None, ranks: int) -> dict[str, Any]:
-    """Return columns of ``batch.all_rows`` about the training on ``rows``, which :func:`assign_updates` returned; None if
-    nothing is trained.
+    """Return columns of ``batch.all_rows`` about the training on ``rows``, from :func:`assign_updates`; None if nothing
+    is trained.
 
     ``mark`` is empty for a row that is trained on; else ``failed``, ``filtered``, ``masked`` or ``dropped``, and
     ``reason`` says why. ``advantage`` is the mean over the row's action tokens, NaN without one; ``update`` numbers the
