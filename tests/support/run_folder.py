@@ -35,7 +35,7 @@ def write_run(
         name = "samples.jsonl" if newest else f"samples/steps-{first:06}.jsonl"
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "job.yaml").write_text(f"name: {folder.name}\nconfig:\n  steps: {steps}\n  lr: 0.001\n", encoding="utf-8")
-    owner = Owner(folder.name, "abcd1234", "Ray", "host-a", "", 0, "", BEGAN_S, 0.0, "", ())
+    owner = Owner(folder.name, "abcd1234", "Ray", "host-a", "", 0, "", BEGAN_S, 3600.0, "", ())
     record = Owner(**{**vars(owner), "state": "finished" if ended else "running"})
     (folder / "owner.1.json").write_bytes(encode_owner(record))
     log = "--- trainer, pid 7 on host-a, 2027-01-15 08:00:00\n08:00:01 I step 1\n08:00:05 W <b>slow</b> \x1b[31mred\n"

@@ -92,11 +92,9 @@ class RunView:
         }
 
     def overview(self) -> Plain:
-        view, timeline = self.view, self.timeline
-        uses = [
-            {"use": use, "cause": why, "seconds": each}
-            for (use, why), each in timeline.spent_s(last_sign_s(self.folder)).items()
-        ]
+        view, timeline, until_s = self.view, self.timeline, last_sign_s(self.folder)
+        uses = [{"use": use, "cause": why, "seconds": each} for (use, why), each in timeline.spent_s(until_s).items()]
+        open_end_s = until_s if view.ended else 0.0
         failure = timeline.state.failure or timeline.state.first_cause
         return {
             **self.row(),
@@ -107,13 +105,15 @@ class RunView:
             "message": f"{failure.who}: {failure.message}" if failure else view.reason,
             "detail": failure.detail if failure else view.detail,
             "try": list(advice(view)),
-            "strip": [vars(use) for use in timeline.uses],
+            "strip": [{**vars(use), "end_s": use.end_s or open_end_s} for use in timeline.uses],
             "uses": uses,
             "settings": self.settings(),
         }
 
     def members(self) -> list[Plain]:
-        return members_of(self.timeline.state, read_live(self.folder, time.time()))
+        state = self.timeline.state
+        is_live = not state.phase.terminal and in_use(self.folder)
+        return members_of(state, read_live(self.folder, time.time()), is_live)
 
     @property
     def view(self) -> JobView:

@@ -178,13 +178,13 @@ def use_lines(folder: Path) -> list[str]:
     return lines
 
 
-def members_of(state: JobState, live: Activities) -> list[dict[str, Any]]:
+def members_of(state: JobState, live: Activities, is_live: bool) -> list[dict[str, Any]]:
     """List the workers and the trainer with their places and, of a live job, heartbeats and current calls."""
     rows, up = [], processes(state)
     ids = [process_id for process_id in state.members] + [each for each in up if each not in state.members]
     for process_id in ids:
         process, member = up.get(process_id), state.members.get(process_id)
-        phase = "ended" if state.phase.terminal else "up" if process else member.phase.value if member else "starting"
+        phase = "ended" if not is_live else "up" if process else member.phase.value if member else "starting"
         age_s, call, call_s = live.get(str(process_id), (None, None, None))
         rows.append(
             {
