@@ -54,7 +54,14 @@ def test_torn_and_hostile_lines_are_skipped(recording):
     folder = recording.step(1).write()
     file = folder / "spans" / "rollout-1.jsonl"
     hostile = ['["call", 1, 0, "sa', '["call",1,0,"x",1e999,2,null,""]', '["call",1]', "7", '{"a":1}', "[" * 5000]
-    hostile += ['["call","1",0,"x",1,2,null,""]', '["call",1,0,"x",1,2,{"a":[1]},""]', '["what"]', "[[]]", ""]
+    hostile += [
+        '["call","1",0,"x",1,2,null,""]',
+        '["call",1,0,"x",1,2,{"a":[1]},""]',
+        '["call",1,0,"x",1,2,[1],""]',
+        '["what"]',
+        "[[]]",
+        "",
+    ]
     file.write_text(file.read_text() + "\n".join(hostile) + "\n" + file.read_text())
     file.with_name("other.jsonl").write_text("no spans\n")
     file.with_name("link.jsonl").symlink_to(file)

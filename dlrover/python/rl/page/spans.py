@@ -152,7 +152,7 @@ def _checked(value: Any, hint: Any) -> Any:
         return float(value)
     if hint in (int, str) and isinstance(value, hint):
         return value
-    if hint == dict[str, float]:
+    if hint == dict[str, float] and isinstance(value, dict | None):
         return {name: _checked(item, float) for name, item in (value or {}).items()}
     if hint in (list[int], list[str]) and isinstance(value, list):
         return [_checked(item, get_args(hint)[0]) for item in value]
