@@ -113,7 +113,7 @@ function memberCell(member, id) {
 
 function workers(members, id) {
   if (!members?.length) return note("No process has been placed yet.");
-  const nodeOf = (member) => member.node || "not placed";
+  const nodeOf = (member) => member.node || "no node";
   return [...new Set(members.map(nodeOf))].map((node) => {
     const cells = members.filter((member) => nodeOf(member) === node).map((member) => memberCell(member, id));
     const heading = h("h3", null, node, quiet(` ${cells.length} processes`));
@@ -132,6 +132,7 @@ function firstCause(run) {
 }
 
 VIEWS.run = ({ id, run }) => {
+  const cause = firstCause(run);
   const facts = [
     fact("Step", run.step ? link(stepText(run), address("step", id, run.step)) : stepText(run)),
     fact("Last step", age(run.last_step_s)), fact("Reward", number(run.reward), " ", spark(run.spark, "reward")),
@@ -142,8 +143,8 @@ VIEWS.run = ({ id, run }) => {
   const value = ([, each]) => (typeof each === "string" ? each : JSON.stringify(each));
   const columns = [["Setting", ([key]) => key, "code"], ["Value", value, "code"]];
   return [
-    title(run.name || id), h("p", { class: "quiet" }, run.folder || id, run.reason && ` · ${run.reason}`),
-    h("dl", { class: "facts" }, facts), firstCause(run), section("Where the time went", hours(run)),
+    title(run.name || id), h("p", { class: "quiet" }, run.folder || id, !cause && run.reason && ` · ${run.reason}`),
+    h("dl", { class: "facts" }, facts), cause, section("Where the time went", hours(run)),
     section("Workers by node", workers(run.members, id)),
     fold(`settings-${id}`, `Settings (${settings.length})`, () => table("Settings", columns, settings)),
   ];
