@@ -6,11 +6,9 @@ import os
 
 import pytest
 
-from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost
-from dlrover.python.rl.control.journal import encode
+from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.page.spans import last_step, read_steps
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
-from tests.support.recorded_spans import BEGAN_S, Recording, labels
+from tests.support.recorded_spans import BEGAN_S, Recording, labels, lose_rollout, write_loss
 
 
 def lane_of(step, process):
@@ -105,23 +103,6 @@ def test_step_that_the_trainers_end_cut_off_is_unfinished(recording):
     cut_off, repeated = read_steps(recording.write(), 3, 3)
     assert (cut_off.is_open, repeated.is_open) == (True, False)
     assert cut_off.end_s == now_s + 0.1, "not when the next trainer began, perhaps days later"
-
-
-def write_loss(folder, at_s, kind):
-    cause = Cause(kind, "ROLLOUT[1]", "it is gone")
-    FileStateStore(folder / "journal.jsonl").append(encode(at_s, MemberLost("ROLLOUT", 1, 1, cause)))
-
-
-def lose_rollout(recording, number):
-    """Add a step in which ROLLOUT[1] is lost in its call, and repeats it two seconds later."""
-    recording.step(number, [0.4, 3.0])
-    began_s = recording.now_s - 3.6
-    recording.lines["ROLLOUT[1]"].pop()
-    recording.start("ROLLOUT[1]", 2, began_s + 2.2, pid=8)
-    recording.call("ROLLOUT[1]", (-1, -1), "__init__", began_s + 2.3, began_s + 2.5)
-    recording.add("trainer", "issue", number, 0, "ROLLOUT", [1], "sample", began_s + 2.6, [])
-    recording.call("ROLLOUT[1]", (number, 0), "sample", began_s + 2.6, began_s + 3.0)
-    return began_s
 
 
 @pytest.mark.parametrize("kind", [CauseKind.PROCESS_DIED, CauseKind.HUNG])
