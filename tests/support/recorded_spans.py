@@ -84,6 +84,7 @@ def lose_rollout(recording, number):
     recording.lines["ROLLOUT[1]"].pop()
     recording.start("ROLLOUT[1]", 2, began_s + 2.2, pid=8)
     recording.call("ROLLOUT[1]", (-1, -1), "__init__", began_s + 2.3, began_s + 2.5)
-    recording.add("trainer", "issue", number, 0, "ROLLOUT", [1], "sample", began_s + 2.6, [])
+    issue = ["issue", number, 0, "ROLLOUT", [1], "sample", began_s + 2.6, []]
+    recording.lines["trainer"].insert(-1, issue)  # before the end of the step
     recording.call("ROLLOUT[1]", (number, 0), "sample", began_s + 2.6, began_s + 3.0)
     return began_s

@@ -135,5 +135,5 @@ def test_step_is_found_in_a_large_file_by_bisection(tmp_path, monkeypatch):
     folder = recording.write()
     for number in (1, 2, 20, 39, 40):
         (step,) = read_steps(folder, number, number)
-        assert (len(step.calls), {call.step for call in step.calls}) == (3, {number})
+        assert (len(step.calls), {call.step for _, call in step.calls}) == (3, {number})
         assert step.begin_s == pytest.approx(BEGAN_S + number - 1)
