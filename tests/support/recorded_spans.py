@@ -4,6 +4,10 @@
 import json
 from pathlib import Path
 
+from dlrover.python.rl.control.events import Cause, MemberLost
+from dlrover.python.rl.control.journal import encode
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+
 BEGAN_S = 1_795_000_000.0
 
 
@@ -66,3 +70,21 @@ class Recording:
 
 def labels(lane):
     return [span.label for span in lane.spans]
+
+
+def write_loss(folder, at_s, kind):
+    cause = Cause(kind, "ROLLOUT[1]", "it is gone")
+    FileStateStore(folder / "journal.jsonl").append(encode(at_s, MemberLost("ROLLOUT", 1, 1, cause)))
+
+
+def lose_rollout(recording, number):
+    """Add a step in which ROLLOUT[1] is lost in its call, and repeats it two seconds later."""
+    recording.step(number, [0.4, 3.0])
+    began_s = recording.now_s - 3.6
+    recording.lines["ROLLOUT[1]"].pop()
+    recording.start("ROLLOUT[1]", 2, began_s + 2.2, pid=8)
+    recording.call("ROLLOUT[1]", (-1, -1), "__init__", began_s + 2.3, began_s + 2.5)
+    issue = ["issue", number, 0, "ROLLOUT", [1], "sample", began_s + 2.6, []]
+    recording.lines["trainer"].insert(-1, issue)  # before the end of the step
+    recording.call("ROLLOUT[1]", (number, 0), "sample", began_s + 2.6, began_s + 3.0)
+    return began_s

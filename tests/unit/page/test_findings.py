@@ -6,8 +6,7 @@ import pytest
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.page.findings import findings, time_lines
 from dlrover.python.rl.page.spans import read_steps
-from tests.support.recorded_spans import Recording
-from tests.unit.page.test_spans import lose_rollout, write_loss
+from tests.support.recorded_spans import Recording, lose_rollout, write_loss
 
 
 @pytest.fixture

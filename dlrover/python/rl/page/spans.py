@@ -433,11 +433,13 @@ class _Lanes:
         yield from _span(begin_s, end_s, "call", TRAINER)
 
     def _last_of(self, target: str, begin_s: float, end_s: float) -> str:
-        """Return the process that was the last to run ``target`` in a span of time."""
-        calls = [
-            (call.end_s, str(worker.process)) for worker, call in self._calls.get(target, ()) if call.begin_s < end_s
-        ]
-        return max((each for each in calls if each[0] > begin_s), default=(0.0, ""))[1]
+        """Return the process that was the last to run ``target`` in a span of time, also in a call that a loss cut."""
+        ends = [(call.begin_s, call.end_s, worker.process) for worker, call in self._calls.get(target, ())]
+        for loss in (loss for worker in self._workers for loss in worker.losses):
+            if _name(loss.process.role, loss.method) == target:
+                ends.append((loss.begin_s, loss.gone_s, loss.process))
+        last = [(each[1], str(each[2])) for each in ends if each[0] < end_s and each[1] > begin_s]
+        return max(last, default=(0.0, ""))[1]
 
     def _worker_spans(self, worker: _Worker) -> Iterator[Span]:
         at_s, end_s = self._attempt.begin_s, self._attempt.end_s

@@ -6,11 +6,9 @@ import os
 
 import pytest
 
-from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost
-from dlrover.python.rl.control.journal import encode
+from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.page.spans import last_step, read_steps
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
-from tests.support.recorded_spans import BEGAN_S, Recording, labels
+from tests.support.recorded_spans import BEGAN_S, Recording, labels, lose_rollout, write_loss
 
 
 def lane_of(step, process):
@@ -107,23 +105,6 @@ def test_step_that_the_trainers_end_cut_off_is_unfinished(recording):
     assert cut_off.end_s == now_s + 0.1, "not when the next trainer began, perhaps days later"
 
 
-def write_loss(folder, at_s, kind):
-    cause = Cause(kind, "ROLLOUT[1]", "it is gone")
-    FileStateStore(folder / "journal.jsonl").append(encode(at_s, MemberLost("ROLLOUT", 1, 1, cause)))
-
-
-def lose_rollout(recording, number):
-    """Add a step in which ROLLOUT[1] is lost in its call, and repeats it two seconds later."""
-    recording.step(number, [0.4, 3.0])
-    began_s = recording.now_s - 3.6
-    recording.lines["ROLLOUT[1]"].pop()
-    recording.start("ROLLOUT[1]", 2, began_s + 2.2, pid=8)
-    recording.call("ROLLOUT[1]", (-1, -1), "__init__", began_s + 2.3, began_s + 2.5)
-    recording.add("trainer", "issue", number, 0, "ROLLOUT", [1], "sample", began_s + 2.6, [])
-    recording.call("ROLLOUT[1]", (number, 0), "sample", began_s + 2.6, began_s + 3.0)
-    return began_s
-
-
 @pytest.mark.parametrize("kind", [CauseKind.PROCESS_DIED, CauseKind.HUNG])
 def test_lost_worker_is_replaced_in_its_lane(recording, kind):
     recording.step(1)
@@ -154,5 +135,5 @@ def test_step_is_found_in_a_large_file_by_bisection(tmp_path, monkeypatch):
     folder = recording.write()
     for number in (1, 2, 20, 39, 40):
         (step,) = read_steps(folder, number, number)
-        assert (len(step.calls), {call.step for call in step.calls}) == (3, {number})
+        assert (len(step.calls), {call.step for _, call in step.calls}) == (3, {number})
         assert step.begin_s == pytest.approx(BEGAN_S + number - 1)
