@@ -80,8 +80,7 @@ function followPointer(plot, { lines, marks }, readout) {
   }
   const at = isInside ? idx : plot.data[0].length - 1;
   const values = lines.flatMap(({ kind }, line) => (kind === "main" ? [plot.data[line + 1][at]] : []));
-  const present = values.filter((value) => typeof value === "number");
-  readout.textContent = `step ${plot.data[0][at]}: ${present.map(number).join(" · ") || "–"}`;
+  readout.textContent = `step ${plot.data[0][at]}: ${values.map(number).join(" · ") || "–"}`;
 }
 
 function zoomTo(plot) {
