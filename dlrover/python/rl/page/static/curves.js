@@ -148,9 +148,9 @@ function plotHost(spec, label, readout) {
   };
   const recolour = () => plot && build();
   const sizes = new ResizeObserver(() => {
-    if (host.isConnected && plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
-    else if (host.isConnected) build();
-    else {
+    if (host.clientWidth && plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
+    else if (host.clientWidth) build(); // without a width, uPlot would look for ticks forever
+    else if (!host.isConnected) {
       plot?.destroy();
       sizes.disconnect();
       isDark.removeEventListener("change", recolour);
