@@ -33,7 +33,8 @@ VIEWS = {
 FILE_VIEWS = ("run", "curves", "step", "samples", "group", "evaluations", "events")
 CUT_OFF = """() => [...document.querySelectorAll('#content *, header *')]
   .filter((each) => each.getBoundingClientRect().right > innerWidth + 1 && each.getBoundingClientRect().width > 1)
-  .filter((each) => !each.closest('.scroll, .sample-row, svg, .side, .log, nav, .plot')).map((each) => each.outerHTML)"""
+  .filter((each) => !each.closest('.scroll, .sample-row, svg, .side, .log, nav, .plot'))
+  .map((each) => each.outerHTML)"""
 HOSTILE = "() => [document.title.startsWith('hacked'), document.querySelectorAll('main img, main script').length]"
 
 
