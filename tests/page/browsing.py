@@ -21,7 +21,7 @@ def serve(folder):
 
 
 def until(page, expression, limit_s=10.0):
-    """Wait until an expression is true. Playwright's way evaluates a text in the page, which the page's policy forbids."""
+    """Wait until an expression is true. Playwright's own wait would evaluate text, which the page's policy forbids."""
     end_s = time.monotonic() + limit_s
     while not page.evaluate(expression):
         assert time.monotonic() < end_s, f"after {limit_s:g} s it is not true that {expression}"
