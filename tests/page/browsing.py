@@ -3,6 +3,7 @@
 
 import re
 import subprocess
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +20,17 @@ def serve(folder):
             server.terminate()
 
 
+def until(page, expression, limit_s=10.0):
+    """Wait until an expression is true. Playwright's own wait would evaluate text, which the page's policy forbids."""
+    end_s = time.monotonic() + limit_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end_s, f"after {limit_s:g} s it is not true that {expression}"
+        time.sleep(0.05)
+
+
 def wait_for_view(page):
     page.wait_for_selector("#content:not([aria-busy]) h1")
-    page.wait_for_function("[...document.querySelectorAll('.plot')].every((each) => each.querySelector('canvas'))")
+    until(page, "[...document.querySelectorAll('.plot')].every((each) => each.querySelector('canvas'))")
 
 
 def axe_source():

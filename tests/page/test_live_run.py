@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.chaos.outside import REPOSITORY, prepare, victims
-from tests.page.browsing import serve, wait_for_view
+from tests.page.browsing import serve, until, wait_for_view
 from tests.support.commands import CLI
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.needs("playwright")]
@@ -38,7 +38,7 @@ def test_kill_of_a_worker_is_marked_within_five_seconds(open_page, live_run):
         page.wait_for_selector("#connection.live")
         for view in ("run", "step", "samples", "evaluations", "events", "curves"):
             page.goto(f"{site}#{view}/.")
-            page.wait_for_function(f"route.view === '{view}'")
+            until(page, f"route.view === '{view}'")
             wait_for_view(page)
             assert page.locator(".state.error").count() == 0
         rollout = next(pid for pid, name in victims(process.pid).items() if "rollout" in name.lower())
@@ -47,6 +47,4 @@ def test_kill_of_a_worker_is_marked_within_five_seconds(open_page, live_run):
         row = page.locator("section tbody tr", has_text="recovery")
         row.wait_for(timeout=5000)
         assert time.monotonic() - began_s < 5 and "ROLLOUT[" in row.inner_text()
-        page.wait_for_function(
-            "!document.querySelector('section tbody').innerText.includes('under way')", timeout=60_000
-        )
+        until(page, "!document.querySelector('section tbody').innerText.includes('under way')", 60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import Cause, CauseKind
-from tests.page.browsing import axe_source, wait_for_view
+from tests.page.browsing import axe_source, until, wait_for_view
 from tests.page.run_folders import append_event
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("playwright")]
@@ -33,7 +33,8 @@ VIEWS = {
 FILE_VIEWS = ("run", "curves", "step", "samples", "group", "evaluations", "events")
 CUT_OFF = """() => [...document.querySelectorAll('#content *, header *')]
   .filter((each) => each.getBoundingClientRect().right > innerWidth + 1 && each.getBoundingClientRect().width > 1)
-  .filter((each) => !each.closest('.scroll, svg, .side, .log, nav, .plot')).map((each) => each.outerHTML)"""
+  .filter((each) => !each.closest('.scroll, .sample-row, svg, .side, .log, nav, .plot'))
+  .map((each) => each.outerHTML)"""
 HOSTILE = "() => [document.title.startsWith('hacked'), document.querySelectorAll('main img, main script').length]"
 
 
@@ -115,7 +116,7 @@ def test_recovery_appears_while_watching_and_moves_nothing(open_page, site, runs
     cause = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "killed by signal 9")
     began_s = time.monotonic()
     append_event(runs["grpo"], events.MemberLost("ACTOR", 0, 1, cause), time.time())
-    page.wait_for_function(f"document.querySelectorAll('section table tbody tr').length > {before}", timeout=5000)
+    until(page, f"document.querySelectorAll('section table tbody tr').length > {before}", 5.0)
     assert time.monotonic() - began_s < 5
     assert "ACTOR[0]" in rows.last.inner_text() and "under way" in rows.last.inner_text()
     assert page.evaluate("window.scrollY") == scroll
@@ -125,7 +126,8 @@ def test_recovery_appears_while_watching_and_moves_nothing(open_page, site, runs
 
 
 def test_values_of_steps_equal_the_files(open_page, site, runs):
-    rows = {row["step"]: row for line in (runs["grpo-large"] / "metrics.jsonl").open() for row in [json.loads(line)]}
+    lines = (runs["grpo-large"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {row["step"]: row for row in map(json.loads, lines)}
     chosen = random.Random(0)
     page = open_page(site + "#step/grpo-large/1")
     for step in chosen.sample(range(1, 201), 4):
@@ -148,10 +150,11 @@ def test_chart_zooms_by_dragging_and_leads_to_a_step(open_page, site):
     page.mouse.down()
     page.mouse.move(box["x"] + 0.75 * box["width"], middle, steps=5)
     page.mouse.up()
-    page.wait_for_function("location.hash.includes('from=')")
-    assert (page.get_by_label("From step").input_value(), page.get_by_label("To step").input_value()) == ("30", "90")
+    until(page, "document.querySelector('[type=number]').value !== ''")
+    ends = [float(page.get_by_label(name).input_value()) for name in ("From step", "To step")]
+    assert ends == pytest.approx([30, 90], abs=2)
     page.get_by_role("button", name="Whole run").click()
-    page.wait_for_function("!location.hash.includes('from=')")
+    until(page, "document.querySelector('[type=number]').value === ''")
     page.mouse.move(box["x"] + 63 / 120 * box["width"], middle)
     assert "ROLLOUT[1], process_died" in page.locator("#tip").inner_text()
     page.mouse.click(box["x"] + 0.5 * box["width"], middle)
@@ -161,7 +164,7 @@ def test_chart_zooms_by_dragging_and_leads_to_a_step(open_page, site):
 def test_samples_are_searched_sorted_and_opened(open_page, site):
     page = open_page(site + "#samples/grpo/120")
     page.get_by_label("Errors only").check()
-    page.wait_for_function("document.querySelectorAll('.sample-card').length === 1")
+    until(page, "document.querySelectorAll('.sample-card').length === 1")
     page.locator(".sample-card summary").click()
     page.get_by_role("link", name="All samples of this prompt, side by side").click()
     page.wait_for_selector("h2:text-is('Prompt 1')")
@@ -192,8 +195,7 @@ def test_exported_file_says_what_it_does_not_have(open_page, exported):
 
 def test_lost_server_is_reported_and_the_view_stays(open_page, site):
     page = open_page(site + "#run/grpo-large")
-    page.evaluate("window.fetch = () => Promise.reject(new TypeError('no network'))")
-    page.evaluate("show()")
+    page.evaluate("() => { window.fetch = () => Promise.reject(new TypeError('no network')); show(); }")
     page.wait_for_selector("#connection.lost")
     assert page.locator("h1").inner_text() == "grpo-large"
 
@@ -203,20 +205,20 @@ def test_page_is_smaller_than_500_kb():
 
 
 @pytest.mark.parametrize(
-    ("name", "address", "full"),
+    ("name", "address"),
     [
-        ("run", "#run/grpo", False),
-        ("curves", "#curves/grpo?smooth=0.6", False),
-        ("compared", "#curves/grpo,grpo-large?metrics=reward/mean,loss", False),
-        ("step", "#step/grpo/118", False),
-        ("tokens", "#samples/grpo/120?prompt=0", False),
-        ("phone", "#run/ppo", False),
+        ("run", "#run/grpo"),
+        ("curves", "#curves/grpo?smooth=0.6"),
+        ("compared", "#curves/grpo,grpo-large?metrics=reward/mean,loss"),
+        ("step", "#step/grpo/118"),
+        ("tokens", "#samples/grpo/120?prompt=0"),
+        ("phone", "#run/grpo"),
     ],
 )
-def test_screenshot_is_written_for_the_documentation(open_page, site, name, address, full):
+def test_screenshot_is_written_for_the_documentation(open_page, site, name, address):
     size = {"width": 390, "height": 844, "dark": True} if name == "phone" else {"width": 1200, "height": 760}
     page = open_page(site + address, **size)
-    page.wait_for_timeout(300)
+    page.evaluate("document.querySelector('h1 + .quiet')?.remove()")  # the folder, another one each time
     file = IMAGES / f"page-{name}.png"
-    page.screenshot(path=str(file), full_page=full)
+    page.screenshot(path=str(file))
     assert 5_000 < file.stat().st_size < 150_000

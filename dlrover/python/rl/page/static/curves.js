@@ -80,8 +80,7 @@ function followPointer(plot, { lines, marks }, readout) {
   }
   const at = isInside ? idx : plot.data[0].length - 1;
   const values = lines.flatMap(({ kind }, line) => (kind === "main" ? [plot.data[line + 1][at]] : []));
-  const present = values.filter((value) => typeof value === "number");
-  readout.textContent = `step ${plot.data[0][at]}: ${present.map(number).join(" · ") || "–"}`;
+  readout.textContent = `step ${plot.data[0][at]}: ${values.map(number).join(" · ") || "–"}`;
 }
 
 function zoomTo(plot) {
@@ -149,9 +148,9 @@ function plotHost(spec, label, readout) {
   };
   const recolour = () => plot && build();
   const sizes = new ResizeObserver(() => {
-    if (host.isConnected && plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
-    else if (host.isConnected) build();
-    else {
+    if (host.clientWidth && plot) plot.setSize({ width: host.clientWidth, height: CHART_HEIGHT });
+    else if (host.clientWidth) build(); // without a width, uPlot would look for ticks forever
+    else if (!host.isConnected) {
       plot?.destroy();
       sizes.disconnect();
       isDark.removeEventListener("change", recolour);

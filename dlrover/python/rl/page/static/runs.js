@@ -38,7 +38,7 @@ const RUN_COLUMNS = [
   ["Step", stepText, "number", "step"],
   ["Last step", (run) => age(run.last_step_s), "", "last_step_s"],
   ["Reward", (run) => number(run.reward), "number", "reward"],
-  ["Course of the reward", (run) => spark(run.spark, "reward")],
+  ["Course", (run) => spark(run.spark, "reward")],
   ["Goodput", (run) => percent(run.goodput), "number", "goodput"],
   ["Recoveries", (run) => number(run.recoveries), "number", "recoveries"],
   ["Devices", (run) => number(run.devices), "number", "devices"],

@@ -105,7 +105,7 @@ const CLOCK = /^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[,.\d]* (?:[DIWEC] )?/;
 function eventLine({ kind, level, at_s: at, process, text }) {
   const word = kind === "event" ? "◆ event" : LEVELS[level] || level || "";
   const line = kind === "event" ? text : text.replace(CLOCK, "");
-  return h("li", { class: `${kind} ${word}` }, h("time", null, at ? localTime(at) : ""),
+  return h("li", { class: `of-${kind} ${word}` }, h("time", null, at ? localTime(at) : ""),
     h("span", null, process || "master"), h("span", { class: "level" }, word), h("span", { class: "line" }, line));
 }
 
