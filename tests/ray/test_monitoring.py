@@ -159,6 +159,12 @@ def desk(tmp_path):
         command.wait(60)
 
 
+def dashboard_expressions():
+    dashboard = json.loads((ALERTS.parent / "dashboard.json").read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    return [each["expr"] for each in (*targets, *dashboard["annotations"]["list"])]
+
+
 def kill_masters(service):
     for pid, command in processes_below(service.pid).items():
         if command.startswith("ray::RLMaster"):
@@ -187,6 +193,9 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
         enqueue("endless", steps=10**6, step_s=0.1)
         wait_for(lambda: (prometheus.value('rl_job_step{job_name="endless"}') or 0) > 3, 120)
         assert prometheus.alerts() == {("JobFailed", "fails")}
+        for expression in dashboard_expressions():
+            prometheus.value(expression.replace("$job", ".*"))  # an HTTPError if Prometheus does not accept it
+        assert prometheus.value('rl_job_step{owner=~".+"}') > 3
         assert prometheus.value('rl_service_jobs_ended_total{phase="failed"}') == 1
 
         def is_reported():

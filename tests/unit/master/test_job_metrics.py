@@ -263,11 +263,13 @@ def everything():
     service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3), lambda: [failed], lambda: 6.0)
     service.count("Get", "OK")
     service.time("Get", 0.1)
-    labels = {"up": {"job", "instance", "job_name", "owner"}}  # Prometheus's own, with the labels of discovery
+    discovered = {"job", "instance", "job_name", "owner"}
+    labels = {"up": discovered}  # Prometheus's own
     for registry in (job.registry, service.registry):
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
-                labels.setdefault(sample.name, set()).update(sample.labels)
+                more = discovered if registry is job.registry else set()
+                labels.setdefault(sample.name, set()).update(sample.labels, more)
     return labels
 
 
@@ -275,9 +277,19 @@ def expressions():
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
-    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+    dashboard = json.loads((FILES / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
+    for annotation in dashboard["annotations"]["list"]:
+        yield annotation["name"], annotation["expr"]
+
+
+def test_legends_of_the_dashboard_name_the_job():
+    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            is_of_jobs = panel["type"] == "timeseries" and "rl_job_" in target["expr"]
+            assert "{{job_name}}" in target["legendFormat"] or not is_of_jobs, panel["title"]
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)
