@@ -235,7 +235,8 @@ def test_trackio_resumes_a_run_of_its_name(modules, tmp_path, options, name):
     second = log_of(tmp_path / "job", before=first, **config)
     second.begin_step(3)
     second.write_samples(3, [{"prompt": "1+1=", "completion": "2"}])
-    write_steps(second, 3).write_summary({})
+    second.write_step(3, {"loss": 1.5})
+    second.write_summary({})
     ((written, run),) = modules["trackio"].runs.items()
     assert written == name.format(id=json.loads((tmp_path / "job/trackers.json").read_text())["run"])
     assert run.config == {"seed": 3, "api_key": "***"}
