@@ -190,12 +190,16 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
     with contextlib.closing(Prometheus(tmp_path, tools, scraped, every)) as prometheus:
         enqueue("fails", faults=["ACTOR-0:update:3:error"])
         wait_for(lambda: ("JobFailed", "fails") in prometheus.alerts(), 120)
-        enqueue("endless", steps=10**6, step_s=0.1)
+        enqueue("endless", steps=10**6, step_s=0.1, roles={"actor": 1, "rollout": 1}, devices=3)
         wait_for(lambda: (prometheus.value('rl_job_step{job_name="endless"}') or 0) > 3, 120)
         assert prometheus.alerts() == {("JobFailed", "fails")}
         for expression in dashboard_expressions():
             prometheus.value(expression.replace("$job", ".*"))  # an HTTPError if Prometheus does not accept it
         assert prometheus.value('rl_job_step{owner=~".+"}') > 3
+        desk.run("resize", "endless", "rollout", "2", DLROVER_RL_SERVER=server)
+        *_, resizes = dashboard_expressions()
+        wait_for(lambda: (prometheus.value(resizes.replace("$job", ".*")) or 0) > 0, 60)
+        wait_for(lambda: prometheus.value('rl_job_members{role="ROLLOUT"}') == 2, 60)
         assert prometheus.value('rl_service_jobs_ended_total{phase="failed"}') == 1
 
         def is_reported():
