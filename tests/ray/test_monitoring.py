@@ -206,5 +206,5 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
             kill_masters(service)
             return ("MasterDown", "endless") in prometheus.alerts()
 
-        wait_for(is_reported, 180)
+        wait_for(is_reported, 240)
         wait_for(lambda: kill_masters(service) or ("JobFailed", "endless") in prometheus.alerts(), 180)
