@@ -32,7 +32,7 @@ HOMES = {
     "uvicorn": "page", "vllm": "engine/vllm",
     "sglang": "engine/sglang", "deepspeed": "engine/deepspeed", "megatron": "engine/megatron", "datasets": "data",
     "pyarrow": "data", "math_verify": "environment", "gem": "environment", "gymnasium": "environment",
-    "wandb": "recipe", "mlflow": "recipe",
+    "wandb": "recipe", "mlflow": "recipe", "trackio": "recipe",
 }  # fmt: skip
 
 GUESTS = {("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would"}

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,7 +19,8 @@ from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from tests.support.commands import Desk, debian_programs, wait_for
+from tests.support.commands import Desk, debian_programs, processes_below, wait_for
+from tests.support.processes import free_port
 from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,22 +35,14 @@ def tools(tmp_path_factory):
     return folder or pytest.skip("neither prometheus nor apt-get is here")
 
 
-class Watched:
-    """An endless job and a Prometheus server, each a process."""
+class Prometheus:
+    """Debian's Prometheus with the shipped alerts, a process."""
 
-    def __init__(self, tmp_path, tools):
-        text = toy_text(tmp_path / "notes", steps=10**6, step_s=0.1, name="watched", master={"metrics_port": 0})
-        (tmp_path / "watched.yaml").write_text(text)
-        self.folder, self.log = tmp_path / "runs" / "watched", (tmp_path / "prometheus.log").open("w")
-        self.job = Desk(tmp_path).start("run", "watched.yaml", f"job_dir={self.folder}")
-        wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
-        (metrics_file,) = self.folder.rglob("metrics.json")
-        self.address, self.folder = json.loads(metrics_file.read_text())["address"], metrics_file.parent
-        scraped = [{"job_name": "rl", "static_configs": [{"targets": [self.address]}]}]
-        every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config = {"global": every, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
+    def __init__(self, tmp_path, tools, scraped, every="1s"):
+        intervals = {"scrape_interval": every, "evaluation_interval": every}
+        config = {"global": intervals, "rule_files": [str(ALERTS)], "scrape_configs": scraped}
         (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self.web = "127.0.0.1:9391"
+        self.web, self.log = f"127.0.0.1:{free_port()}", (tmp_path / "prometheus.log").open("w")
         options = {"config.file": tmp_path / "prometheus.yml", "storage.tsdb.path": tmp_path / "data"}
         options |= {"web.listen-address": self.web}
         command = [tools / "prometheus", *(f"--{name}={value}" for name, value in options.items())]
@@ -61,9 +55,8 @@ class Watched:
         return False
 
     def close(self):
-        for process in (self.server, self.job):
-            process.terminate()
-            process.wait(60)
+        self.server.terminate()
+        self.server.wait(60)
         self.log.close()
 
     def read(self, path):
@@ -74,8 +67,32 @@ class Watched:
         result = self.read(f"query?query={urllib.parse.quote(query)}")["result"]
         return float(result[0]["value"][1]) if result else None
 
+    def alerts(self):
+        """The firing alerts, each with the label of its job."""
+        firing = [alert["labels"] for alert in self.read("alerts")["alerts"] if alert["state"] == "firing"]
+        return {(labels["alertname"], labels.get("job_name")) for labels in firing}
+
     def firing(self):
-        return {alert["labels"]["alertname"] for alert in self.read("alerts")["alerts"] if alert["state"] == "firing"}
+        return {name for name, _ in self.alerts()}
+
+
+class Watched(Prometheus):
+    """An endless job and a Prometheus server."""
+
+    def __init__(self, tmp_path, tools):
+        text = toy_text(tmp_path / "notes", steps=10**6, step_s=0.1, name="watched", master={"metrics_port": 0})
+        (tmp_path / "watched.yaml").write_text(text)
+        self.folder = tmp_path / "runs" / "watched"
+        self.job = Desk(tmp_path).start("run", "watched.yaml", f"job_dir={self.folder}")
+        wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
+        (metrics_file,) = self.folder.rglob("metrics.json")
+        self.address, self.folder = json.loads(metrics_file.read_text())["address"], metrics_file.parent
+        super().__init__(tmp_path, tools, [{"job_name": "rl", "static_configs": [{"targets": [self.address]}]}])
+
+    def close(self):
+        self.job.terminate()
+        self.job.wait(60)
+        super().close()
 
     def events(self, kind):
         (journal,) = self.folder.rglob("journal*")
@@ -128,3 +145,66 @@ def test_alerts_fire_on_a_hang_and_on_a_crash_loop(watched, tmp_path):
         wait_for(lambda number=number: len(watched.events(MemberStarted)) == number + 2, 60)
         time.sleep(2)  # a scrape sees each
     wait_for(lambda: "JobCrashLoop" in watched.firing(), 60)
+
+
+# -- the service ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(tmp_path):
+    desk = Desk(tmp_path, HOME=str(tmp_path))
+    yield desk
+    for command in desk.commands:
+        command.terminate()
+        command.wait(60)
+
+
+def dashboard_expressions():
+    dashboard = json.loads((ALERTS.parent / "dashboard.json").read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    return [each["expr"] for each in (*targets, *dashboard["annotations"]["list"])]
+
+
+def kill_masters(service):
+    for pid, command in processes_below(service.pid).items():
+        if command.startswith("ray::RLMaster"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("every", ["1s", "15s"])
+def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, tools, every):
+    service = desk.start("serve", "--root", ".", "--cpus", "6", "--port", "0", "--metrics-port", "0")
+    wait_for(lambda: service.has_said("serving at"), 120)
+    address = re.search(r"metrics at http://(\S+)/metrics", service.said())[1]
+    scraped = [{"job_name": "dlrover-rl", "static_configs": [{"targets": [address]}]}]
+    scraped.append({"job_name": "dlrover-rl-jobs", "http_sd_configs": [{"url": f"http://{address}/sd"}]})
+    scraped[1]["http_sd_configs"][0]["refresh_interval"] = every
+    server = (tmp_path / ".dlrover-rl/service/address").read_text().strip()
+
+    def enqueue(name, **settings):
+        text = toy_text(tmp_path / name, name=name, master={"metrics_port": 0, "max_restart": 0}, **settings)
+        (tmp_path / f"{name}.yaml").write_text(text)
+        desk.run("enqueue", f"{name}.yaml", DLROVER_RL_SERVER=server)
+
+    with contextlib.closing(Prometheus(tmp_path, tools, scraped, every)) as prometheus:
+        enqueue("fails", faults=["ACTOR-0:update:3:error"])
+        wait_for(lambda: ("JobFailed", "fails") in prometheus.alerts(), 120)
+        enqueue("endless", steps=10**6, step_s=0.1, roles={"actor": 1, "rollout": 1}, devices=3)
+        wait_for(lambda: (prometheus.value('rl_job_step{job_name="endless"}') or 0) > 3, 120)
+        assert prometheus.alerts() == {("JobFailed", "fails")}
+        for expression in dashboard_expressions():
+            prometheus.value(expression.replace("$job", ".*"))  # an HTTPError if Prometheus does not accept it
+        assert prometheus.value('rl_job_step{owner=~".+"}') > 3
+        desk.run("resize", "endless", "rollout", "2", DLROVER_RL_SERVER=server)
+        *_, resizes = dashboard_expressions()
+        wait_for(lambda: (prometheus.value(resizes.replace("$job", ".*")) or 0) > 0, 60)
+        wait_for(lambda: prometheus.value('rl_job_members{role="ROLLOUT"}') == 2, 60)
+        assert prometheus.value('rl_service_jobs_ended_total{phase="failed"}') == 1
+
+        def is_reported():
+            kill_masters(service)
+            return ("MasterDown", "endless") in prometheus.alerts()
+
+        wait_for(is_reported, 240)
+        wait_for(lambda: kill_masters(service) or ("JobFailed", "endless") in prometheus.alerts(), 180)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module in place of wandb."""
+"""Modules in place of wandb and trackio."""
 
 import types
 
@@ -25,3 +25,21 @@ class FakeWandb(types.ModuleType):
         if self.fails:
             raise ConnectionError("no network")
         run.steps.append((step, metrics))
+
+
+class FakeTrackio(types.ModuleType):
+    """Runs by their names; a run that exists is only opened with ``resume``."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.runs = {}
+        self.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
+
+    def init(self, project, *, name, resume, config, embed):
+        assert (project, resume, embed) == ("sums", "allow", False)
+        run = self.runs.setdefault(name, types.SimpleNamespace(config=config, steps=[], ends=0))
+
+        def finish():
+            run.ends += 1
+
+        return types.SimpleNamespace(log=lambda metrics, step: run.steps.append((step, metrics)), finish=finish)

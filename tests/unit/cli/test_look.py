@@ -70,6 +70,17 @@ def test_look_verb_refuses_a_step_that_is_missing(run_verb, verb, options, messa
     assert message in run_verb(verb, *options)[1]
 
 
+def test_explain_prints_the_state_and_the_past_as_json(run_verb):
+    output, _ = run_verb("explain", "--json")
+    state = json.loads(output)
+    assert (state["phase"], state["step"], state["ended"]) == ("finished", 6, True)
+    assert [each["message"] for each in state["failures"]] == ["ROLLOUT[1]: process_died: killed by signal 9"]
+    seconds = {(each["use"], each["cause"]): each["seconds"] for each in state["uses"]}
+    assert seconds["recovery", "process_died"] == pytest.approx(3.0)
+    (mark,) = state["marks"]
+    assert (mark["kind"], mark["process"], mark["step"]) == ("recovery", "ROLLOUT[1]", 2)
+
+
 def test_runs_lists_the_runs_below_a_folder(tmp_path):
     write_run(tmp_path / "a/toy", steps=6, lost_at=2)
     result = CliRunner().invoke(cli, ["runs", str(tmp_path), "--json"])

@@ -148,6 +148,10 @@ def test_explain_has_the_time_failures_and_log_of_a_job(desk):
     assert "Its log: dlrover-rl logs job rollout-1" in output and "  Traceback: malloc" in output
     assert any(line.startswith("What to try: Use smaller batches") for line in output)
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
+    state = json.loads(desk("explain", "job", "--json"))
+    assert [each["message"] for each in state["failures"]] == words
+    assert (state["phase"], state["marks"]) == ("failed", []), "the folder is the service's"
+    assert json.loads(desk("wait", "job", "--json", code=1))["phase"] == "failed"
 
 
 def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):

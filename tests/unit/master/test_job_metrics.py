@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrover.python.rl import metrics as package
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
-from dlrover.python.rl.control.events import CauseKind, Progressed, Released, RoleSettings, TrainerFinished
+from dlrover.python.rl.control.events import CauseKind, Progressed, Released, Resized, RoleSettings, TrainerFinished
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.metrics import (
@@ -114,6 +114,25 @@ def test_time_counts_between_events_until_the_job_ends():
     assert account.seconds[TimeUse.ENDING, ""] == 1
 
 
+RESIZED = [*STORY, Resized("ROLLOUT", 3)]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([*RESIZED, runs.started("ROLLOUT", 2, 1), Progressed(1, 3), Progressed(2, 3)], {"resize": 3, "recovery": 2}),
+        ([*STORY, Resized("ROLLOUT", 2), Progressed(1, 3)], {"recovery": 2}),  # it has two
+        ([*RESIZED, runs.lost("ROLLOUT", 0, 3), Progressed(2, 3)], {"resize": 1, "recovery": 3}),
+        ([*STORY[:-1], Resized("ROLLOUT", 3), Progressed(2, 3)], {"recovery": 3}),  # that has not ended
+    ],
+)
+def test_resize_takes_time_until_the_next_progress(events, expected):
+    account = metrics_of([*events, Progressed(2, 4)]).account
+    lost_s = {use.value: account.spent_s(use) for use in (TimeUse.RESIZE, TimeUse.RECOVERY)}
+    assert {use: seconds for use, seconds in lost_s.items() if seconds} == expected
+    assert account.use is TimeUse.USEFUL and sum(account.seconds.values()) == len(events)
+
+
 def test_restart_of_the_whole_job_is_lost_time():
     metrics = JobMetrics("job", "0a1b", lambda: 2000.0)
     events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
@@ -140,7 +159,8 @@ def test_member_has_its_state_and_the_age_of_its_beat():
     now_s = [2000.0]
     metrics = JobMetrics("job", "0a1b", lambda: now_s[0])
     metrics.replay(timed(STORY[:-2]))  # ROLLOUT[0] is lost
-    metrics.beat(ProcessId("ACTOR", 1), {})
+    metrics.beat(ProcessId("ACTOR", 0), {})
+    metrics.beat(ProcessId("ACTOR", 1), {}, 40.0)
     metrics.beat(ProcessId.standby("ACTOR", 7), {})
     metrics.beat(TRAINER_ID, {"ACTOR": 5})
     now_s[0] += 3.0
@@ -149,10 +169,12 @@ def test_member_has_its_state_and_the_age_of_its_beat():
         "rl_job_member_up rank=0 role=ROLLOUT": 0,
         "rl_job_member_up rank=1 role=ACTOR": 1,
         "rl_job_pending_calls role=ACTOR": 5,
+        "rl_job_member_call_seconds rank=0 role=ACTOR": 0,
+        "rl_job_member_call_seconds rank=1 role=ACTOR": 43,
     }
     assert differences(samples, expected) == {}
     ages = {name: value for name, value in samples.items() if name.startswith("rl_job_member_heartbeat_age_seconds")}
-    assert list(ages.values()) == [3.0] and "role=ACTOR" in next(iter(ages))
+    assert list(ages.values()) == [3.0] * 2 and all("role=ACTOR" in name for name in ages)
 
 
 def test_huge_job_makes_a_bounded_number_of_series():
@@ -180,7 +202,8 @@ def test_steps_and_calls_are_counted():
     metrics = metrics_of(STORY)
     for number in range(1, 4):
         calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
-        values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}
+        values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan"), "memory/peak_gib": 1.5}
+        values |= {"eval/reward": 0.25} if number == 2 else {}
         metrics.report(StepReport(number, 10, values, calls, {"ROLLOUT": number, "UNKNOWN": 9}))
     expected = {
         "rl_job_pending_calls role=ROLLOUT": 3,
@@ -188,6 +211,8 @@ def test_steps_and_calls_are_counted():
         "rl_job_step": 3,
         "rl_job_total_steps": 10,
         "rl_job_reward": 3.5,
+        "rl_job_evaluation_reward": 0.25,  # of the last evaluation
+        "rl_job_device_memory_gib": 1.5,
         "rl_job_step_seconds_count": 2,
         "rl_job_call_seconds_count method=generate role=ROLLOUT": 6,
         "rl_job_call_seconds_sum method=generate role=ROLLOUT": 0.42,
@@ -238,11 +263,13 @@ def everything():
     service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3), lambda: [failed], lambda: 6.0)
     service.count("Get", "OK")
     service.time("Get", 0.1)
-    labels = {"up": {"job", "instance", "job_name", "owner"}}  # Prometheus's own, with the labels of discovery
+    discovered = {"job", "instance", "job_name", "owner"}
+    labels = {"up": discovered}  # Prometheus's own
     for registry in (job.registry, service.registry):
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
-                labels.setdefault(sample.name, set()).update(sample.labels)
+                more = discovered if registry is job.registry else set()
+                labels.setdefault(sample.name, set()).update(sample.labels, more)
     return labels
 
 
@@ -250,9 +277,19 @@ def expressions():
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
-    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+    dashboard = json.loads((FILES / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
+    for annotation in dashboard["annotations"]["list"]:
+        yield annotation["name"], annotation["expr"]
+
+
+def test_legends_of_the_dashboard_name_the_job():
+    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            is_of_jobs = panel["type"] == "timeseries" and "rl_job_" in target["expr"]
+            assert "{{job_name}}" in target["legendFormat"] or not is_of_jobs, panel["title"]
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)

@@ -8,9 +8,13 @@ from datetime import datetime
 import pytest
 
 from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.journal import encode
 from dlrover.python.rl.page import curves, samples
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
-from dlrover.python.rl.page.timeline import read_timeline
+from dlrover.python.rl.page.timeline import read_timeline, use_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from tests.support import control_runs
 from tests.support.run_folder import BEGAN_S, STEP_S, metrics_of, sample_of, write_run
 
 
@@ -88,6 +92,22 @@ def test_timeline_of_a_loss_without_progress_is_under_way(tmp_path):
     assert mark["cost_s"] is None
     assert mark["step"] >= 6
     assert run.row()["recoveries"] == 1
+
+
+def test_timeline_marks_a_resize_with_its_cost_and_step(tmp_path):
+    store = FileStateStore(tmp_path / "journal.jsonl")
+    recorded = [control_runs.TERMS, *control_runs.OPEN, events.Resized("ROLLOUT", 3), events.Resized("ROLLOUT", 3)]
+    recorded.append(events.Progressed(2, 5))
+    store.append(*(encode(BEGAN_S + at_s, event) for at_s, event in enumerate(recorded)))
+    store.close()
+    timeline = read_timeline(tmp_path)
+    (mark,) = timeline.marks
+    assert (mark.kind, mark.process, mark.cost_s, mark.step) == ("resize", "ROLLOUT", 2.0, 5)
+    assert [(use.use, use.end_s - use.begin_s) for use in timeline.uses[-2:-1]] == [("resize", 2.0)]
+    assert [text for _, _, text in timeline.entries].count("ROLLOUT gets 3 workers") == 1
+    assert RunView(tmp_path, "resized").row()["recoveries"] == 0
+    (line,) = [line for line in use_lines(tmp_path) if "gets 3 workers" in line]
+    assert line.endswith("ROLLOUT: resize: ROLLOUT gets 3 workers (step 5, 2.0 s)")
 
 
 def test_timeline_uses_fill_the_run_without_gaps(folder):

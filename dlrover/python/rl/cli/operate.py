@@ -25,6 +25,7 @@ from dlrover.python.rl.master.client.jobs import (
     is_run_folder,
 )
 from dlrover.python.rl.page.findings import time_lines
+from dlrover.python.rl.page.run_data import RunView
 from dlrover.python.rl.page.timeline import use_lines
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
@@ -100,8 +101,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
 @_JSON
 def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job, or of a run in a folder. If no cluster answers, show the job's last run in ./runs."""
-    view = jobs.get(name_or_dir)
-    echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
+    _show(jobs.get(name_or_dir), as_json)
 
 
 @_operation
@@ -117,10 +117,11 @@ def attach(jobs: JobOperations, name: str) -> None:
 @_operation
 @click.argument("name")
 @click.option("--timeout", type=click.FloatRange(min=0), help="In seconds; exit code 124 if the job has not ended.")
-def wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
+@_JSON
+def wait(jobs: JobOperations, name: str, timeout: float | None, as_json: bool) -> None:
     """Wait for the end of a job; exit codes are as for 'run'."""
     view = jobs.wait(name, timeout)
-    echo("\n".join(status_lines(view)))
+    _show(view, as_json)
     if not view.ended:
         sys.exit(EXIT_TIMED_OUT)
     exit_as(view)
@@ -129,9 +130,10 @@ def wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
 @_operation
 @click.argument("name")
 @click.option("--hard", is_flag=True, help="Kill its processes at once.")
-def stop(jobs: JobOperations, name: str, hard: bool) -> None:
+@_JSON
+def stop(jobs: JobOperations, name: str, hard: bool, as_json: bool) -> None:
     """Stop a job cleanly, and wait for its end."""
-    echo("\n".join(status_lines(jobs.stop(name, hard))))
+    _show(jobs.stop(name, hard), as_json)
 
 
 @_operation
@@ -163,18 +165,26 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 @_operation
 @click.argument("name_or_dir")
 @click.option("--time", "with_time", is_flag=True, help="Show where its hours went instead, and each recovery's cost.")
-def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool) -> None:
+@_JSON
+def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool, as_json: bool) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     folder = Path(view.folder) if view.folder and not view.owner else None
-    is_here = folder is not None and folder.is_dir()
-    if with_time:
-        if folder is None or not is_here:
-            raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
+    if folder is not None and not folder.is_dir():
+        folder = None
+    if with_time and folder is None:
+        raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
+    if as_json:
+        history = jobs.history(view)
+        failures = [{"at_s": at_s, "message": message} for at_s, message in (history.failures if history else ())]
+        run = RunView(folder, ".") if folder is not None else None
+        past = {"uses": run.uses(), **run.marks()} if run is not None else {"uses": [], "marks": []}
+        echo(json.dumps({**view.to_plain(), "failures": failures, **past}))
+    elif with_time and folder is not None:
         echo("\n".join(use_lines(folder)))
-        return
-    lines = explain_lines(view, jobs.history(view))
-    echo("\n".join([*lines, *(time_lines(folder) if folder is not None and is_here else [])]))
+    else:
+        lines = explain_lines(view, jobs.history(view))
+        echo("\n".join([*lines, *(time_lines(folder) if folder is not None else [])]))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:
@@ -187,6 +197,10 @@ def follow(jobs: JobOperations, name: str) -> JobView | None:
         return None
     echo("\n".join(status_lines(ended)))
     return ended
+
+
+def _show(view: JobView, as_json: bool) -> None:
+    echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
 
 
 VERBS = (list_jobs, status, attach, wait, stop, resize, logs, explain)

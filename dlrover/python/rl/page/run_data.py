@@ -70,7 +70,7 @@ class RunView:
         view, timeline = self.view, self.timeline
         _, changed_s = curves.last_row(self.folder / METRICS)
         spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
-        marks = [mark for mark in timeline.marks if mark.kind in REPAIRS.values()]
+        marks = [mark for mark in timeline.marks if mark.kind in REPAIRS]
         until_s = last_sign_s(self.folder)
         devices = {(each["node"], item) for each in self.members() for item in each["devices"].split(",") if item}
         return {
@@ -92,9 +92,8 @@ class RunView:
         }
 
     def overview(self) -> Plain:
-        view, timeline, until_s = self.view, self.timeline, last_sign_s(self.folder)
-        uses = [{"use": use, "cause": why, "seconds": each} for (use, why), each in timeline.spent_s(until_s).items()]
-        open_end_s = until_s if view.ended else 0.0
+        view, timeline = self.view, self.timeline
+        open_end_s = last_sign_s(self.folder) if view.ended else 0.0
         failure = timeline.state.failure or timeline.state.first_cause
         return {
             **self.row(),
@@ -106,9 +105,13 @@ class RunView:
             "detail": failure.detail if failure else view.detail,
             "try": list(advice(view)),
             "strip": [{**vars(use), "end_s": use.end_s or open_end_s} for use in timeline.uses],
-            "uses": uses,
+            "uses": self.uses(),
             "settings": self.settings(),
         }
+
+    def uses(self) -> list[Plain]:
+        spent = self.timeline.spent_s(last_sign_s(self.folder))
+        return [{"use": use, "cause": why, "seconds": each} for (use, why), each in spent.items()]
 
     def members(self) -> list[Plain]:
         state = self.timeline.state

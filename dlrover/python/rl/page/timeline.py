@@ -25,7 +25,7 @@ from dlrover.python.rl.runtime.run.folder import in_use, newest_record
 Activities: TypeAlias = Mapping[str, tuple[float | None, str | None, float | None]]
 """Process to the age of its heartbeat, its current call, and that call's seconds."""
 
-REPAIRS = {TimeUse.RECOVERY: "recovery", TimeUse.RESTART: "restart"}
+REPAIRS = (TimeUse.RECOVERY, TimeUse.RESTART)
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Mark:
-    """A recovery, restart, resize or resume. ``step`` 0: unknown; ``cost_s`` None: it is under way, or costs no time of
-    its own."""
+    """A recovery, restart, resize or resume. ``step`` 0: unknown; ``cost_s`` None: it is under way, or a resume."""
 
     kind: str
     at_s: float
@@ -126,20 +125,18 @@ def _mark(
     timeline: Timeline, account: TimeAccount, at_s: float, before: JobState, after: JobState, event: Event
 ) -> None:
     marks = timeline.marks
-    if isinstance(event, events.Resized):
-        message = f"{event.role} gets {event.num} workers"
-        marks.append(Mark("resize", at_s, event.role, message=message, step=after.committed))
-    open_marks = [number for number, mark in enumerate(marks) if mark.kind in REPAIRS.values() and mark.cost_s is None]
-    if isinstance(event, LOSSES) and after is not before:
+    if isinstance(event, events.Resized) and after is not before:
+        marks.append(Mark("resize", at_s, event.role, message=f"{event.role} gets {event.num} workers"))
+    elif isinstance(event, LOSSES) and after is not before:
         cause = event.cause
-        kind = REPAIRS.get(account.use, "")
-        if kind:
-            marks.append(Mark(kind, at_s, cause.who, cause.kind.value, cause.message))
-    elif account.use not in REPAIRS and open_marks:
-        # Losses during one repair end with it: each has the time since its own loss.
+        if account.use in REPAIRS:
+            marks.append(Mark(account.use.value, at_s, cause.who, cause.kind.value, cause.message))
+    elif account.use not in (*REPAIRS, TimeUse.RESIZE):
+        # All that is under way ends with the next progress: each has the time since its own event.
         committed = event.step if isinstance(event, events.Progressed) else after.committed
-        for number in open_marks:
-            marks[number] = replace(marks[number], cost_s=at_s - marks[number].at_s, step=committed)
+        for number, mark in enumerate(marks):
+            if mark.kind != "resume" and mark.cost_s is None:
+                marks[number] = replace(mark, cost_s=at_s - mark.at_s, step=committed)
 
 
 def _lines_of(before: JobState, after: JobState, event: Event) -> Iterator[tuple[str, str]]:
@@ -147,7 +144,7 @@ def _lines_of(before: JobState, after: JobState, event: Event) -> Iterator[tuple
     cause: Cause | None = getattr(event, "cause", None)
     for line in recoveries(before, after, event):
         yield (cause.who if cause else line.partition(" ")[0]), line
-    if isinstance(event, events.Resized):
+    if isinstance(event, events.Resized) and after is not before:
         yield event.role, f"{event.role} gets {event.num} workers"
     elif isinstance(event, events.Placed):
         yield "job", "its resources are reserved"
@@ -169,12 +166,12 @@ def use_lines(folder: Path) -> list[str]:
     for (use, cause), seconds in sorted(spent.items(), key=lambda item: -item[1]):
         name = f"{use} ({cause})" if cause else use
         lines.append(f"  {name:<32} {seconds:10.1f} s  {seconds / whole_s:6.1%}")
-    repairs = [mark for mark in timeline.marks if mark.kind in REPAIRS.values()]
-    lines += ["Recoveries and restarts:"] if repairs else []
-    for mark in repairs:
+    marks = [mark for mark in timeline.marks if mark.kind != "resume"]
+    lines += ["Recoveries, restarts and resizes:"] if marks else []
+    for mark in marks:
         cost = "under way" if mark.cost_s is None else f"{mark.cost_s:.1f} s"
         where = f"step {mark.step}, " if mark.step else ""
-        lines.append(f"  {when(mark.at_s)} {mark.process}: {mark.cause}: {mark.message} ({where}{cost})")
+        lines.append(f"  {when(mark.at_s)} {mark.process}: {mark.cause or 'resize'}: {mark.message} ({where}{cost})")
     return lines
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers, with fake modules in place of wandb and mlflow; samples on the console."""
+"""Trackers, with fake modules in place of wandb, mlflow and trackio; samples on the console."""
 
+import json
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from tests.support.durable_toys import kill_trainer
 from tests.support.example_jobs import EXAMPLES, stage
-from tests.support.fake_trackers import FakeWandb
+from tests.support.fake_trackers import FakeTrackio, FakeWandb
 from tests.support.run_files import read_lines, write_rows
 
 
@@ -76,7 +77,7 @@ class FakeMlflow(types.ModuleType):
 
 @pytest.fixture
 def modules(monkeypatch):
-    fakes = {"wandb": FakeWandb(), "mlflow": FakeMlflow()}
+    fakes = {"wandb": FakeWandb(), "mlflow": FakeMlflow(), "trackio": FakeTrackio()}
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
     return fakes
@@ -225,6 +226,23 @@ class Silent:
     """A tracker from before there were tables."""
 
     start = log = close = lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("options", "name"), [({}, "job-{id}"), ({"name": "first"}, "first")])
+def test_trackio_resumes_a_run_of_its_name(modules, tmp_path, options, name):
+    config = {"trackers": [{"trackio": {"project": "sums", **options}}], "samples_every": 2}
+    first = write_steps(log_of(tmp_path / "job", {"seed": 3, "api_key": "canary"}, **config), 1, 2)
+    second = log_of(tmp_path / "job", before=first, **config)
+    second.begin_step(3)
+    second.write_samples(3, [{"prompt": "1+1=", "completion": "2"}])
+    second.write_step(3, {"loss": 1.5})
+    second.write_summary({})
+    ((written, run),) = modules["trackio"].runs.items()
+    assert written == name.format(id=json.loads((tmp_path / "job/trackers.json").read_text())["run"])
+    assert run.config == {"seed": 3, "api_key": "***"}
+    table = {"samples": [{"step": 3, "prompt": "1+1=", "completion": "2"}]}
+    assert run.steps == [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"loss": 1.5}), (3, table)]
+    assert run.ends == 1
 
 
 @pytest.mark.parametrize(("outcome", "exit_code", "status"), [("failed", 1, "FAILED"), ("stopped", 1, "KILLED")])

@@ -7,6 +7,7 @@ Goodput is the share of a job's time in which it makes progress. Each moment of 
 - ``start``: from its submission until its trainer enters ``steps()`` for the first time;
 - ``useful``: steps run, and nothing is being recovered;
 - ``recovery``: from a loss within ``steps()`` until the next progress, including the steps that are repeated;
+- ``resize``: from the end of a role's workers until the next progress, which the role makes with its new size;
 - ``restart``: from a failure that ends all processes until the next progress;
 - ``ending``: from the decided outcome until everything is released.
 
@@ -64,6 +65,11 @@ STEP_METRICS = {
     "grad_norm": ("grad_norm",),
     "kl": ("policy/kl", "policy/approx_kl"),
     "entropy": ("policy/entropy",),
+    "evaluation_reward": ("eval/reward",),
+    "completion_tokens": ("completions/length_mean",),
+    "truncated_ratio": ("completions/truncated",),
+    "learning_rate": ("lr",),
+    "device_memory_gib": ("memory/peak_gib",),
     "mismatch_kl": ("policy/mismatch_kl",),
     "staleness_steps": ("samples/staleness_max",),
     "failed_samples": ("samples/failed",),
@@ -74,7 +80,7 @@ STEP_METRICS = {
     "generation_seconds": ("time/generation",),
     "update_seconds": ("time/update",),
 }
-"""Gauges of the last step: the end of the name, and the metrics of a step that may give its value."""
+"""Gauges of the last step that has them: the end of the name, and the metrics of a step that may give its value."""
 
 COMMIT_SECONDS, SYNC_BYTES = "time/commit", "weights/sync_bytes"
 SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
@@ -99,6 +105,7 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "members_wanted": (GaugeMetricFamily, "Workers that the job has.", ("role",)),
     "member_up": (GaugeMetricFamily, "1 for a worker that is up.", ("role", "rank")),
     "member_heartbeat_age_seconds": (GaugeMetricFamily, "Seconds since the last heartbeat.", ("role", "rank")),
+    "member_call_seconds": (GaugeMetricFamily, "Since its call began or progressed, 0: it has none.", ("role", "rank")),
     "pending_calls": (GaugeMetricFamily, "Calls under way.", ("role",)),
     "restarts": (CounterMetricFamily, "Restarts of the whole job.", ("cause",)),
     "moved_bytes": (CounterMetricFamily, "Weights that each rollout received, and commits written.", ("of",)),
@@ -129,7 +136,7 @@ class JobMetrics:
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)  # by family and labels
         self._durations: dict[tuple[str, ...], list[float]] = {}  # likewise: counts of each bucket, and the sum
         self._gauges = {"step": 0.0, "total_steps": 0.0, "last_report_timestamp_seconds": 0.0}
-        self._beats: dict[ProcessId, float] = {}  # time of each process's last heartbeat
+        self._beats: dict[ProcessId, tuple[float, float | None]] = {}  # times of heartbeat and begin of the call
         self._recovering: dict[ProcessId, float] = {}
         self._pending: Mapping[str, int] = {}
         self._report: StepReport | None = None
@@ -165,12 +172,14 @@ class JobMetrics:
         if started in self._recovering:
             self._time("recovery_seconds", started.role, seconds=at_s - self._recovering.pop(started))
 
-    def beat(self, process_id: ProcessId, pending: Mapping[str, int]) -> None:
-        """Note a heartbeat; ``pending`` are the calls that a trainer waits for, by role."""
+    def beat(self, process_id: ProcessId, pending: Mapping[str, int], call_s: float | None = None) -> None:
+        """Note a heartbeat; ``pending`` are the calls that a trainer waits for, by role; ``call_s`` are the seconds
+        since a worker's call began or progressed, None without a call."""
         if process_id == TRAINER_ID:
             self._pending = pending
         elif process_id in self._state.members:
-            self._beats[process_id] = self._wall_s()
+            now_s = self._wall_s()
+            self._beats[process_id] = now_s, None if call_s is None else now_s - call_s
 
     def report(self, report: StepReport) -> None:
         metrics, now_s = report.metrics, self._wall_s()
@@ -227,7 +236,7 @@ class JobMetrics:
         wanted, up = (Counter[str](dict.fromkeys(roles, 0)) for _ in range(2))
         wanted.update(each.role for each in ids)
         up.update(each.role for each, is_up in ids.items() if is_up)
-        ages = {each: now_s - self._beats[each] for each, is_up in shown.items() if is_up and each in self._beats}
+        beats = {(each.role, str(each.rank)): self._beats[each] for each in shown if ids[each] and each in self._beats}
         account = replace(self.account, seconds=dict(self.account.seconds))
         account.book(now_s)
         times = {(use, ""): 0.0 for use in TimeUse} | account.seconds
@@ -238,7 +247,10 @@ class JobMetrics:
             "members": {(role,): up[role] for role in wanted},
             "members_wanted": {(role,): number for role, number in wanted.items()},
             "member_up": {(each.role, str(each.rank)): float(is_up) for each, is_up in shown.items()},
-            "member_heartbeat_age_seconds": {(each.role, str(each.rank)): max(age, 0.0) for each, age in ages.items()},
+            "member_heartbeat_age_seconds": {each: max(now_s - at_s, 0.0) for each, (at_s, _) in beats.items()},
+            "member_call_seconds": {
+                each: 0.0 if since_s is None else max(now_s - since_s, 0.0) for each, (_, since_s) in beats.items()
+            },
             "pending_calls": {(role,): self._pending.get(role, 0) for role in roles},
             "restarts": {(kind.value,): 0 for kind in CauseKind},
             "moved_bytes": {("weights",): 0, ("commits",): 0},
@@ -268,6 +280,7 @@ class TimeUse(StrEnum):
     START = "start"
     USEFUL = "useful"
     RECOVERY = "recovery"
+    RESIZE = "resize"
     RESTART = "restart"
     ENDING = "ending"
 
@@ -318,13 +331,16 @@ def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> 
         return TimeUse.ENDING
     if after.phase is Phase.RESTARTING and before.phase is not Phase.RESTARTING:
         return TimeUse.RESTART
-    if isinstance(event, events.StepsOpened) and use is TimeUse.START and after.incarnation <= 1:
-        return TimeUse.USEFUL
-    if isinstance(event, events.Progressed) and use in (TimeUse.RECOVERY, TimeUse.RESTART):
-        return TimeUse.USEFUL
-    is_loss = isinstance(event, events.MemberLost | events.TrainerLost | events.NodeLost)
-    if is_loss and after is not before and use is TimeUse.USEFUL:
-        return TimeUse.RECOVERY
+    match event:
+        case events.StepsOpened() if use is TimeUse.START and after.incarnation <= 1:
+            return TimeUse.USEFUL
+        case events.Progressed() if use is not TimeUse.START and event.epoch == after.epoch:
+            return TimeUse.USEFUL
+        case events.Resized() if after is not before and use is TimeUse.USEFUL:
+            return TimeUse.RESIZE
+        case events.MemberLost() | events.TrainerLost() | events.NodeLost():
+            if after is not before and use in (TimeUse.USEFUL, TimeUse.RESIZE):
+                return TimeUse.RECOVERY
     return use
 
 

@@ -268,7 +268,7 @@ class RLMaster:
         self._executor.take_beat(beat)
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
-        self._observer.metrics.beat(beat.process_id, dict(beat.pending))
+        self._observer.metrics.beat(beat.process_id, dict(beat.pending), beat.age_s if beat.method else None)
         if has_lost_peer(beat, self._state):
             return BeatAnswer.PEER_LOST
         return BeatAnswer.WITHOUT_SECRETS if self._run.lacking else BeatAnswer.CURRENT

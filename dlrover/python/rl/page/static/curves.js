@@ -42,7 +42,7 @@ function linesOf(name, runs, params) {
 }
 
 const costText = ({ kind, cost_s: cost }) =>
-  typeof cost === "number" ? duration(cost) : kind === "recovery" || kind === "restart" ? "under way" : "–";
+  typeof cost === "number" ? duration(cost) : kind === "resume" ? "–" : "under way";
 
 function markText(mark) {
   const words = [mark.process, mark.cause, mark.message].filter(Boolean).join(", ");

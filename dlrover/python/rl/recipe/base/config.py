@@ -327,8 +327,8 @@ class LogConfig:
     """Destinations of metrics besides ``metrics.jsonl`` and TensorBoard."""
 
     trackers: tuple[str | Mapping[str, Mapping[str, Any]], ...] = ()
-    """``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``, each with optional
-    constructor arguments: ``{name: {option: value}}``."""
+    """``wandb``, ``mlflow``, ``trackio``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``, each with
+    optional constructor arguments: ``{name: {option: value}}``."""
 
     wandb: WandbConfig | None = None
     """Short for ``trackers: [{wandb: {...}}]``."""

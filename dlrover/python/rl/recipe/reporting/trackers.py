@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names."""
+"""Experiment trackers: Weights & Biases, MLflow, Trackio, and any class that ``config.log.trackers`` names."""
 
 import importlib
 import inspect
@@ -29,7 +29,9 @@ _MOST_PARAMS, _LONGEST_NAME, _LONGEST_VALUE = 100, 250, 500
 """MLflow's limits of a request and of a parameter. Newer servers take 6000 characters of a value, older ones 500."""
 
 TRACKERS = ExtensionPoint(
-    "tracker", "dlrover_rl.trackers", {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"}
+    "tracker",
+    "dlrover_rl.trackers",
+    {name: f"{__name__}:{name.capitalize()}Tracker" for name in ("wandb", "mlflow", "trackio")},
 )
 
 
@@ -176,6 +178,29 @@ class WandbTracker:
 
     def close(self, outcome: RunEnd) -> None:
         self._run.finish(exit_code=int(outcome != "finished"))
+
+
+class TrackioTracker:
+    """Logs to Trackio, where a run is identified by its name: by default the job's and the run's id. A repeated step
+    is added to the earlier one, and a failed run is not marked."""
+
+    def __init__(self, project: str, name: str | None = None) -> None:
+        self._project, self._name = project, name
+
+    def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
+        self._trackio = trackio = importlib.import_module("trackio")
+        arguments = {"name": self._name or f"{run.name}-{run.id}", "config": dict(config), "resume": "allow"}
+        self._run = trackio.init(self._project, embed=False, **arguments)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        table = self._trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"samples": table}, step=step)
+
+    def close(self, outcome: RunEnd) -> None:
+        self._run.finish()
 
 
 class MlflowTracker:
