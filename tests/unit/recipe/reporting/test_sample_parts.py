@@ -100,14 +100,14 @@ def test_each_row_says_what_training_did_with_it():
     batch = StepBatch(Pending([]), tuple(range(6)), scored, 3, 8, (filtered,), (6, 7), train)
     advantage = Ragged.from_rows([[0, 0, value, value, value] for value in (0.5, -0.5, 0.0, 0.0, 1.0, -1.0)])
     planned = train.with_columns(advantage=advantage, update=np.array([0, 1, -1, -1, -1, 0]))
-    columns = training_columns(batch, planned, ranks=2)
+    columns = training_columns(batch, planned, range(2))
     assert columns["mark"] == ["", "", "failed", "dropped", "masked", "", "filtered", "filtered"]
     assert columns["reason"][2:5] == ["it broke", "a sample of its group failed", "its completion was cut off"]
     assert columns["advantage"][:2].tolist() == [0.5, -0.5]
     assert columns["update"].tolist() == [0, 1, -1, -1, -1, 0, -1, -1]
     assert sorted(columns["rank"][[0, 5]].tolist()) == [0, 1], "one row of the update on each rank"
     assert columns["prompt_tokens"].tolist() == [2] * 8
-    assert training_columns(batch, None, 1)["mark"][0] == "dropped"
+    assert training_columns(batch, None, ())["mark"][0] == "dropped"
 
 
 def test_detailed_rows_have_lists_of_their_completions_tokens():

@@ -49,7 +49,7 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         update=lambda *_: done.append("update") or {"loss": 1.0},
         plan_updates=lambda rows: (rows, None),
         sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
-        RG_ACTOR=SimpleNamespace(data_parallel_size=1),
+        policy_ranks=lambda step: range(1),
     )
     metrics = PolicyTrainer.train(trainer, 3, step_of(samples_of(rewards)))
     assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
