@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +27,11 @@ class MetricsFile:
         self._path = path
         self._rows: list[Row] = []
         self._end, self._last = 0, b""  # bytes that are parsed, and their last line
+        self._lock = threading.Lock()  # requests for one run are answered by several threads
 
     def rows(self) -> list[Row]:
         """Return the rows in the order of their steps; empty without a file."""
-        with suppress(OSError), open_file(self._path) as file:
+        with suppress(OSError), self._lock, open_file(self._path) as file:
             if not self._continues(file):
                 self._rows, self._end, self._last = [], 0, b""
             file.seek(self._end)
