@@ -42,6 +42,12 @@ def test_metrics_file_reads_added_rows_and_no_torn_line(folder):
     assert file.rows()[-1] == {"step": 22, "loss": 1.0}
 
 
+def test_damaged_line_of_metrics_hides_no_other(folder):
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:5], b'{"step": 5, "lo\n', *lines[5:], b"7\n"]))
+    assert [row["step"] for row in curves.MetricsFile(folder / "metrics.jsonl").rows()] == list(range(1, 21))
+
+
 def test_metrics_file_reads_a_cut_file_again(folder):
     path = folder / "metrics.jsonl"
     file = curves.MetricsFile(path)
@@ -54,14 +60,14 @@ def test_metrics_file_reads_a_cut_file_again(folder):
 
 def test_metrics_file_is_read_once_by_several_threads(folder, monkeypatch):
     first, both = threading.Event(), curves.MetricsFile(folder / "metrics.jsonl")
-    parse = curves.parse_row
+    parse = curves.parse_rows
 
-    def parse_slowly(line):
+    def parse_slowly(lines):
         first.set()
-        time.sleep(0.001)
-        return parse(line)
+        threading.Event().wait(0.02)
+        return parse(lines)
 
-    monkeypatch.setattr(curves, "parse_row", parse_slowly)
+    monkeypatch.setattr(curves, "parse_rows", parse_slowly)
     with ThreadPoolExecutor(2) as threads:
         rows = threads.submit(both.rows)
         first.wait()
