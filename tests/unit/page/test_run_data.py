@@ -75,7 +75,7 @@ def test_metrics_file_is_read_once_by_several_threads(folder, monkeypatch):
 
 
 def test_answers_equal_the_file_for_random_steps_and_metrics(tmp_path):
-    """Also where 3000 steps are thinned to 400."""
+    """Read them also where 3000 steps are thinned to 400."""
     random_ = random.Random(56)
     folder = write_run(tmp_path / "toy", steps=1, lost_at=0)
     names = ["loss", "reward/mean", "time/step", "time/a", "time/b", "kl"]
