@@ -2,7 +2,10 @@
 """The data of the page, from folders of runs."""
 
 import json
+import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
@@ -15,6 +18,7 @@ from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from tests.support import control_runs
+from tests.support.run_files import write_rows
 from tests.support.run_folder import BEGAN_S, STEP_S, metrics_of, sample_of, write_run
 
 
@@ -42,6 +46,12 @@ def test_metrics_file_reads_added_rows_and_no_torn_line(folder):
     assert file.rows()[-1] == {"step": 22, "loss": 1.0}
 
 
+def test_damaged_line_of_metrics_hides_no_other(folder):
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:5], b'{"step": 5, "lo\n', *lines[5:], b"7\n"]))
+    assert [row["step"] for row in curves.MetricsFile(folder / "metrics.jsonl").rows()] == list(range(1, 21))
+
+
 def test_metrics_file_reads_a_cut_file_again(folder):
     path = folder / "metrics.jsonl"
     file = curves.MetricsFile(path)
@@ -50,6 +60,45 @@ def test_metrics_file_reads_a_cut_file_again(folder):
     path.write_text("".join(lines[:10]) + "".join(json.dumps({"step": step, "loss": 9.0}) + "\n" for step in (11, 12)))
     assert [row["loss"] for row in file.rows()[-2:]] == [9.0, 9.0]
     assert len(file.rows()) == 12
+
+
+def test_metrics_file_is_read_once_by_several_threads(folder, monkeypatch):
+    first, both = threading.Event(), curves.MetricsFile(folder / "metrics.jsonl")
+    parse = curves.parse_rows
+
+    def parse_slowly(lines):
+        first.set()
+        threading.Event().wait(0.02)
+        return parse(lines)
+
+    monkeypatch.setattr(curves, "parse_rows", parse_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        rows = threads.submit(both.rows)
+        first.wait()
+        assert len(both.rows()) == len(rows.result()) == 20
+
+
+def test_answers_equal_the_file_for_random_steps_and_metrics(tmp_path):
+    """Read them also where 3000 steps are thinned to 400."""
+    random_ = random.Random(56)
+    folder = write_run(tmp_path / "toy", steps=1, lost_at=0)
+    names = ["loss", "reward/mean", "time/step", "time/a", "time/b", "kl"]
+    rows = [
+        {"step": step, **{name: random_.uniform(-9, 9) for name in names}, "time/step": random_.uniform(20, 30)}
+        for step in range(1, 3001)
+    ]
+    write_rows(folder / "metrics.jsonl", rows)
+    run = RunView(folder, "toy")
+    thinned, whole = (run.curves(names, points) for points in (400, 5000))
+    assert (len(thinned["step"]) < 500, whole["step"]) == (True, [row["step"] for row in rows])
+    for answer in (thinned, whole):
+        for step, name in ((random_.choice(answer["step"]), random_.choice(names)) for _ in range(20)):
+            value = rows[step - 1][name]
+            assert answer["series"][name][answer["step"].index(step)] == value
+            assert run.step(step)["metrics"][name] == value
+    for row in rows[::10]:
+        total_s, parts = curves.parts_of(row)
+        assert sum(part["seconds"] for part in parts) == pytest.approx(total_s) == pytest.approx(row["time/step"])
 
 
 def test_curves_of_many_steps_keep_peaks_and_ends():

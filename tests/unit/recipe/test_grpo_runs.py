@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.page.samples import lineage, read_samples
+from dlrover.python.rl.recipe.workloads import ActorWorkload
 from tests.chaos.job import tiny_job
 from tests.support.policy_jobs import grpo_job, policy_job, write_inputs, write_teacher
 from tests.support.processes import children
@@ -97,6 +99,33 @@ def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path):
     first, second = (finished(tmp_path / name, reference=True, eval_every=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
     assert_same_files(first, second)
+
+
+def test_lineage_is_what_the_workers_trained_on(tmp_path, monkeypatch):
+    trained, update = [], ActorWorkload.update
+
+    def recording(self, rollouts, rows, plan, *aux):
+        assert rollouts["digest"].tolist() == rows["digest"].tolist()
+        names = [rollouts[name].tolist() for name in ("prompt_id", "sample_index")]
+        means = [float(each) for each in rows["advantage"]]
+        whole = zip(*names, rows["update"].tolist(), means, rollouts["completion"], strict=True)
+        trained.append([(*row[:2], self.rank, *row[2:]) for row in whole if row[2] >= 0])
+        return update(self, rollouts, rows, plan, *aux)
+
+    monkeypatch.setattr(ActorWorkload, "update", recording)
+    reward = {"function": "tests.support.policy_rewards:often_alike", "timeout_s": 5.0, "workers": 1}
+    rollout = {"samples_per_prompt": 4, "max_new_tokens": 4, "dynamic_filtering": "drop"}
+    out = finished(tmp_path, steps=2, updates_per_step=2, reward=reward, rollout=rollout)
+    assert len(trained) == 2
+    for step, rows in enumerate(trained, 1):
+        texts = {(row["prompt_id"], row["sample_index"]): row["completion"] for row in read_samples(out, step)}
+        recorded = [
+            (*(row[name] for name in ("prompt_id", "sample_index", "rank", "update", "advantage")),)
+            for row in lineage(out, step)
+        ]
+        assert sorted((*row, texts[row[:2]]) for row in recorded) == sorted(rows)
+        assert {row[3] for row in rows} == {0, 1}
+        assert 0 < len(rows) < len(texts), "some groups were filtered out"
 
 
 # -- rewards that fail -------------------------------------------------------------------------------------------------
@@ -271,3 +300,5 @@ def test_distillation_without_any_sample_ends_with_the_cause(tmp_path):
     assert status.phase is Phase.FAILED
     cause = "step 1: the environment failed on all 16 samples, last with: step raised ConnectionError: it is down"
     assert cause in status.cause.message
+    rows = read_lines(tmp_path / "out/samples.jsonl")
+    assert {row["mark"] for row in rows} == {"failed"}

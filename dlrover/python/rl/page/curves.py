@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ Row: TypeAlias = Mapping[str, Any]  # "step", and metrics: numbers or None
 Points: TypeAlias = dict[str, Any]
 
 _SPARK, _LONGEST_LINE = 50, 1 << 20
+_BLOCK = 100  # lines to parse together
 
 
 class MetricsFile:
@@ -26,17 +28,19 @@ class MetricsFile:
         self._path = path
         self._rows: list[Row] = []
         self._end, self._last = 0, b""  # bytes that are parsed, and their last line
+        self._lock = threading.Lock()  # requests for one run are answered by several threads
 
     def rows(self) -> list[Row]:
         """Return the rows in the order of their steps; empty without a file."""
-        with suppress(OSError), open_file(self._path) as file:
+        with suppress(OSError), self._lock, open_file(self._path) as file:
             if not self._continues(file):
                 self._rows, self._end, self._last = [], 0, b""
             file.seek(self._end)
             content = file.read()
             whole = content[: content.rfind(b"\n") + 1]
             lines = whole.splitlines(keepends=True)
-            self._rows += filter(None, map(parse_row, lines))
+            for start in range(0, len(lines), _BLOCK):
+                self._rows += parse_rows(lines[start : start + _BLOCK])
             self._end, self._last = self._end + len(whole), lines[-1] if lines else self._last
             return self._rows
         return []
@@ -44,6 +48,14 @@ class MetricsFile:
     def _continues(self, file: BinaryIO) -> bool:
         file.seek(max(self._end - len(self._last), 0))
         return file.read(len(self._last)) == self._last
+
+
+def parse_rows(lines: Sequence[bytes]) -> list[Row]:
+    """Return the rows of some lines. Parsed together, rows share the names of their metrics: half of the memory."""
+    with suppress(ValueError):
+        rows = json.loads(b"[%b]" % b",".join(lines))
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    return list(filter(None, map(parse_row, lines)))
 
 
 def parse_row(line: bytes) -> Row | None:

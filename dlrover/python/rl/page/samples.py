@@ -22,7 +22,7 @@ _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
 _CHUNK = 1 << 16
 _LINEAGE = (
     "prompt_id", "sample_index", "retry", "trajectory", "version", "min_version", "staleness", "rank", "update",
-    "micro_batch", "advantage", "reward",
+    "advantage", "reward",
 )  # fmt: skip
 
 
@@ -45,9 +45,10 @@ def read_evaluations(folder: Path) -> list[int]:
 
 
 def read_evaluation(folder: Path, step: int) -> list[Row]:
+    """Return the answers of an evaluation; without ``prompt_id``, as SFT's, they are numbered."""
     path = _numbered(folder / "evaluations", _EVALUATION).get(step, folder / "held_out.jsonl")
     with suppress(OSError), open_file(path) as file:
-        return list(filter(None, map(_row, file)))
+        return [{"prompt_id": number, **row} for number, row in enumerate(filter(None, map(_row, file)))]
     return []
 
 

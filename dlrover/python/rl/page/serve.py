@@ -31,11 +31,12 @@ def serve_page(folders: Mapping[str, Path], host: str, port: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound. Raises JobConflict if it cannot be."""
+    """Return a socket that accepts connections. Raises JobConflict if it cannot be bound."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # who opens the address at once, before the server runs, waits for it
     except OSError as error:
         listener.close()
         message = f"the page cannot be served at {host}:{port}: {error.strerror}; port 0 takes a free one"

@@ -105,10 +105,14 @@ class PPOTrainer(PolicyTrainer):
         parts = batch.balance(self.RG_CRITIC.data_parallel_size, planned.dense("update"))
         results = self.RG_CRITIC.update(batch.shard(parts), Shard(columns, rows=parts), plan)
         critic = {f"critic/{name}": value for name, value in average_metrics(results[0]).items()}
-        if step <= self.cfg.critic.warmup_steps:
+        if not self.policy_ranks(step):
             return critic
         without_returns = Batch({name: column for name, column in rows.columns.items() if name != "returns"})
         return {**super().update(step, batch, without_returns, aux), **critic}
+
+    def policy_ranks(self, step: int) -> range:
+        is_warming = self.uses("values") and step <= self.cfg.critic.warmup_steps
+        return range(0) if is_warming else super().policy_ranks(step)
 
     def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         if self.uses("values"):

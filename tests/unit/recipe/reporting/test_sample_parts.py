@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of samples and of evaluations: parts, cuts, repeated writes, and the training of each row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,8 @@ def test_answers_of_every_evaluation_are_kept(tmp_path):
     assert read_evaluations(tmp_path) == [0, 10, 120]
     assert read_evaluation(tmp_path, 10) == [{"step": 10, "prompt_id": 1, "completion": "after 10"}]
     assert (tmp_path / "held_out.jsonl").read_text() == (tmp_path / "evaluations/step-000120.jsonl").read_text()
+    log.write_held_out(130, [{"completion": "of SFT"}, {"completion": "which has no ids"}])
+    assert [row["prompt_id"] for row in read_evaluation(tmp_path, 130)] == [0, 1]
 
 
 # -- what training did with each row ----------------------------------------------------------------------------------
@@ -100,14 +104,47 @@ def test_each_row_says_what_training_did_with_it():
     batch = StepBatch(Pending([]), tuple(range(6)), scored, 3, 8, (filtered,), (6, 7), train)
     advantage = Ragged.from_rows([[0, 0, value, value, value] for value in (0.5, -0.5, 0.0, 0.0, 1.0, -1.0)])
     planned = train.with_columns(advantage=advantage, update=np.array([0, 1, -1, -1, -1, 0]))
-    columns = training_columns(batch, planned, ranks=2)
+    columns = training_columns(batch, planned, range(2))
     assert columns["mark"] == ["", "", "failed", "dropped", "masked", "", "filtered", "filtered"]
     assert columns["reason"][2:5] == ["it broke", "a sample of its group failed", "its completion was cut off"]
     assert columns["advantage"][:2].tolist() == [0.5, -0.5]
     assert columns["update"].tolist() == [0, 1, -1, -1, -1, 0, -1, -1]
     assert sorted(columns["rank"][[0, 5]].tolist()) == [0, 1], "one row of the update on each rank"
     assert columns["prompt_tokens"].tolist() == [2] * 8
-    assert training_columns(batch, None, 1)["mark"][0] == "dropped"
+    assert training_columns(batch, None, ())["mark"][0] == "dropped"
+
+
+def test_row_trained_on_without_a_reward_has_not_failed():
+    """Distillation trains on samples that no reward function could score."""
+    scored = numbers_of([float("nan")] * 3, [None, "it broke", "it broke"])
+    train = scored.with_columns(reward=np.zeros(3), masked=np.array([0, 0, 1], dtype=bool))
+    batch = StepBatch(Pending([]), (0, 1, 2), scored, 2, 3, train_rows=train)
+    planned = train.with_columns(update=np.array([0, 0, -1]))
+    assert training_columns(batch, planned, [0])["mark"] == ["", "", "failed"]
+    unnamed = replace(batch, scored=scored.select(*(name for name in scored.columns if name != "error")))
+    assert training_columns(unnamed, planned, [0])["mark"] == ["", "", "masked"]
+
+
+def test_step_that_trains_only_the_critic_has_no_lineage():
+    scored = numbers_of([1.0, 0.0])
+    batch = StepBatch(Pending([]), (0, 1), scored, 1, 2, train_rows=scored)
+    planned = scored.with_columns(advantage=np.array([1.0, -1.0]), update=np.array([0, -1]))
+    columns = training_columns(batch, planned, ())
+    assert columns["reason"] == ["only the critic was trained", "it has no weight in the loss"]
+    assert (columns["mark"], columns["update"].tolist()) == (["dropped"] * 2, [-1, -1])
+    assert columns["advantage"].tolist() == [1.0, -1.0]
+
+
+def test_filtered_group_names_what_was_wrong_with_it():
+    """Prompt 0 lost its group to a failed sample in its first attempt; the samples of the second one are alike."""
+    rewards, retries = [float("nan"), 0.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 0, 1, 1, 1]
+    rows = numbers_of(rewards).with_columns(
+        prompt_id=np.zeros(6, dtype=np.int64), retry=np.array(retries), error=["it broke", *[None] * 5]
+    )
+    batch = StepBatch(Pending([]), (), rows.take([]), 0, 6, (rows,), tuple(range(6)), rows.take([]))
+    columns = training_columns(batch, None, ())
+    assert columns["mark"] == ["failed", "dropped", "dropped", "filtered", "filtered", "filtered"]
+    assert columns["reason"][1] == "a sample of its group failed"
 
 
 def test_detailed_rows_have_lists_of_their_completions_tokens():
@@ -127,6 +164,18 @@ def test_detailed_rows_have_lists_of_their_completions_tokens():
     assert (first["tokens"], first["token_advantages"]) == (["p", "q", "r"], [1.0, 2.0, 3.0])
     assert not {"tokens", "token_advantages", "detailed"} & second.keys()
     assert (third["tokens"], third["token_logprobs"], third["token_advantages"]) == (["s"], [-4.0], [0.5])
+    plain, *_ = sample_file.format_rows(numbers, texts)
+    assert not {"tokens", "token_advantages", "detailed"} & plain.keys(), "rollouts that do not report tokens"
+
+
+def test_log_prob_that_is_no_number_is_written_as_null(tmp_path):
+    RunLog(tmp_path).write_samples(1, [{"tokens": ["a", "b"], "token_logprobs": [float("nan"), -1.0]}])
+    assert read_samples(tmp_path, 1)[0]["token_logprobs"] == [None, -1.0]
+
+
+def test_console_shows_neither_tokens_nor_empty_values():
+    row = {"prompt": "a", "mark": "", "rank": 0, "tokens": ["x"], "token_logprobs": [-1.0], "reward": 0.0}
+    assert sample_file._format_sample(row, 10) == "prompt a  reward 0.0"
 
 
 def test_lineage_leaves_out_rows_that_were_not_trained_on(tmp_path):

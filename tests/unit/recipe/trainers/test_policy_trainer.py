@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import find_masked
 from dlrover.python.rl.algorithm.ppo import PPO
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import DataError, EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
 from dlrover.python.rl.recipe.online.batch import SampleLog, StepBatch
+from dlrover.python.rl.recipe.ppo import CriticConfig, PPOConfig, PPOTrainer
 from dlrover.python.rl.recipe.reporting.rewards import StepWarnings, find_cut, uniform_share
 from dlrover.python.rl.recipe.trainers import policy_trainer
 from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
@@ -49,10 +50,39 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         update=lambda *_: done.append("update") or {"loss": 1.0},
         plan_updates=lambda rows: (rows, None),
         sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
-        RG_ACTOR=SimpleNamespace(data_parallel_size=1),
+        policy_ranks=lambda step: range(1),
     )
     metrics = PolicyTrainer.train(trainer, 3, step_of(samples_of(rewards)))
     assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
+
+
+def test_samples_are_written_before_an_error_of_the_step():
+    done = []
+
+    def refuse(batch):
+        raise DataError("no log-probs")
+
+    trainer = SimpleNamespace(
+        run_log=SimpleNamespace(write_refused=None),
+        offending_samples=None,
+        compute_aux_outputs=refuse,
+        sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
+    )
+    with pytest.raises(DataError, match="no log-probs"):
+        PolicyTrainer.train(trainer, 3, step_of(samples_of([0.0, 1.0])))
+    assert done == ["samples"]
+
+
+@pytest.mark.parametrize(("step", "ranks"), [(2, []), (3, [0, 2])])
+def test_policy_is_trained_by_its_replicas_after_the_warm_up(step, ranks):
+    class Actors(SimpleNamespace):
+        def __len__(self):
+            return 4
+
+    trainer = object.__new__(PPOTrainer)
+    vars(trainer).update(cfg=PPOConfig(model="m", critic=CriticConfig(warmup_steps=2)), algorithm=PPO())
+    vars(trainer).update(RG_ACTOR=Actors(data_parallel_size=2))
+    assert list(trainer.policy_ranks(step)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -120,7 +150,9 @@ def test_repeated_step_has_its_lines_once(tmp_path):
     calls, log = [], SimpleNamespace()
     rollouts = SimpleNamespace(begin_samples=lambda *place: calls.append(place) or [40])
     trainer = SimpleNamespace(RG_ROLLOUT=rollouts, job_dir=tmp_path, run_log=log, results_dir=Path(tmp_path))
+    rollouts.workload_class = object
     samples = SampleLog(trainer, None)
+    assert samples._tokens(Pending([]), [0]) is None, "a user's rollouts without tokens"
     samples.load_state_dict({"end": 60})
     samples.begin_step(5)
     assert calls == [(tmp_path / "samples.jsonl", 5, 60)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch of a step, the columns that further roles compute for it, and its samples in the run's folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.algorithm.losses.columns import SampleView, find_varied_groups
+from dlrover.python.rl.algorithm.losses.columns import SampleView, find_masked, find_varied_groups
 from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
-from dlrover.python.rl.recipe.reporting.rewards import merge_rows, number_samples, part_columns
+from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, number_samples, part_columns
 from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
@@ -144,9 +144,9 @@ def select_logged(scored: Batch, rows: int) -> Batch:
     return logged.select(*(name for name in (*NUMBERS, "digest") if name in logged), *part_columns(scored), "row")
 
 
-def training_columns(batch: StepBatch, rows: Batch | None, ranks: int) -> dict[str, Any]:
-    """Return columns of ``batch.all_rows`` about the training on ``rows``, from :func:`assign_updates`; None if nothing
-    is trained.
+def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return columns of ``batch.all_rows`` about the training on ``rows``, which :func:`assign_updates` returned; None:
+    nothing is trained. ``ranks`` are the first workers of the policy's replicas; none if it is not updated.
 
     ``mark`` is empty for a row that is trained on; else ``failed``, ``filtered``, ``masked`` or ``dropped``, and
     ``reason`` says why. ``advantage`` is the mean over the row's action tokens, NaN without one; ``update`` numbers the
@@ -155,35 +155,50 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: int) -> dict[s
     update, rank = (np.full(len(everything), -1) for _ in range(2))
     advantage = np.full(len(everything), np.nan)
     if rows is not None:
-        update[:count] = rows.dense("update")
-        for number, part in enumerate(batch.balance(ranks, rows.dense("update"))):
-            rank[list(part)] = number
         advantage[:count] = _mean_advantage(rows)
-    rank[update < 0] = -1
-    errors = everything.objects("error") if "error" in everything else [None] * len(everything)
-    masked = batch.train_rows.dense("masked") if "masked" in batch.train_rows else np.zeros(count, dtype=bool)
-    may_train = ~np.isnan(batch.train_rows.dense("reward")) if len(batch.train_rows) else np.zeros(count, dtype=bool)
-    has_reward = ~np.isnan(everything.dense("reward")) if "reward" in everything else np.zeros(len(everything), bool)
-    marks = []
-    for row, error in enumerate(errors):
-        if not has_reward[row]:
-            marks.append(("failed", error or "it has no reward"))
-        elif row >= count:
-            marks.append(("filtered", "the rewards of its group are equal"))
-        elif masked[row]:
-            marks.append(("masked", "its completion was cut off"))
-        elif update[row] < 0:
-            marks.append(
-                ("dropped", "it has no weight in the loss" if may_train[row] else "a sample of its group failed")
-            )
-        else:
-            marks.append(("", ""))
+        if ranks:
+            update[:count] = rows.dense("update")
+            for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
+                rank[list(part)] = number
+            rank[update < 0] = -1
+    marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
     return {
         **{"advantage": advantage, "update": update, "rank": rank},
         **{"mark": [mark for mark, _ in marks], "reason": [reason for _, reason in marks]},
         "completion_tokens": everything.dense("action_tokens"),
         "prompt_tokens": everything.dense("token_count") - everything.dense("action_tokens"),
     }
+
+
+def _reasons(batch: StepBatch, rows: Batch | None) -> Iterator[tuple[str, str]]:
+    """Yield why each row of ``batch.all_rows`` would not be trained on, as ``mark`` and ``reason``."""
+    everything, count = batch.all_rows, len(batch.scored)
+    errors = everything.objects("error") if "error" in everything else [None] * len(everything)
+    has_failed = is_unscored(everything)
+    train_rows = batch.train_rows if len(batch.train_rows) else batch.scored
+    masked, may_train = find_masked(train_rows), ~is_unscored(train_rows)
+    is_planned = rows.dense("update") >= 0 if rows is not None else np.zeros(count, dtype=np.bool_)
+    is_varied = _find_varied_rows(everything) if batch.filtered else np.zeros(count, dtype=np.bool_)
+    for row, error in enumerate(errors):
+        if has_failed[row] and (error or row >= count or not may_train[row]):
+            yield "failed", error or "it has no reward"
+        elif row >= count and not is_varied[row]:
+            yield "filtered", "the rewards of its group are equal"
+        elif row >= count or not may_train[row]:
+            yield "dropped", "a sample of its group failed"
+        elif masked[row]:
+            yield "masked", "its completion was cut off"
+        else:
+            yield "dropped", "only the critic was trained" if is_planned[row] else "it has no weight in the loss"
+
+
+def _find_varied_rows(rows: Batch) -> npt.NDArray[np.bool_]:
+    """Return ``[rows]``: True if the rewards of the row's group, without failed samples, differ."""
+    samples = SampleView.of(rows)
+    _, first = np.unique(samples.of_row, return_index=True)
+    keys = np.stack([rows.dense("prompt_id"), rows.dense("retry")])[:, first]
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    return find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
 
 
 def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
@@ -233,30 +248,29 @@ class SampleLog:
             self._touch(SAMPLES)
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
 
-    def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: int = 1) -> None:
+    def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
         """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
-        ``ranks``."""
-        numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
-        numbers = numbers.with_columns(**training_columns(batch, trained, ranks))
+        ``ranks``, see :func:`training_columns`."""
         excerpt = self._run_log.excerpt(step)
         limit = max(excerpt.samples, excerpt.printed, excerpt.table)
-        chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
-        if not chosen:
+        if not limit:
             return
-        is_detailed = numbers.dense("trajectory") < excerpt.tokens
-        numbers = numbers.with_columns(detailed=is_detailed, **_token_values(trained, is_detailed)).take(chosen)
-        places = tuple(rows[row] for row in chosen)
-        texts, tokens = self._texts(batch.rollouts), None
-        if is_detailed.any():
-            places_of_tokens = [place for place, row in zip(places, chosen, strict=True) if is_detailed[row]]
-            tokens = self._rollouts.token_columns(Shard(batch.rollouts, rows=places_of_tokens))
+        numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
+        is_detailed = numbers.dense("trajectory") < min(excerpt.tokens, excerpt.samples)
+        numbers = numbers.with_columns(
+            **training_columns(batch, trained, ranks), detailed=is_detailed, **_token_values(trained, is_detailed)
+        )
+        chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
+        numbers, places = numbers.take(chosen), tuple(rows[row] for row in chosen)
+        texts = self._texts(batch.rollouts)
+        tokens = self._tokens(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
         if self._is_local:
             fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
             values = tokens.result()[0] if tokens is not None else None  # waits: likewise
             self._run_log.write_samples(step, format_rows(numbers, fetched, values))
             return
-        place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, tokens)
+        place, further = (self._folder / SAMPLES, step, self._end), () if tokens is None else (tokens,)
+        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *further)
         self._end = written.end
         self._run_log.show_samples(step, written)
 
@@ -278,6 +292,13 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
+
+    def _tokens(self, rollouts: Pending, rows: Sequence[int]) -> Pending | None:
+        """Return the tokens of some rows; None without rows, or if the user's rollouts do not report tokens."""
+        if not rows or not hasattr(self._rollouts.workload_class, "token_columns"):
+            return None
+        pending: Pending = self._rollouts.token_columns(Shard(rollouts, rows=rows))
+        return pending
 
     def _touch(self, name: str) -> Path:
         file = Path(self._folder / name)

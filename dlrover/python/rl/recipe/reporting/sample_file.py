@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -66,11 +67,14 @@ def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> It
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
     ordered = joined.select(*first, *(name for name in joined.columns if name not in (*first, "digest")))
-    detail = iter(tokens.row(row) for row in range(len(tokens))) if tokens is not None else iter(())
+    detail = iter(tokens.row(row) for row in range(len(tokens))) if tokens is not None else None
     for row in range(len(ordered)):
         values = ordered.row(row)
-        if values.pop("detailed", False):
+        is_detailed = values.pop("detailed", False)
+        if is_detailed and detail is not None:
             values |= _of_tokens(values, next(detail))
+        elif is_detailed:
+            values = {name: value for name, value in values.items() if not name.startswith("token_")}
         plain = {name: each.item() if isinstance(each, np.generic) else each for name, each in values.items()}
         yield {name: each for name, each in plain.items() if each is not None or not name.startswith("token_")}
 
@@ -159,8 +163,9 @@ def _newest_part(file: Path) -> Path | None:
 
 def _first_step(file: Path) -> float:
     """Return the step of a file's first line, infinity without one."""
-    with open(file, "rb") as lines:
+    with suppress(FileNotFoundError), open(file, "rb") as lines:  # absent: a worker died in _end_part
         return _step_of(lines.readline()) or math.inf
+    return math.inf
 
 
 def _end_part(file: Path) -> None:
@@ -211,10 +216,12 @@ def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
 def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
     shown = []
     for name, value in row.items():
+        if value in (None, "") or name in ("tokens", "rank", "update") or name.startswith("token_"):
+            continue
         text = str(value)
         line = repr(text)[1:-1]
         cut = line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
-        shown += [] if value is None else [f"{name} {cut}"]
+        shown.append(f"{name} {cut}")
     return "  ".join(shown)
 
 
@@ -228,7 +235,12 @@ def _encode(text: str) -> bytes:
 
 
 def replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinities, which JSON does not have, by None."""
+    """Replace NaN and infinities, which JSON does not have, by None, also in lists of tokens' values."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+        name: [_finite(each) for each in value] if name.startswith("token_") else _finite(value)
+        for name, value in row.items()
     }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

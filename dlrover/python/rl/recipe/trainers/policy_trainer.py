@@ -161,27 +161,36 @@ class PolicyTrainer(RecipeTrainer):
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows for the algorithm; raises DataError after too many steps without any reward."""
-        try:
-            self.reward_failures.update(step, batch.all_rows)
-        except DataError:
-            self.sample_log.write_step(step, batch)
-            raise
+        self.count_failures(step, batch, batch.all_rows)
         rows = rewards.mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
             rows = rows.with_columns(masked=rewards.find_cut(rows))
         self.warnings.note_rewards(step, rows)
         return replace(batch, train_rows=rows)
 
+    def count_failures(self, step: int, batch: StepBatch, rows: Batch) -> None:
+        """Count a step without any reward among ``rows``. Raises DataError after too many, with the samples in the
+        file."""
+        try:
+            self.reward_failures.update(step, rows)
+        except DataError:
+            self.sample_log.write_step(step, batch)
+            raise
+
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. Raises NonFiniteUpdate with the samples' names."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
         with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
             if not rewards.is_unscored(batch.train_rows).all():
-                aux = self.compute_aux_outputs(batch)
-                rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
+                try:
+                    aux = self.compute_aux_outputs(batch)
+                    rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
+                except Exception:
+                    self.sample_log.write_step(step, batch)
+                    raise
                 if rows.dense("weight").any():
                     planned, _ = self.plan_updates(rows)
-                    self.sample_log.write_step(step, batch, planned, self.RG_ACTOR.data_parallel_size)
+                    self.sample_log.write_step(step, batch, planned, self.policy_ranks(step))
                     return self.update(step, batch, rows, aux)
         self.sample_log.write_step(step, batch)
         _LOG.warning("step %d: no sample has a weight in the loss, so nothing is updated", step)
@@ -270,6 +279,10 @@ class PolicyTrainer(RecipeTrainer):
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # before any update the ratio is to the rollouts' policy
         return {_log_name(name): value for name, value in metrics.items()}
+
+    def policy_ranks(self, step: int) -> range:
+        """Return the first worker of each replica of the policy; none if the step does not update it."""
+        return range(0, len(self.RG_ACTOR), len(self.RG_ACTOR) // self.RG_ACTOR.data_parallel_size)
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
