@@ -218,6 +218,7 @@ ALLOWED = {
     "engine/weight_sync/cuda_ipc.py: pickle.loads": "a handle from a process of this user, by the kernel's word",
     "recipe/scripts.py: pickle.load": "in the child: the config that its parent sends",
     "common/by_value.py: pickle.loads": "a script's own functions, in a private folder of this run",
+    "page/run_data.py: yaml.load": "a job's description, by the safe loader in C",
     "master/client/supervisor.py: cloudpickle.loads": "in the child: the job that its parent has checked",
 }
 

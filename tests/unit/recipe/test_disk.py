@@ -117,7 +117,7 @@ def test_log_is_written_whole_through_full_disks(disk, relief):
     assert (disk.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert read_json(disk.folder / "summary.json")["what"] == "x" * 9000
     waited = {line.split()[4].rstrip(";").rpartition("/")[2] for line in relief.messages}
-    assert {"samples.jsonl", "metrics.jsonl", "held_out.jsonl", "summary.json", "reward.png"} <= waited
+    assert {"samples.jsonl", "metrics.jsonl", "step-000001.jsonl", "summary.json", "reward.png"} <= waited
 
 
 def test_model_is_saved_once_there_is_room(disk, relief, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from dlrover.python.rl.common.names import TRAINER_ID
 from dlrover.python.rl.common.spans import SpanFile
-from dlrover.python.rl.runtime.run.trainer_spans import RecordedPort
+from dlrover.python.rl.runtime.trainer_spans import RecordedPort
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from tests.support.manual_clock import ManualClock

@@ -132,7 +132,7 @@ def test_impossible_engine_is_refused(session, model, make, message):
 
 
 class Saves(TwoLayers):
-    """Has methods that those of the engine and of the process would hide."""
+    """Has methods whose names the engine and the process use too."""
 
     def save(self):
         pass

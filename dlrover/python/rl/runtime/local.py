@@ -44,7 +44,7 @@ from dlrover.python.rl.runtime.member.loading import (
     restore_environment,
     starting,
 )
-from dlrover.python.rl.runtime.run.trainer_spans import RecordedPort
+from dlrover.python.rl.runtime.trainer_spans import RecordedPort
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
     Call,

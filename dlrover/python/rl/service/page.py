@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the service's jobs: that of ``view``, behind the service's tokens; every role may look."""
+"""The page of the service's jobs: the same as ``view``'s, behind the service's tokens; every role may look."""
 
 import asyncio
 from pathlib import Path
@@ -37,9 +37,9 @@ class ServiceRuns(RunFolders):
         rows = []
         for record in self.records():
             run_id = _id_of(record)
-            known = runs[run_id].row() if run_id in runs else _EMPTY
+            values = runs[run_id].row() if run_id in runs else _EMPTY
             shared = {"id": run_id, "name": record.name, "owner": record.owner, "phase": record.phase.value}
-            rows.append({**known, **shared, "reason": record.reason, "total_steps": record.total_steps})
+            rows.append({**values, **shared, "reason": record.reason, "total_steps": record.total_steps})
         return rows
 
 

@@ -64,8 +64,8 @@ def test_continued_states_are_one_sequence_of_the_engines_ids():
 
 
 def test_prompt_without_extra_info_has_an_empty_one():
-    given, none = (fetched(word, info).objects("extra_info") for info in ({}, None))
-    assert given == none
+    empty, none = (fetched(word, info).objects("extra_info") for info in ({}, None))
+    assert empty == none
 
 
 def test_reward_of_a_sample_is_summed_without_rounding():

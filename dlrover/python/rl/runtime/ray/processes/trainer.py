@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.progress import format_step
-from dlrover.python.rl.runtime.run.trainer_spans import RecordedPort
+from dlrover.python.rl.runtime.trainer_spans import RecordedPort
 from dlrover.python.rl.trainer.port import Recovery, Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 
