@@ -116,7 +116,7 @@ function workers(members, id) {
   const nodeOf = (member) => member.node || "no node";
   return [...new Set(members.map(nodeOf))].map((node) => {
     const cells = members.filter((member) => nodeOf(member) === node).map((member) => memberCell(member, id));
-    const heading = h("h3", null, node, quiet(` ${cells.length} processes`));
+    const heading = h("h3", null, node, quiet(` ${cells.length} ${cells.length > 1 ? "processes" : "process"}`));
     return h("section", { "data-key": node }, heading, h("ul", { class: "grid" }, cells));
   });
 }
