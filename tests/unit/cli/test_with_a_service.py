@@ -151,7 +151,7 @@ def test_explain_has_the_time_failures_and_log_of_a_job(desk):
     state = json.loads(desk("explain", "job", "--json"))
     assert [each["message"] for each in state["failures"]] == words
     assert (state["phase"], state["marks"]) == ("failed", []), "the folder is the service's"
-    assert json.loads(desk("wait", "job", "--json", code=1))["phase"] == "failed"
+    assert json.loads(desk("wait", "job", "--json", code=1).splitlines()[0])["phase"] == "failed"
 
 
 def test_list_counts_the_older_jobs_left_out(desk, monkeypatch):
@@ -255,7 +255,7 @@ def test_taken_metrics_port_is_refused_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobConflict, match=f"^cannot serve metrics at 127.0.0.1:{port}: Address already in use$"):
-            serve._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
+            serve._metrics(CollectorRegistry(), ("127.0.0.1", port), "", None, None)
     served = serve._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
     served.close()
 
