@@ -256,7 +256,7 @@ def test_taken_metrics_port_is_refused_in_one_line():
         port = taken.getsockname()[1]
         with pytest.raises(JobConflict, match=f"^cannot serve metrics at 127.0.0.1:{port}: Address already in use$"):
             serve._metrics(CollectorRegistry(), ("127.0.0.1", port), "", None, None)
-    served = serve._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
+    served = serve._metrics(CollectorRegistry(), ("127.0.0.1", 0), "", None, None)
     served.close()
 
 
