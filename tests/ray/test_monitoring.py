@@ -174,7 +174,8 @@ def kill_masters(service):
 
 @pytest.mark.parametrize("every", ["1s", "15s"])
 def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, tools, every):
-    service = desk.start("serve", "--root", ".", "--cpus", "6", "--port", "0", "--metrics-port", "0")
+    (tmp_path / "root").mkdir()
+    service = desk.start("serve", "--root", "root", "--cpus", "6", "--port", "0", "--metrics-port", "0")
     wait_for(lambda: service.has_said("serving at"), 120)
     address = re.search(r"metrics at http://(\S+)/metrics", service.said())[1]
     scraped = [{"job_name": "dlrover-rl", "static_configs": [{"targets": [address]}]}]
