@@ -158,7 +158,8 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int])
         advantage[:count] = _mean_advantage(rows)
         if ranks:
             update[:count] = rows.dense("update")
-            for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
+            parts = batch.balance(len(ranks), rows.dense("update")) if len(ranks) > 1 else [range(count)]
+            for number, part in zip(ranks, parts, strict=True):
                 rank[list(part)] = number
             rank[update < 0] = -1
     marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
@@ -261,7 +262,8 @@ class SampleLog:
             **training_columns(batch, trained, ranks), detailed=is_detailed, **_token_values(trained, is_detailed)
         )
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
-        numbers, places = numbers.take(chosen), tuple(rows[row] for row in chosen)
+        numbers = numbers.take(chosen) if len(chosen) < len(numbers) else numbers
+        places = tuple(rows[row] for row in chosen)
         texts = self._texts(batch.rollouts)
         tokens = self._tokens(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
         if self._is_local:
