@@ -158,8 +158,7 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int])
         advantage[:count] = _mean_advantage(rows)
         if ranks:
             update[:count] = rows.dense("update")
-            parts = batch.balance(len(ranks), rows.dense("update")) if len(ranks) > 1 else [range(count)]
-            for number, part in zip(ranks, parts, strict=True):
+            for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
                 rank[list(part)] = number
             rank[update < 0] = -1
     marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
@@ -271,7 +270,8 @@ class SampleLog:
             values = tokens.result()[0] if tokens is not None else None  # waits: likewise
             self._run_log.write_samples(step, format_rows(numbers, fetched, values))
             return
-        place, further = (self._folder / SAMPLES, step, self._end), () if tokens is None else (tokens,)
+        place = self._folder / SAMPLES, step, self._end
+        further = () if tokens is None else (tokens,)
         (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *further)
         self._end = written.end
         self._run_log.show_samples(step, written)
