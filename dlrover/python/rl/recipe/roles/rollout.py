@@ -181,11 +181,13 @@ class RolloutWorkload(EngineWorkload):
         numbers: Batch,
         texts: Batch,
         excerpt: sample_file.Excerpt,
-        tokens: list[Batch] | None = None,
+        detailed: Batch | None = None,
     ) -> sample_file.Written:
-        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte."""
+        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte. The
+        tokens of ``detailed``, rows of rollouts, are written too."""
         file, step, at = place
-        rows = sample_file.format_rows(numbers, texts, Batch.concat(tokens) if tokens else None)
+        tokens = self.token_columns(detailed) if detailed is not None else None
+        rows = sample_file.format_rows(numbers, texts, tokens)
         return sample_file.write_step(file, step, rows, excerpt, at)
 
     @trainer_invocation(target="RANK0")
