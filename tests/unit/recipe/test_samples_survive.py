@@ -32,12 +32,12 @@ class TornRollout(RolloutWorkload):
     then = None
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, place, numbers, texts, excerpt, tokens=None):
+    def write_samples(self, place, numbers, texts, excerpt, detailed=None):
         then, (file, step, at) = type(self).then, place
         if then is None or step < 2:
-            return super().write_samples(place, numbers, texts, excerpt, tokens)
+            return super().write_samples(place, numbers, texts, excerpt, detailed)
         type(self).then = None
-        write_step(file, step, list(format_rows(numbers, texts, Batch.concat(tokens)))[:5], excerpt, at)
+        write_step(file, step, list(format_rows(numbers, texts, self.token_columns(detailed)))[:5], excerpt, at)
         os.truncate(file, file.stat().st_size - 10)
         return then()
 

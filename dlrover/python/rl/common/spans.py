@@ -32,6 +32,7 @@ _FLUSH_S = 1.0
 _MOST_LINES = 10_000  # in memory, while the disk does not answer
 _MB = 1_000_000
 _AT_ONCE = DiskWait(0.0, 0.0, 0.0)
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class SpanFile:
@@ -100,7 +101,7 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    return "".join(f"{json.dumps([*map(_rounded, line)], separators=(',', ':'))}\n" for line in lines).encode()
+    return "".join(f"{_JSON.encode([*map(_rounded, line)])}\n" for line in lines).encode()
 
 
 def _rounded(value: Any) -> Any:

@@ -95,6 +95,8 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> tuple[t
         raise ValueError(f"groups and together must be positive, not {groups} and {together}")
     if len(lengths) % together:
         raise DataError(f"{len(lengths)} rows are not a multiple of {together}, which stay together")
+    if groups == 1:
+        return (tuple(range(len(lengths))),)
     items = [sum(lengths[at : at + together]) for at in range(0, len(lengths), together)]
     order = sorted(range(len(items)), key=lambda item: -items[item])
     ways = (largest_differencing(items, groups), lightest_first(order, items, groups))

@@ -152,7 +152,7 @@ def test_repeated_step_has_its_lines_once(tmp_path):
     trainer = SimpleNamespace(RG_ROLLOUT=rollouts, job_dir=tmp_path, run_log=log, results_dir=Path(tmp_path))
     rollouts.workload_class = object
     samples = SampleLog(trainer, None)
-    assert samples._tokens(Pending([]), [0]) is None, "a user's rollouts without tokens"
+    assert samples._detailed(Pending([]), [0]) == (), "a user's rollouts without tokens"
     samples.load_state_dict({"end": 60})
     samples.begin_step(5)
     assert calls == [(tmp_path / "samples.jsonl", 5, 60)]

@@ -261,16 +261,17 @@ class SampleLog:
             **training_columns(batch, trained, ranks), detailed=is_detailed, **_token_values(trained, is_detailed)
         )
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
-        numbers, places = numbers.take(chosen), tuple(rows[row] for row in chosen)
+        numbers = numbers.take(chosen) if len(chosen) < len(numbers) else numbers
+        places = tuple(rows[row] for row in chosen)
         texts = self._texts(batch.rollouts)
-        tokens = self._tokens(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
+        detailed = self._detailed(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
         if self._is_local:
             fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
-            values = tokens.result()[0] if tokens is not None else None  # waits: likewise
-            self._run_log.write_samples(step, format_rows(numbers, fetched, values))
+            tokens = self._rollouts.token_columns(*detailed).result() if detailed else [None]  # waits: likewise
+            self._run_log.write_samples(step, format_rows(numbers, fetched, tokens[0]))
             return
-        place, further = (self._folder / SAMPLES, step, self._end), () if tokens is None else (tokens,)
-        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *further)
+        place = self._folder / SAMPLES, step, self._end
+        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *detailed)
         self._end = written.end
         self._run_log.show_samples(step, written)
 
@@ -293,12 +294,10 @@ class SampleLog:
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
 
-    def _tokens(self, rollouts: Pending, rows: Sequence[int]) -> Pending | None:
-        """Return the tokens of some rows; None without rows, or if the user's rollouts do not report tokens."""
-        if not rows or not hasattr(self._rollouts.workload_class, "token_columns"):
-            return None
-        pending: Pending = self._rollouts.token_columns(Shard(rollouts, rows=rows))
-        return pending
+    def _detailed(self, rollouts: Pending, rows: Sequence[int]) -> tuple[Shard, ...]:
+        """Return the rows whose tokens are written, as one argument; none if the user's rollouts do not report them."""
+        has_tokens = hasattr(self._rollouts.workload_class, "token_columns")
+        return (Shard(rollouts, rows=rows),) if rows and has_tokens else ()
 
     def _touch(self, name: str) -> Path:
         file = Path(self._folder / name)

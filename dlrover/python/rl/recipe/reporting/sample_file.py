@@ -39,6 +39,7 @@ NUMBERS = (
 
 PART_BYTES = 64 << 20  # above which the next step begins a new file
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=np.generic.item)
 _TABLE = (*TEXTS, "reward", "score", "error")
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
@@ -64,29 +65,27 @@ def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> It
     """Yield plain rows, columns in the files' order. Rows that are ``detailed`` have lists for their completion's
     ``tokens``, whose rows are in the same order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
-    joined = numbers.with_columns(**texts.columns)
+    joined = {**numbers.columns, **texts.columns}
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
-    ordered = joined.select(*first, *(name for name in joined.columns if name not in (*first, "digest")))
+    names = [*first, *(name for name in joined if name not in (*first, "digest"))]
+    columns = [each.tolist() if isinstance(each := joined[name], np.ndarray) else each for name in names]
+    token_names = [name for name in names if name.startswith("token_")]
     detail = iter(tokens.row(row) for row in range(len(tokens))) if tokens is not None else None
-    for row in range(len(ordered)):
-        values = ordered.row(row)
-        is_detailed = values.pop("detailed", False)
-        if is_detailed and detail is not None:
-            values |= _of_tokens(values, next(detail))
-        elif is_detailed:
-            values = {name: value for name, value in values.items() if not name.startswith("token_")}
-        plain = {name: each.item() if isinstance(each, np.generic) else each for name, each in values.items()}
-        yield {name: each for name, each in plain.items() if each is not None or not name.startswith("token_")}
+    for row in zip(*columns, strict=True):
+        values = dict(zip(names, row, strict=True))
+        lists = {name: value for name in token_names if (value := values.pop(name)) is not None}
+        if values.pop("detailed", False) and detail is not None:
+            values |= _of_tokens(lists, next(detail))
+        yield values
 
 
 def _of_tokens(values: Mapping[str, Any], tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lists of a completion's tokens, of a row's values for the whole sequence or for all tokens."""
+    """Return the lists of a completion's tokens; ``values`` has a list for the whole sequence or one for all tokens."""
     mask, count = tokens["action_mask"], len(tokens["tokens"])
     lists = {name: tokens[name] for name in ("tokens", "token_logprobs")}
     for name, value in values.items():
-        if name.startswith("token_") and value is not None:
-            whole = value if isinstance(value, list) else [value] * len(mask)
-            lists[name] = [each for each, is_action in zip(whole, mask, strict=True) if is_action]
+        whole = value if isinstance(value, list) else [value] * len(mask)
+        lists[name] = [each for each, is_action in zip(whole, mask, strict=True) if is_action]
     assert all(len(each) == count for each in lists.values()), "one value per token"
     return lists
 
@@ -226,7 +225,11 @@ def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
 
 
 def format_line(row: Mapping[str, Any]) -> bytes:
-    return _encode(json.dumps(replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+    try:
+        line = _JSON.encode(row)
+    except ValueError:  # a number that is not finite: few rows have one
+        line = _JSON.encode(replace_non_finite(row))
+    return _encode(f"{line}\n")
 
 
 def _encode(text: str) -> bytes:

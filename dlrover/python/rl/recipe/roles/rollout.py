@@ -3,8 +3,9 @@
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from dlrover.python.rl.trainer.workload import trainer_invocation
 _LOG = get_logger(__name__)
 
 _ONE_COMPLETION = RolloutConfig()
+_MOST_TOKENS = 1 << 16  # whose texts a worker remembers
 
 
 class RolloutWorkload(EngineWorkload):
@@ -179,11 +181,13 @@ class RolloutWorkload(EngineWorkload):
         numbers: Batch,
         texts: Batch,
         excerpt: sample_file.Excerpt,
-        tokens: list[Batch] | None = None,
+        detailed: Batch | None = None,
     ) -> sample_file.Written:
-        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte."""
+        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte. The
+        tokens of ``detailed``, rows of rollouts, are written too."""
         file, step, at = place
-        rows = sample_file.format_rows(numbers, texts, Batch.concat(tokens) if tokens else None)
+        tokens = self.token_columns(detailed) if detailed is not None else None
+        rows = sample_file.format_rows(numbers, texts, tokens)
         return sample_file.write_step(file, step, rows, excerpt, at)
 
     @trainer_invocation(target="RANK0")
@@ -192,15 +196,20 @@ class RolloutWorkload(EngineWorkload):
         _require_file(file)
         sample_file.write_evaluation(file, step, sample_file.format_rows(numbers, texts))
 
+    @cached_property
+    def _text_of_token(self) -> Callable[[int], str]:
+        decode = self._engine.tokenizer.decode
+        return lru_cache(_MOST_TOKENS)(lambda token: decode([token]))
+
     @trainer_invocation(target="RANK0", blocking=False)
     def token_columns(self, rollouts: Batch) -> Batch:
         """Return the completions' tokens, one list a row: ``tokens`` (texts), ``token_logprobs`` (when sampled), and
         ``action_mask`` of the whole row."""
         masks, tokens, logprobs = (rollouts.ragged(name) for name in ("action_mask", "tokens", "logprobs"))
-        decode = self._engine.tokenizer.decode
+        decode = self._text_of_token
         return Batch(
             {
-                "tokens": [[decode([token]) for token in row[mask]] for row, mask in zip(tokens, masks, strict=True)],
+                "tokens": [[*map(decode, row[mask].tolist())] for row, mask in zip(tokens, masks, strict=True)],
                 "token_logprobs": [row[mask].tolist() for row, mask in zip(logprobs, masks, strict=True)],
                 "action_mask": [mask.tolist() for mask in masks],
             }
