@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from dlrover.python.rl.cli.commands import cli
 from tests.support.run_folder import write_run
 
+pytestmark = pytest.mark.usefixtures("kept_logger")
+
 
 @pytest.fixture
 def run_verb(tmp_path):
