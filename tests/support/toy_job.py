@@ -175,6 +175,12 @@ class Worker(BaseWorkload):
         raise RuntimeError(f"it fails as it was told to, with {secrets}\n{secrets['config'].get('pem')}")
 
 
+class Sampler(Worker):
+    """ROLLOUT without a state, which can be resized."""
+
+    state_dict = BaseWorkload.state_dict
+
+
 class Team(Worker):
     """ACTOR whose ranks recover together."""
 
