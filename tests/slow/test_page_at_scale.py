@@ -105,6 +105,7 @@ def test_samples_of_any_step_are_shown_at_once(large_run):
     random_ = random.Random(11)
     steps = [1, STEPS, *(random_.randrange(1, STEPS) for _ in range(8))]
     with served(large_run) as (address, pid):
+        ask(address, "diff")  # the server is up
         for step in steps:
             answer, seconds = ask(address, "samples", id=".", step=step, sort="reward", order="desc", limit=50)
             assert (answer["total"], answer["step"], answer["last"]) == (SAMPLES, step, STEPS)

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -282,12 +283,12 @@ class RunView:
 
     def _cache(self, name: str, patterns: Sequence[str], read: Callable[[], Any]) -> Any:
         """Return what ``read`` returned when the files that match ``patterns`` were last changed."""
-        files = [path for pattern in patterns for path in sorted(self.folder.glob(pattern))]
         state = []
-        for path in files:
-            with suppress(OSError):
-                stat = path.stat()
-                state.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        with suppress(OSError):
+            for name_of_file in sorted(os.listdir(self.folder)):
+                if any(fnmatchcase(name_of_file, pattern) for pattern in patterns):
+                    stat = os.stat(self.folder / name_of_file)
+                    state.append((name_of_file, stat.st_ino, stat.st_size, stat.st_mtime_ns))
         if name not in self._cached or self._cached[name][0] != state:
             self._cached[name] = state, read()
         return self._cached[name][1]

@@ -100,7 +100,7 @@ def test_each_row_says_what_training_did_with_it():
     train = scored.with_columns(
         reward=np.array([1.0, 0.0, nan, nan, 1.0, 0.0]), masked=np.array([0, 0, 0, 0, 1, 0], dtype=bool)
     )
-    filtered = numbers_of([1.0, 1.0], [None, None])
+    filtered = numbers_of([1.0, 1.0], [None, None]).with_columns(prompt_id=np.array([9, 9]))
     batch = StepBatch(Pending([]), tuple(range(6)), scored, 3, 8, (filtered,), (6, 7), train)
     advantage = Ragged.from_rows([[0, 0, value, value, value] for value in (0.5, -0.5, 0.0, 0.0, 1.0, -1.0)])
     planned = train.with_columns(advantage=advantage, update=np.array([0, 1, -1, -1, -1, 0]))

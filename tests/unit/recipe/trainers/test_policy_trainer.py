@@ -64,7 +64,7 @@ def test_samples_are_written_before_an_error_of_the_step():
 
     trainer = SimpleNamespace(
         run_log=SimpleNamespace(write_refused=None),
-        offending_samples=None,
+        offending_samples=lambda batch: [],
         compute_aux_outputs=refuse,
         sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
     )
@@ -283,6 +283,5 @@ def test_sample_with_a_finished_last_turn_is_not_cut():
 def test_truncated_samples_are_masked_if_asked(mask_truncated):
     rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))
     cfg = PolicyConfig(model="m", rollout=RolloutConfig(mask_truncated=mask_truncated))
-    failures = SimpleNamespace(update=lambda step, rows: None)
-    trainer = SimpleNamespace(cfg=cfg, reward_failures=failures, warnings=StepWarnings(True, 64))
+    trainer = SimpleNamespace(cfg=cfg, count_failures=lambda *_: None, warnings=StepWarnings(True, 64))
     assert find_masked(PolicyTrainer.score(trainer, 1, step_of(rows)).train_rows).tolist() == [False, mask_truncated]
