@@ -43,7 +43,7 @@ def test_packages_are_those_of_the_layers():
 def test_make_looks_for_every_test_on_ray():
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     (named,) = re.findall(r"^ON_RAY := (.*)$", makefile, re.MULTILINE)
-    looked = tuple(str(REPOSITORY / name) for name in (*named.split(), "tests/slow", "tests/chaos"))
+    looked = tuple(str(REPOSITORY / name) for name in (*named.split(), "tests/slow", "tests/chaos", "tests/page"))
     files = (REPOSITORY / "tests").rglob("test_*.py")
     marked = [str(file) for file in files if re.search(r"mark\.ray\b", file.read_text(encoding="utf-8"))]
     assert [name for name in marked if not name.startswith(looked)] == []
