@@ -55,6 +55,8 @@ def test_page_refuses_a_wrong_question_in_one_line(client, query, status, messag
 def test_page_confines_itself_and_other_sites(client):
     assert "default-src 'none'" in client.get("/").headers["content-security-policy"]
     assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403
+    named = TestClient(create_app(RunFolders([]), names=["proxy.example"]), base_url=HOST)
+    assert named.get("/api/runs", headers={"Host": "proxy.example"}).status_code == 200
     assert client.get("/api/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
     assert client.get("/static/..%2fapp.py").status_code == 404
 

@@ -39,8 +39,9 @@ _LAST = 3  # steps of a trace by default
 @click.argument("names_or_dirs", nargs=-1, metavar="[RUN]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="A loopback address: there are no passwords.")
 @click.option("--port", type=click.IntRange(0, 65535), default=_PORT, show_default=True, help="0: any free port.")
+@click.option("--name", "names", multiple=True, help="A proxy's host name, by which the page is reached; repeatable.")
 @click.option("--export", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write one HTML file instead.")
-def view(names_or_dirs: tuple[str, ...], host: str, port: int, file: Path | None) -> None:
+def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str, ...], file: Path | None) -> None:
     """Serve a page with runs on this machine: curves, recoveries, steps, samples, logs.
 
     RUN is a run's folder, a job's name below ./runs, or a folder of runs; the default is ./runs."""
@@ -48,7 +49,7 @@ def view(names_or_dirs: tuple[str, ...], host: str, port: int, file: Path | None
 
     folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
     if file is None:
-        serve_page(folders, host, port)
+        serve_page(folders, host, port, names)
         return
     if len(folders) != 1:
         raise InvalidJob([ConfigError("--export", "writes one run: name it")])

@@ -8,7 +8,7 @@ must name loopback, which keeps out pages whose names were rebound to it.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -73,9 +73,10 @@ def create_app(
     runs: RunFolders,
     check: Callable[[str], object] | None = None,
     may_fail: Callable[[str], bool] = lambda address: True,
+    names: Collection[str] = (),
 ) -> Starlette:
     """Return the application, behind :class:`~dlrover.python.rl.page.login.LoginGate` if there is a ``check`` of
-    tokens."""
+    tokens. On loopback the ``Host`` header may also be one of ``names``, those of proxies."""
     streams = asyncio.BoundedSemaphore(_MOST_STREAMS)
 
     async def index(request: Request) -> Response:
@@ -120,7 +121,7 @@ def create_app(
         Route("/api/{name}", answer),
     ]
     gate = [Middleware(LoginGate, check=check, may_fail=may_fail)] if check is not None else []
-    layers = [Middleware(PageHeaders), *gate, Middleware(GZipMiddleware, minimum_size=2000)]
+    layers = [Middleware(PageHeaders, names=names), *gate, Middleware(GZipMiddleware, minimum_size=2000)]
     return Starlette(routes=routes, middleware=layers, exception_handlers={DLRoverRLError: _refuse})
 
 
@@ -147,8 +148,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
 class PageHeaders:
     """Refuses requests that a page of another site caused, and adds the headers that confine this one."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,7 +159,8 @@ class PageHeaders:
         host = headers.get(b"host", "").rpartition(":")[0].strip("[]") or headers.get(b"host", "")
         server = (scope.get("server") or ("", 0))[0]
         is_foreign = headers.get(b"sec-fetch-site", "none") not in ("none", "same-origin")
-        if (is_loopback(server) and not is_loopback(host)) or (is_foreign and scope["path"].startswith("/api")):
+        is_rebound = is_loopback(server) and not is_loopback(host) and host not in self._names
+        if is_rebound or (is_foreign and scope["path"].startswith("/api")):
             refusal = JSONResponse({"error": f"this page is not served under the name '{host[:100]}'"}, 403)
             await refusal(scope, receive, send)
             return

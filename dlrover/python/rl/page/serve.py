@@ -3,7 +3,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dlrover.python.rl.page.app import create_app
 from dlrover.python.rl.page.run_data import RunFolders
 
 
-def serve_page(folders: Mapping[str, Path], host: str, port: int) -> None:
+def serve_page(folders: Mapping[str, Path], host: str, port: int, names: Collection[str] = ()) -> None:
     """Serve the runs in ``folders``. Raises InvalidJob beyond loopback, JobConflict if the port is taken."""
     if not is_loopback(host):
         message = "is beyond loopback, where the page would need tokens: use an SSH tunnel, or the job service's page"
@@ -27,7 +27,7 @@ def serve_page(folders: Mapping[str, Path], host: str, port: int) -> None:
         runs = RunFolders(list(folders.values()))
         shown = f"[{host}]" if ":" in host else host
         echo(f"http://{shown}:{listener.getsockname()[1]}/  {len(runs.all())} runs; Ctrl-C ends the page", err=True)
-        uvicorn.Server(_config(create_app(runs))).run(sockets=[listener])
+        uvicorn.Server(_config(create_app(runs, names=names))).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
