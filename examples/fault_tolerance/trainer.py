@@ -10,12 +10,12 @@ class DurableTrainer(BaseTrainer):
     """Roles ACTOR (one worker) and ROLLOUT (any number)."""
 
     def init(self) -> None:
-        """Repeated in every process that takes another's place: the same calls in the same order."""
+        """Make the same calls in the same order each time: every process that replaces another repeats them."""
         self.RG_ACTOR.init_model(len(self.config.payouts))
         self.state["rewards"] = []
 
     def fit(self) -> None:
-        """Steps whose input from the step before comes from the actor or from ``self.state``."""
+        """Run the steps; what a step needs from earlier steps is in the actor or in ``self.state``."""
         for step in self.steps(self.config.steps):
             (policy,) = self.RG_ACTOR.policy()
             pulls = self.RG_ROLLOUT.pull(Replicate(policy), self.seeds(step), step)

@@ -14,18 +14,18 @@ Pull = tuple[int, float]
 
 
 class BadLuck(Exception):
-    """An error of the moment: the step is worth doing again."""
+    """A temporary error: the step may succeed if it is repeated."""
 
     retryable = True
 
 
 class Stumbling(BaseWorkload):
-    """Does once what ``config.stumble`` says, ``"ROLLOUT-1:5"``: that worker in that step, as ``config.how`` says."""
+    """A workload that fails once, as ``config.how`` says; ``config.stumble`` names rank and step: ``ROLLOUT-1:5``."""
 
     stumbled = False
 
     def stumble(self, step: int) -> None:
-        """Die, or raise, if it is this worker's turn; a process that runs in another's place does not."""
+        """Die or raise if ``config.stumble`` names this worker and step; a replacement process does neither."""
         if self.config.stumble != f"{self.role}-{self.rank}:{step}" or self.stumbled or self.restart_info.count:
             return
         self.stumbled = True
@@ -61,7 +61,7 @@ class Actor(Stumbling):
         return {"preferences": self.preferences}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there, in a new process or in this one."""
+        """Continue from ``state``, in a new process or in this one."""
         self.preferences = list(state["preferences"])
 
     def policy(self) -> list[float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that computes, and a judge of what the policy makes of it."""
+"""A tool that computes, and a judge that scores the policy's answer."""
 
 import operator
 

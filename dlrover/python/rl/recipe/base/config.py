@@ -87,8 +87,8 @@ class EngineConfig:
     CPU, and with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores from its own file."""
 
     shard_frozen: bool = False
-    """The workers of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are
-    then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
+    """Each worker of a reference or a teacher holds a part of the model instead of a copy. Their classes are then
+    ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
 
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts add them to the model."""
@@ -119,12 +119,12 @@ class EngineConfig:
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
     mask_unknown_ids: bool = True
-    """Recipes that sample: give probability 0, in rollouts, training, reference and teachers, to ids that the embedding
-    has and the tokenizer does not: they have no text, so no reward sees them. If False, or if one of the engines cannot
-    mask them (``sglang``), none does, and the metric ``completions/unknown_ids`` counts them."""
+    """For recipes that sample. Token ids that the embedding has but the tokenizer lacks have no text, so no reward sees
+    them: give them probability 0 in rollouts, training, reference and teachers. If False, or if one of the engines
+    cannot mask them (``sglang``), no engine masks them, and the metric ``completions/unknown_ids`` counts them."""
 
     threads: Positive | None = None
-    """CPU threads of each worker, on which the order of some sums depends; None: the value of ``OMP_NUM_THREADS``."""
+    """CPU threads of each worker; the order of some sums depends on it. None: the value of ``OMP_NUM_THREADS``."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
@@ -265,7 +265,7 @@ class RewardConfig:
     """Maximum repetitions of a group, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
-    """Number of steps in a row without a usable sample that end the run; a first step without one always does."""
+    """The run ends after this many steps in a row without a usable sample, and always if its first step has none."""
 
 
 @dataclass(frozen=True)
