@@ -76,7 +76,7 @@ def create_app(
     names: Collection[str] = (),
 ) -> Starlette:
     """Return the application, behind :class:`~dlrover.python.rl.page.login.LoginGate` if there is a ``check`` of
-    tokens. On loopback the ``Host`` header may also be one of ``names``, those of proxies."""
+    tokens. On loopback the ``Host`` header may also be one of the ``names`` of proxies."""
     streams = asyncio.BoundedSemaphore(_MOST_STREAMS)
 
     async def index(request: Request) -> Response:
