@@ -280,9 +280,9 @@ def test_call_is_carried_out_once_for_its_id(port):
 
 def test_another_method_at_the_same_id_diverges(port):
     port.submit("ACTOR", 2, kept((1, 0), "echo", 1)).result(30)
-    with pytest.raises(ReplayDiverged, match=r"ACTOR\[2\].keep: call \(1, 0\) was echo before"):
+    with pytest.raises(ReplayDiverged, match=r"ACTOR\[2\].keep: call \(1, 0\) was 'echo' the first time"):
         port.submit("ACTOR", 2, kept((1, 0), "keep", 1)).result(30)
-    with pytest.raises(ReplayDiverged, match=r"call \(0, 5\) comes after call \(1, 0\) has run"):
+    with pytest.raises(ReplayDiverged, match=r"call \(0, 5\) is too late: call \(1, 0\) has already run"):
         port.submit("ACTOR", 2, kept((0, 5), "echo", 1)).result(30)
 
 

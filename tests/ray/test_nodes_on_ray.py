@@ -191,13 +191,13 @@ def test_node_lost_with_its_memory_costs_no_committed_step(scene, expected_apart
     seen = scene("apart-1")
     assert seen["model"] == expected_apart
     assert seen["steps"] == sorted(seen["steps"]), "none but the open step, which was reported, was done again"
-    assert "continuing from its copy" not in seen["log"]
+    assert "continuing from the copy of that step" not in seen["log"]
 
 
 def test_two_lost_neighbours_cost_the_steps_since_the_last_copy(scene, expected_apart):
     seen = scene("apart-2")
     assert seen["model"] == expected_apart
-    assert "no commit later than step 20 is left: continuing from its copy" in seen["log"]
+    assert "no commit after step 20 is left: continuing from the copy of that step" in seen["log"]
 
 
 if __name__ == "__main__":

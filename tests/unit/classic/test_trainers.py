@@ -403,4 +403,4 @@ def test_two_processes_train_and_evaluate_like_one(launcher, model, tmp_path):
 @pytest.mark.slow
 def test_refusal_by_rank_0_ends_all_ranks(model, tmp_path):
     output = launched(tmp_path, "torchrun", "/no/such/model", tmp_path, 4, "grpo", code=1)
-    assert "no such folder" in output and "rank 0: has started nothing" in output
+    assert "no such folder" in output and "rank 0: did not start the job" in output

@@ -180,7 +180,7 @@ ACTOR = "  actor: {module: tests.support.toy_jobs, class: Adder, num: 2}\n"
         ("class: Loop", "class: Adder", "trainer.class: Adder does not extend BaseTrainer"),
         ("num: 2", "num: 9", PLACEMENT),
         (ACTOR, "", "workload: the role 'actor' is required; the job has rollout\n"),
-        ("class: Adder, num", "class: Collective, num", "workload.actor.num: 2 workers of Collective meet in"),
+        ("class: Adder, num", "class: Collective, num", "workload.actor.num: 2 workers of Collective use"),
         ("{steps: 3}", "{steps: [1, 2}", "job.yaml:6: not valid YAML"),
     ],
 )
@@ -242,7 +242,7 @@ def test_local_run_calling_ray_starts_no_cluster(tmp_path):
     write(text, tmp_path / "job.yaml")
     command = ("-m", "dlrover.python.rl.master.main", "run", "--local", "job.yaml", "env.TOKEN=sesame")
     done = run_python(tmp_path, *command, code=1, within_s=60)
-    assert "CallError: there is no Ray in one process: resolve what role groups and handles return" in done.stderr
+    assert "CallError: a run in one process has no Ray: call .result() on what role groups and" in done.stderr
     assert "Started a local Ray" not in done.stderr
     assert "sesame" not in done.stdout + done.stderr
     assert len(done.stdout + done.stderr) < 5000

@@ -167,8 +167,8 @@ def test_check_refuses_a_wrong_input_in_one_line(check, recipe, overrides, expec
 
 
 GOOD = [
-    ("grpo", "data.train=one.jsonl", "prompts_per_step=16 is above the 1 rows of one.jsonl, each 16.0 times"),
-    ("grpo", "prompts_per_step=100", "prompts_per_step=100 is above the 40 rows of good.jsonl, each 2.5 times in a"),
+    ("grpo", "data.train=one.jsonl", "prompts_per_step=16 exceeds the 1 rows of one.jsonl: 16.0 uses of each per step"),
+    ("grpo", "prompts_per_step=100", "prompts_per_step=100 exceeds the 40 rows of good.jsonl: 2.5 uses of each per"),
     ("grpo", "data.train=long.jsonl data.max_prompt_tokens=200 data.over_long=drop", "each step"),
     ("grpo", "data.train=question.jsonl data.keys.prompt=question data.keys.answer=solution", "each step"),
     ("grpo", f"data.train=bare.jsonl reward.function={VERIFIERS}:unjudged", "each step"),
@@ -232,7 +232,7 @@ def test_check_shows_overridden_keys_and_with_full_all(check):
 def test_check_warns_of_a_gpu_job_without_a_gpu(check, overrides, is_warned):
     code, message = check(job("grpo"), "trainer.device_type=GPU", *overrides.split())
     assert code == 0
-    assert ("trainer.device_type is GPU, but this process has none and computes on the CPU" in message) is is_warned
+    assert ("trainer.device_type is GPU, but this process has no GPU and computes on the CPU" in message) is is_warned
 
 
 # -- from outside -----------------------------------------------------------------------------------------------------

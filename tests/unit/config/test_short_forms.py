@@ -141,7 +141,7 @@ def test_override_of_a_role_changes_the_role_of_the_file(section):
         ("{recipe: grpo, roles: {actor: 0, rolout: 8}}", ["roles.rolout: the recipe has no role 'rolout'", "roles.a"]),
         ("{recipe: sft, roles: {judge: 2}}", ["roles.judge: the recipe has no role 'judge'; known: actor; a role of"]),
         ("{recipe: sft, roles: {actor: x}}", ["roles.actor: must be a mapping with module, class, num, "]),
-        ("{recipe: sft, trainer: {class: X}}", ["trainer.class: recipe names the trainer: leave one of them out"]),
+        ("{recipe: sft, trainer: {class: X}}", ["trainer.class: recipe sets the trainer: remove one of the two"]),
         ("{recipe: sft, roles: {}, workload: {}}", ["roles: is another name of workload: leave one of them out"]),
         ("{recipe: sft, roles: [1]}", ["roles: must be a mapping, got [1]"]),
     ],
@@ -164,7 +164,7 @@ def test_table_of_recipes_names_existing_classes(name):
 def test_override_below_a_list_of_roles_is_an_error(override):
     with pytest.raises(InvalidJob, match="roles"):
         short_job("{recipe: sft, roles: [1]}", override)
-    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: names a key of a list"):
+    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: a part of this key must be the number"):
         short_job("{recipe: sft, roles: {actor: {env: [1]}}}", "roles.actor.env.A=1")
 
 

@@ -59,15 +59,15 @@ def test_odd_one_out_of_none_one_or_idle_ranks_is_none(signs):
 
 def test_the_silent_one_is_odd():
     culprit, why_odd = odd(sign("ACTOR[0]", at_s=99.9), sign("ACTOR[1]", at_s=80.0), sign("ACTOR[2]", method="other"))
-    assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", "silent for 20.0 s while others are heard")
+    assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", "silent for 20.0 s while other ranks report")
 
 
 @pytest.mark.parametrize(
     ("method", "step", "why"),
     [
-        ("", -1, "in no call while 2 of 3 are in update of step 3"),
-        ("save", 3, "in save of step 3 while 2 of 3 are in update of step 3"),
-        ("update", 2, "in update of step 2 while 2 of 3 are in update of step 3"),
+        ("", -1, "idle while 2 of 3 ranks are in update of step 3"),
+        ("save", 3, "in save of step 3 while 2 of 3 ranks are in update of step 3"),
+        ("update", 2, "in update of step 2 while 2 of 3 ranks are in update of step 3"),
     ],
 )
 def test_odd_one_out_is_the_rank_in_another_call(method, step, why):

@@ -234,17 +234,17 @@ def test_group_with_whole_devices_is_on_one_node():
     [
         (
             {"ACTOR": 0.7, "ROLLOUT": 0.6},
-            "workload.actor.resource.gpu: the parts of one GPU that its group shares are too many: "
+            "workload.actor.resource.gpu: the shares of one GPU in its group add up to more than 1: "
             "ACTOR 0.7 + ROLLOUT 0.6",
         ),
         (
             {"ACTOR": 1, "ROLLOUT": None},
-            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
+            "workload.rollout.resource.gpu: set an amount: the other roles of its group leave nothing to "
             "share (ACTOR 1)",
         ),
         (
             {"ACTOR": 2, "ROLLOUT": None},
-            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
+            "workload.rollout.resource.gpu: set an amount: the other roles of its group leave nothing to "
             "share (ACTOR 2)",
         ),
     ],

@@ -41,7 +41,7 @@ def test_sft_file_becomes_one_batch(tokenizer, tmp_path):
     assert batch.ragged("tokens").values.dtype == np.int64
     assert masks(batch) == [[False, True, True, True], [False, True]]
     assert batch.dense("row").tolist() == [0, 2]
-    with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
+    with pytest.raises(DataError, match="no row has a token to train on within 1 tokens; all 3 were dropped"):
         encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=1))
 
 
@@ -304,9 +304,9 @@ def test_pairs_too_long_are_cut_dropped_or_refused(tokenizer, tmp_path):
     assert (dropped.dense("row").tolist(), counts) == ([0, 0], Counts(5, 0, 4))
     with pytest.raises(DataError, match=r"pairs:2: 7 tokens, 5 at most\npairs:3: 7 tokens"):
         encode_rows(tokenizer, *rows, max_length=5, over_long="refuse")
-    with pytest.raises(DataError, match="no pair is left; dropped: 1 at 2 tokens"):
+    with pytest.raises(DataError, match="no pair is left; dropped: 1 too long for 2 tokens"):
         encode_rows(tokenizer, rows[1], max_length=2)
-    with pytest.raises(DataError, match=r"dropped: 2 with equal answers, 1 at 2 tokens"):
+    with pytest.raises(DataError, match=r"dropped: 2 with equal answers, 1 too long for 2 tokens"):
         encode_rows(tokenizer, rows[3], rows[1], rows[3], max_length=2)
 
 
@@ -327,9 +327,9 @@ def test_pairs_all_with_equal_answers_are_refused(tmp_path):
         ({"chosen": "a", "rejected": "b"}, "'chosen' is text, but there is neither 'prompt' nor 'messages'"),
         ({"messages": ASK, "chosen": ASK, "rejected": "b"}, "'chosen' must end with the assistant's answer"),
         ({"chosen": [answer("a")], "rejected": [answer("b")]}, "do not begin with the same messages"),
-        ({"messages": [*ASK, answer("a")], "chosen": "a", "rejected": "b"}, "and 'chosen' begins with another"),
+        ({"messages": [*ASK, answer("a")], "chosen": "a", "rejected": "b"}, "so 'chosen' must not begin with one"),
         ({"messages": OTHER, **WHOLE}, "'chosen' neither begins with 'messages' nor continues them with an answer"),
-        ({"prompt": "R", **WHOLE}, "'prompt' is not a user's text in the shared part"),
+        ({"prompt": "R", **WHOLE}, "'prompt' is not a user message shared by 'chosen' and 'rejected'"),
         ({"prompt": ASK, "messages": OTHER, "chosen": "a", "rejected": "b"}, "and 'messages' are different conversati"),
     ],
 )

@@ -123,10 +123,10 @@ class Proxy:
 @pytest.mark.parametrize(
     ("point", "name", "message"),
     [
-        (TRAIN_ENGINES, "score", "cannot be made from model, optimizer, settings, rendezvous, memory: too many"),
-        (TRAIN_ENGINES, "NoEngine", "is not an engine: it has none of step, evaluate, publish, state_dict"),
-        (ROLLOUT_ENGINES, "NoEngine", "is not an engine: it has none of add, advance, receive"),
-        (ROLLOUT_ENGINES, "Proxy", "cannot be made from model, settings, memory: missing a required argument"),
+        (TRAIN_ENGINES, "score", "cannot be called with (model, optimizer, settings, rendezvous, memory): too many"),
+        (TRAIN_ENGINES, "NoEngine", "is not an engine: it lacks the methods step, evaluate, publish, state_dict"),
+        (ROLLOUT_ENGINES, "NoEngine", "is not an engine: it lacks the methods add, advance, receive"),
+        (ROLLOUT_ENGINES, "Proxy", "cannot be called with (model, settings, memory): missing a required argument"),
         (ROLLOUT_ENGINES, "__name__", "is a str, not an engine"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_class_of_another_kind_is_refused(point, name, message):
 
 def test_a_function_without_an_engine_is_named():
     assert not validate_engine(ROLLOUT_ENGINES, f"{__name__}:score", {}, "engine.rollout")
-    with pytest.raises(EngineError, match=r":score returned a str, which has none of add, advance, receive"):
+    with pytest.raises(EngineError, match=r":score returned a str, which lacks the methods add, advance, receive"):
         engine_class(ROLLOUT_ENGINES, f"{__name__}:score")("model", "settings", "memory")
 
 

@@ -293,7 +293,7 @@ def test_consecutive_ranks_form_a_replica_at_different_places():
 @pytest.mark.slow
 def test_a_rank_alone_at_the_meeting_place_is_an_error():
     port = free_port()
-    with pytest.raises(EngineError, match=f"rank 0 of 2 did not meet the others at 127.0.0.1:{port}"):
+    with pytest.raises(EngineError, match=f"rank 0 of 2 could not connect to the other ranks at 127.0.0.1:{port}"):
         Ranks.connect(Rendezvous(0, 2, "127.0.0.1", port, timeout_s=1))
 
 

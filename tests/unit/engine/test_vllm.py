@@ -108,7 +108,7 @@ def test_read_back_finds_each_other_weight(runner, model_path):
     assert call("read_back", args=(take_snapshot(partly.items(), 1),)) == [[f"'{name}' has other values"]]
     fewer = {key: other.tensor(key) for key in other.buffers if key != "model.norm.weight"}
     assert call("read_back", args=(take_snapshot(fewer.items(), 1),)) == [
-        ["vLLM's 'model.norm.weight' is written by nothing"]
+        ["vLLM's 'model.norm.weight' is never written"]
     ]
 
 

@@ -239,19 +239,19 @@ class Pool(GymEnvironment):
 
 
 def test_closed_episode_has_no_world_and_frees_no_others():
-    with pytest.raises(ValueError, match="at least one world, not 0"):
+    with pytest.raises(ValueError, match="at least one environment, not 0"):
         GymEnvironment(Countdown, size=0)
 
     async def over():
         worlds, info = GymEnvironment(Countdown, size=1), {}
         await worlds.reset(info)
-        with pytest.raises(EnvironmentFailed, match="all 1 worlds are in use"):
+        with pytest.raises(EnvironmentFailed, match="all 1 environments are in use"):
             await worlds.reset({})
         await worlds.close(info)
         other = {}
         await worlds.reset(other)
         await worlds.close(info)
-        with pytest.raises(EnvironmentFailed, match="has no world"):
+        with pytest.raises(EnvironmentFailed, match="has no environment"):
             await worlds.step("s", "a", info)
         return (await worlds.step("s", "a", other)).reward
 

@@ -122,7 +122,7 @@ def test_verifier_refuses_wrong_arguments(function, timeout_s, kind, message):
         ("kill-group", VerifierCrashed, "killed by SIGKILL"),
         ("real-time", VerifierCrashed, "killed by signal 35"),
         ("long-words", VerifierError, "raised ValueError: xxx"),
-        ("forge", VerifierCrashed, "answered for its process"),
+        ("forge", VerifierCrashed, "forged a reply of its process"),
         ("half-forge", VerifierTimeout, "within 1 s"),
         ("stop", VerifierTimeout, "within 1 s"),
     ],

@@ -110,7 +110,7 @@ def test_roles_with_collectives_recover_together(tmp_path):
         assert scopes == (RecoveryScope.GROUP, RecoveryScope.MEMBER)
         (refusal,) = inspection.single_process_refusals
         assert refusal.where == "workload.actor.num"
-        assert "2 workers of Collective meet in collectives, which one process cannot hold" in refusal.what
+        assert "2 workers of Collective use collectives, which need one process per worker" in refusal.what
 
 
 @pytest.mark.parametrize(

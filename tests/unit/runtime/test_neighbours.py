@@ -51,7 +51,7 @@ def test_two_adjacent_nodes_cost_the_steps_since_a_copy(tmp_path, caplog, lost):
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert stage.run({(at, "before"): both(*map(stage.lose, order))}) == expected
     assert stage.attempts[-1].restart_info.step == 3
-    assert "continuing from its copy in" in caplog.text
+    assert "continuing from the copy of that step in" in caplog.text
 
 
 @pytest.mark.parametrize("then", ["a", "b"])

@@ -89,7 +89,7 @@ def test_start_without_a_record_is_a_warning(tmp_path, caplog):
     job = begin(job_in(tmp_path))
     (job.job_dir / ENVIRONMENT).mkdir(parents=True)
     record_environment(job, 1, IN_PROCESS, on_ray=False)
-    assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text
+    assert f"continuing without recording this start in {job.job_dir / ENVIRONMENT}" in caplog.text
 
 
 def test_try_devices_accepts_good_ones():

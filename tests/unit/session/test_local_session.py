@@ -193,7 +193,7 @@ def test_script_chooses_the_slots_of_an_engine(session):
     assert second.slots == (2, 3)
     third = echo(colocate_with=[first, second])
     assert third.slots == (0, 1, 2, 3)
-    with pytest.raises(SessionError, match="cannot be shared and not be shared"):
+    with pytest.raises(SessionError, match="are in both colocate_with and not_"):
         echo(colocate_with=third, not_colocate_with=first)
     with pytest.raises(SessionError, match="no node '10.0.0.9'"):
         echo(nodes=["10.0.0.9"])

@@ -74,7 +74,7 @@ SHORTAGE = r"B requests 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A has \[0, 1\]
         ("B", SlotRequest(group=3, colocate_with=(0, 1)), "groups of 3 slots, but colocate_with has 2"),
         ("B", SlotRequest(group=3, one_node=True), "with each group on one node"),
         ("B", SlotRequest(group=3, apart_from=frozenset({0, 1})), "apart from not_colocate_with"),
-        ("B", SlotRequest(1, colocate_with=(0, 1), apart_from=frozenset({1})), "cannot be shared and not be shared"),
+        ("B", SlotRequest(1, colocate_with=(0, 1), apart_from=frozenset({1})), "are in both colocate_with and not_"),
         ("B", SlotRequest(1, nodes=("10.0.0.7",)), r"no node '10.0.0.7'; did you mean '10.0.0.[01]'"),
         ("B", SlotRequest(1, colocate_with=(0,), nodes=("10.0.0.1",)), r"\[0\] of colocate_with are not on the nodes"),
     ],

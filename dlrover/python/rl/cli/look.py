@@ -88,7 +88,7 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     last = int(numbers[2] or first) if numbers is not None else latest
     recorded = read_steps(folder, first, last)
     if not recorded:
-        why = f"the last step with spans is {latest}" if latest else "the run has none: it is older, or has spans_mb: 0"
+        why = f"the last step with spans is {latest}" if latest else "the run has none: it is too old, or spans_mb is 0"
         raise InvalidJob([ConfigError("--steps", f"there are no spans of steps {first} to {last}; {why}")])
     output = output or Path(f"steps-{first}-{last}.pftrace")
     try:
@@ -173,7 +173,7 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
         echo(json.dumps(rows))
         return
     if not rows:
-        raise InvalidJob([ConfigError("--step", f"{step} was trained on no sample that the run has kept")])
+        raise InvalidJob([ConfigError("--step", f"the run has kept no sample that step {step} was trained on")])
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), box=None)
     for row in rows:

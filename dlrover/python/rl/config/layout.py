@@ -125,7 +125,7 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
     trainer = {} if filled.get("trainer") is None else filled["trainer"]
     if isinstance(trainer, Mapping):
         doubled = [key for key in _CLASSES if key in trainer]
-        errors += [ConfigError(f"trainer.{key}", "recipe names the trainer: leave one of them out") for key in doubled]
+        errors += [ConfigError(f"trainer.{key}", "recipe sets the trainer: remove one of the two") for key in doubled]
         classes = recipe.trainer.split(":", 1) if recipe is not None else ("", "")
         filled["trainer"] = {**dict(zip(_CLASSES, classes, strict=True)), **trainer}
     if isinstance(roles := filled.get("workload", {}), Mapping):

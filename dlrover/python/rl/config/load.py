@@ -200,7 +200,7 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
             fault = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
             error = ConfigError(key, fault)
         except (TypeError, ValueError):
-            error = ConfigError(key, "names a key of a list, whose items have numbers")
+            error = ConfigError(key, "a part of this key must be the number of a list's item, such as 0")
         if error is not None:
             errors.append(error)
     return errors, unlisted

@@ -75,14 +75,14 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
     silent_s = [now_s - max(sign.at_s, listening.since_s) for sign in signs]
     if min(silent_s) <= allowed_s < max(silent_s):
         quietest = signs[silent_s.index(max(silent_s))]
-        return quietest, f"silent for {max(silent_s):.1f} s while others are heard"
+        return quietest, f"silent for {max(silent_s):.1f} s while other ranks report"
     (usual, count), *_ = Counter((sign.method, sign.step) for sign in signs).most_common(1)
     elsewhere = [sign for sign in signs if (sign.method, sign.step) != usual]
     if elsewhere and 2 * count > len(signs):
         # The others wait for the one that is furthest behind.
         odd = min(elsewhere, key=lambda sign: (sign.step, sign.method))
-        where = f"in {odd.method} of step {odd.step}" if odd.method else "in no call"
-        majority = f"{count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
+        where = f"in {odd.method} of step {odd.step}" if odd.method else "idle"
+        majority = f"{count} of {len(signs)} ranks are in {usual[0] or 'no call'} of step {usual[1]}"
         return odd, f"{where} while {majority}"
     busy = [sign for sign in signs if sign.method]
     if not busy:

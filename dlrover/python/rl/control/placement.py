@@ -59,13 +59,13 @@ def _share(job: JobSpec, group: Mapping[RLRoleType, dict[str, float]], device: s
     parts = sum(units for units in units_of.values() if units < UNITS)
     if kind == "GPU" and parts > UNITS and len(group) > 1:
         where = f"workload.{min(units_of, key=list(group).index).lower()}.resource.{device}"
-        return [ConfigError(where, f"the parts of one GPU that its group shares are too many: {text}")]
+        return [ConfigError(where, f"the shares of one GPU in its group add up to more than 1: {text}")]
     if not unnamed:
         return []
     used = sum(units_of.values())
     share = (max(UNITS, -(-used // UNITS) * UNITS) - used) // len(unnamed)
     if not share:
-        text = f"name an amount: the others of its group leave nothing of what they share ({text})"
+        text = f"set an amount: the other roles of its group leave nothing to share ({text})"
         return [ConfigError(f"workload.{role.lower()}.resource.{device}", text) for role in unnamed]
     for role in unnamed:
         group[role][device] = share / UNITS

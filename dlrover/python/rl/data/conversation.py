@@ -357,7 +357,7 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
         rows,
         lambda row: encode_example(tokenizer, row, *options),
         lambda items: fit_length(items, settings.max_length, settings.over_long),
-        lambda: f"no row with a trained token; {len(rows)} dropped at {settings.max_length} tokens",
+        lambda: f"no row has a token to train on within {settings.max_length} tokens; all {len(rows)} were dropped",
     )
 
 

@@ -64,7 +64,7 @@ def encode_pairs(
         return [Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True]) for item in fitting]
 
     def nothing_left() -> str:
-        reasons = {"with equal answers": equal, f"at {max_length} tokens": len(rows) - equal}
+        reasons = {"with equal answers": equal, f"too long for {max_length} tokens": len(rows) - equal}
         return f"no pair is left; dropped: {', '.join(f'{count} {why}' for why, count in reasons.items() if count)}"
 
     return encode_rows(rows, lambda row: encode_pair(tokenizer, row, template_kwargs), fit, nothing_left)
@@ -112,7 +112,7 @@ def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
             raise DataError("'prompt' and 'messages' are different conversations: leave one of them out")
     questions = [message["content"].strip() for message in shared if message["role"] == "user"]
     if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in questions:
-        fault = "'prompt' is not a user's text in the shared part of the conversations"
+        fault = "'prompt' is not a user message shared by 'chosen' and 'rejected'"
         raise DataError(f"{fault}: leave it out, or give 'chosen' and 'rejected' as texts without 'messages'")
     return pair | {key: row[key] for key in TEMPLATE_KEYS if key in row}
 
@@ -132,7 +132,7 @@ def _complete(side: str, answer: Any, context: list[Any]) -> list[Any]:
         if answer[0]["role"] != "assistant":
             raise DataError(f"'{side}' neither begins with 'messages' nor continues them with an answer")
     if not context or context[-1]["role"] == "assistant":
-        raise DataError(f"'messages' end with the assistant's turn, and '{side}' begins with another")
+        raise DataError(f"'messages' end with an assistant turn, so '{side}' must not begin with one")
     return [*context, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 

@@ -183,7 +183,7 @@ def run_together(
         assert store is not None, "set where world_size > 1"
         link = join(launch, store)
         if link is None:
-            return InvalidJob([ConfigError("rank 0", "has started nothing; it says why")])
+            return InvalidJob([ConfigError("rank 0", "did not start the job; its output says why")])
         if run_follower(launch, link):
             return None
         return JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")

@@ -407,7 +407,7 @@ def _no_ray() -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "RaySystemError" and "ray.init" in str(error):
             raise CallError(
-                "there is no Ray in one process: resolve what role groups and handles return with .result(),"
+                "a run in one process has no Ray: call .result() on what role groups and handles return,"
                 " which works on Ray as well"
             ) from error
         raise

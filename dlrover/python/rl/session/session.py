@@ -79,7 +79,7 @@ class SlotTable:
             return tuple(slot for slot in self.free if slot in allowed and slot not in request.apart_from)
         shared = set(request.colocate_with)
         if both := sorted(shared & request.apart_from):
-            raise SessionError(f"slots {both} cannot be shared and not be shared: colocate_with and not_colocate_with")
+            raise SessionError(f"slots {both} are in both colocate_with and not_colocate_with")
         if outside := sorted(shared - allowed):
             nodes = ", ".join(request.nodes or ())
             raise SessionError(f"slots {outside} of colocate_with are not on the nodes {nodes}")

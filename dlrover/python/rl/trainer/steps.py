@@ -323,7 +323,7 @@ class Steps:
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
             names = ", ".join(map(str, survivors))
-            raise errors.CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
+            raise errors.CheckpointMissing(f"{summary}; {names}, with a later state, cannot restart at step 1")
         if moved or self._loaded:
             for member in moved:
                 self.port.recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")

@@ -148,7 +148,7 @@ SAMPLES = [{"sample": f"sample {index} of prompt 1"} for index in range(10)]
     ("offending", "named"),
     [
         (SAMPLES[3:4], "not finite; samples with a value that is not finite: sample 3 of prompt 1 "),
-        ([], "each sample alone is finite; together they were: sample 0 .* sample 7 of prompt 1 and 2 more "),
+        ([], "each sample alone is finite; samples of the update: sample 0 .* sample 7 of prompt 1 and 2 more "),
     ],
 )
 def test_refused_update_names_its_samples(offending, named):

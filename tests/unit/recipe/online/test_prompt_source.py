@@ -152,7 +152,7 @@ def test_resumed_run_needs_the_same_limit_of_length(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = str(tmp_path / "p.jsonl")
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
-    with pytest.raises(DataError, match=r"are \[4, 'drop'\], but were \[None, 'refuse'\] when the run began"):
+    with pytest.raises(DataError, match=r"are now \[4, 'drop'\], but the run began with \[None, 'refuse'\]: restore"):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
 
 

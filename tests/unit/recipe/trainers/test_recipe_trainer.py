@@ -223,4 +223,4 @@ def test_log_continues_after_the_last_step_taken(taken, total, first):
     trainer.announce, trainer.begin_log = messages.append, steps.append
     assert list(RecipeTrainer.logged_steps(trainer, total)) == []
     assert (steps, trainer.last_step) == ([first], first - 1)
-    assert messages == [f"{taken} steps are done already: steps={total} adds none"] * (taken > total)
+    assert messages == [f"{taken} steps are already done: steps={total} leaves nothing to do"] * (taken > total)

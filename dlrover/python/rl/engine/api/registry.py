@@ -142,7 +142,7 @@ def _find_missing_methods(point: ExtensionPoint, engine: Any) -> str:
     """Report an engine, or its class, that has no method of an engine, nor a ``__getattr__`` for it; "" for others."""
     methods, _ = _INTERFACES[point.group]
     has_one = any(hasattr(engine, name) for name in (*methods, "__getattr__"))
-    return "" if has_one else f"has none of {', '.join(methods)}"
+    return "" if has_one else f"lacks the methods {', '.join(methods)}"
 
 
 def _find_fault(point: ExtensionPoint, name: str) -> str:
@@ -158,7 +158,7 @@ def _find_fault(point: ExtensionPoint, name: str) -> str:
         try:
             inspect.signature(factory).bind(*arguments)
         except TypeError as error:
-            return f"{name} cannot be made from {', '.join(arguments)}: {error}"
+            return f"{name} cannot be called with ({', '.join(arguments)}): {error}"
     return ""
 
 

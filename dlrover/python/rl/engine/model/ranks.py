@@ -170,7 +170,7 @@ class Ranks:
             )
         except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise EngineError(
-                f"rank {rank} of {world_size} did not meet the others at {address}:{port}: {error}"
+                f"rank {rank} of {world_size} could not connect to the other ranks at {address}:{port}: {error}"
             ) from error
         return cls(rank, world_size, owns_group=True, timeout_s=timeout_s)
 

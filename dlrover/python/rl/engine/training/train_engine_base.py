@@ -266,7 +266,7 @@ class BackendTrainEngine(ABC):
         if setup.ranks.rank:
             return
         if not self._unsaved:
-            raise EngineError("save_again() repeats a save() inside saving(), and there was none")
+            raise EngineError("save_again() repeats a save() inside saving(), but save() was not called")
         adapters = {name: tensor for name, tensor in self._unsaved.items() if name.endswith((DOWN, UP))}
         weights, add = {name: self._unsaved[name] for name in self._unsaved if name not in adapters}, None
         if adapters and setup.settings.lora is not None:

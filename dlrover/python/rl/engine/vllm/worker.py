@@ -166,8 +166,8 @@ class _CopyComparison(TorchDispatchMode):
     def faults(self) -> list[str]:
         return [
             *(f"'{name}' has other values" for name in sorted(self._different)),
-            *(f"'{name}' is read by nothing" for name in sorted(self._unread)),
-            *(f"vLLM's '{name}' is written by nothing" for name in sorted(self._untouched)),
+            *(f"vLLM does not read '{name}'" for name in sorted(self._unread)),
+            *(f"vLLM's '{name}' is never written" for name in sorted(self._untouched)),
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -47,7 +47,7 @@ class GymEnvironment:
         unread: float = 0.0,
     ) -> None:
         if size < 1:
-            raise ValueError(f"a pool needs at least one world, not {size}")
+            raise ValueError(f"a pool needs at least one environment, not {size}")
         self._make, self._act, self._unread = make, act, unread
         self._opening, self._turn = opening, turn
         self._games: list[Any] = [None] * size  # None: not made, or in a call; a game that hangs is never used again
@@ -58,7 +58,7 @@ class GymEnvironment:
     async def reset(self, extra_info: dict[str, Any]) -> str:
         """Start in a free game, with ``extra_info["seed"]`` if present."""
         if None not in self._players:
-            raise EnvironmentFailed(f"all {len(self._players)} worlds are in use: close finished episodes")
+            raise EnvironmentFailed(f"all {len(self._players)} environments are in use: close finished episodes")
         place = self._players.index(None)
         self._players[place] = episode = next(self._numbers)
         extra_info[_PLACE] = [place, episode]
@@ -78,7 +78,7 @@ class GymEnvironment:
         place = self._place_of(extra_info)
         game = None if place is None else self._games[place]
         if place is None or game is None:
-            raise EnvironmentFailed("the episode has no world: it is over, or its last turn gave no answer")
+            raise EnvironmentFailed("the episode has no environment: it is over, or its last turn gave no answer")
         try:
             move = self._act(split_thoughts(action, find_think_prefix(state))[1] or "")
         except ValueError:

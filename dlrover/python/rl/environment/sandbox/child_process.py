@@ -142,7 +142,7 @@ class ChildProcess:
         except OSError:
             pass
         except Exception as error:  # noqa: BLE001 - any invalid reply of hostile code ends its process
-            reason = f"user code answered for its process, which was ended ({error})"
+            reason = f"user code forged a reply of its process, which was therefore ended ({error})"
         if not reason:
             with suppress(subprocess.TimeoutExpired):  # do not wait for a child that lives
                 self._process.wait(0.0 if self._end_reason else _ENDING_S)

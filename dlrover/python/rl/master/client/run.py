@@ -65,7 +65,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     if local:
         errors += inspection.single_process_refusals
         if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
-            warning = "trainer.device_type is GPU, but this process has none and computes on the CPU"
+            warning = "trainer.device_type is GPU, but this process has no GPU and computes on the CPU"
             inspection = replace(inspection, about=(warning, *inspection.about))
     room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []

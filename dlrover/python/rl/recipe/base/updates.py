@@ -107,7 +107,7 @@ def annotate_errors_with_samples(
             raise
         reason = "samples with a value that is not finite"
         if not (offending := find_offending()):
-            offending, reason = samples, "each sample alone is finite; together they were"
+            offending, reason = samples, "each sample alone is finite; samples of the update"
         write_refused(step, offending)
         names = ", ".join(str(sample["sample"]) for sample in offending[:_MAX_NAMES])
         more = f" and {len(offending) - _MAX_NAMES} more" if len(offending) > _MAX_NAMES else ""

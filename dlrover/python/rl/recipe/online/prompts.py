@@ -195,7 +195,7 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; raise DataError if the data, the seed or the prompt limit have changed."""
         if state["over_long"] != self._limit:
-            message = f"are {self._limit}, but were {state['over_long']} when the run began and chose its prompts"
+            message = f"are now {self._limit}, but the run began with {state['over_long']}: restore them"
             raise DataError([ConfigError("config.data.max_prompt_tokens and over_long", message)])
         digests = state.get("sets", self._digests)  # absent from states of earlier versions
         self.changed_sets = {name for name, digest in self._digests.items() if digests.get(name) != digest}
@@ -298,7 +298,7 @@ def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> li
 def warn_of_repeats(config: PolicyConfig) -> list[str]:
     path, count = config.data.train, config.prompts_per_step
     rows = count if path is None or is_left_unread(path) else len(load_prompts(path, config.data.keys))
-    line = f"data: prompts_per_step={count} is above the {rows} rows of {path}, each {count / rows:.1f} times in a step"
+    line = f"data: prompts_per_step={count} exceeds the {rows} rows of {path}: {count / rows:.1f} uses of each per step"
     return [line] if count > rows else []
 
 

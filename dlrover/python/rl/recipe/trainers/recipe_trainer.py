@@ -151,7 +151,7 @@ class RecipeTrainer(BaseTrainer):
         else:
             self.last_step = max(total_steps, committed := self.restart_info.step)
             if committed > total_steps:
-                self.announce(f"{committed} steps are done already: steps={total_steps} adds none")
+                self.announce(f"{committed} steps are already done: steps={total_steps} leaves nothing to do")
         self.begin_log(self.last_step + 1)
 
     def begin_log(self, step: int) -> None:

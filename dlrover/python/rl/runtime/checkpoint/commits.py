@@ -299,7 +299,7 @@ class StoreCheckpoints:
             if changes := describe_changes(newest.manifest.extra.get(CODE, {}), self.code):
                 _LOG.warning("the steps after %d are computed with changed code: %s", step, changes)
             if newest.store is self._durable:
-                text = "no commit later than step %d is left: continuing from its copy in %s"
+                text = "no commit after step %d is left: continuing from the copy of that step in %s"
                 _LOG.warning(text, step, self._durable.root)
             return step
         damaged = [name for store in (self._commits, self._durable) for name in store.damaged()]
@@ -318,7 +318,7 @@ class StoreCheckpoints:
         except OSError as error:
             if newest is None:
                 raise
-            _LOG.warning("going back to step %d; later copies were not sought: %s", newest.manifest.step, error)
+            _LOG.warning("going back to step %d without looking for a later copy: %s", newest.manifest.step, error)
         if newest is None and self.before is not None:
             newest = find_newest(self.before, self._manifests(self.before, remember=False), self.disk_wait)
         return newest

@@ -140,7 +140,7 @@ class MemberHost:
             if (answer := self._answers.get(header.call_id)) is not None:
                 return self._repeat(header, answer)
             if header.call_id < self._latest:
-                reason = f"call {header.call_id} comes after call {self._latest} has run"
+                reason = f"call {header.call_id} is too late: call {self._latest} has already run"
                 raise self._refusal(errors.ReplayDiverged, header, reason)
             if header.after is not None and header.after not in self._answers:
                 raise self._refusal(errors.CallSkipped, header, f"call {header.after} has not run")
@@ -193,7 +193,7 @@ class MemberHost:
     def _repeat(self, header: CallHeader, answer: _Answer) -> Any:
         method, outcome = answer
         if method != header.method:
-            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was {method} before")
+            raise self._refusal(errors.ReplayDiverged, header, f"call {header.call_id} was '{method}' the first time")
         if isinstance(outcome, errors.InvocationError):
             raise outcome
         return outcome.load() if outcome is not None else None

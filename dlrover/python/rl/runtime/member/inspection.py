@@ -102,7 +102,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         if not errors:
             errors += _ask(where, partial(_find_rejoining, workload, job.config, role, rejoining))
         if spec.num > 1:
-            reason = f"{spec.num} workers of {spec.class_} meet in collectives, which one process cannot hold"
+            reason = f"{spec.num} workers of {spec.class_} use collectives, which need one process per worker"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     if trainer is not None:
         classes = {RLRoleType(role): workload for role, workload in loaded.items()}

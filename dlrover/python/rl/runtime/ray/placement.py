@@ -235,7 +235,7 @@ def _describe_lack(cluster: RayClusterApi, placement: Placement, nodes: Sequence
     if len(by_node) > 1:
         shown = ", ".join(map(str, by_node[:_NODES_SHOWN]))
         more = f", ... ({len(by_node)} nodes)" if len(by_node) > _NODES_SHOWN else ""
-        together = f", of these together on one node each: {shown}{more}"
+        together = f", each of these parts on one node: {shown}{more}"
     free = {name: amount // 1 if name == "memory" else amount for name, amount in _free_of(cluster, needed).items()}
     return f"needed {needed}{together}; free {free}"
 

@@ -291,4 +291,4 @@ def record_environment(job: JobSpec, number: int, runtime: str, on_ray: bool) ->
         if files is not None:
             files.put(ENVIRONMENT)
     except (OSError, CheckpointMissing) as error:
-        _LOG.warning("continuing without a line in %s: %s", path, error)
+        _LOG.warning("continuing without recording this start in %s: %s", path, error)
