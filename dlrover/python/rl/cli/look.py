@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs for looking at runs, from the files in their folders."""
+"""The CLI verbs that show runs; they read the files in the runs' folders."""
 
 import json
 import re
