@@ -196,7 +196,7 @@ class RunView:
         at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
         if at < 0 or rows[at]["step"] != number:
             last = rows[-1]["step"] if rows else 0
-            raise CallError(f"step {number} has no metrics: the last one is {last}")
+            raise CallError(f"step {number} has no metrics: the last step with metrics is {last}")
         total_s, parts = curves.parts_of(rows[at])
         recorded = spans.read_steps(self.folder, number, number)[-1:]
         lanes = [

@@ -158,7 +158,7 @@ def use_lines(folder: Path) -> list[str]:
     """Return the use of a run's time and the cost of each recovery, as text. Raises InvalidJob without a journal."""
     timeline = read_timeline(folder)
     if not timeline.uses:
-        raise InvalidJob([ConfigError(str(folder), "has no journal: a run in one process, or of a launcher, has none")])
+        raise InvalidJob([ConfigError(str(folder), "has no journal: runs in one process or with a launcher have none")])
     until_s = last_sign_s(folder)
     spent = timeline.spent_s(until_s)
     whole_s = max(sum(spent.values()), 1e-9)

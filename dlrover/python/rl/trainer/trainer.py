@@ -159,7 +159,7 @@ class BaseTrainer(ABC):
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report the metrics of a step; return at once. Raises CallError if ``step`` or a metric is not a number."""
         if not hasattr(step, "__index__") or step < 0:
-            raise errors.CallError(f"log() takes the number of the step first, not {step!r}")
+            raise errors.CallError(f"log() takes the step number first, not {step!r}")
         values = {**(metrics or {}), **more}
         for name, value in values.items():
             try:

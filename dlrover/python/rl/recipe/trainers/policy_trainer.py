@@ -223,7 +223,7 @@ class PolicyTrainer(RecipeTrainer):
         marks = {role: self.group(role).vocabulary()[0] for role in ("actor", *roles)}
         for role, mark in marks.items():
             if mark != marks["actor"]:
-                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy")
+                raise EngineError(f"the model of the role '{role}' has a different vocabulary from the policy")
 
     def group(self, role: str) -> RoleGroup:
         group: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
