@@ -62,7 +62,7 @@ def test_samples_chooses_rows(run_verb, options, rewards):
     ("verb", "options", "message"),
     [
         ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
-        ("lineage", ("--step", "7"), "--step: the run has kept no sample that step 7 was trained on"),
+        ("lineage", ("--step", "7"), "--step: the run has saved no sample that step 7 trained on"),
         ("stacks", (), "has no running process in its journal"),
         ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
         ("trace", ("--steps", "x"), "--steps: must be FIRST:LAST, such as 10:12, got 'x'"),

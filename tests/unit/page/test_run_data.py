@@ -120,7 +120,7 @@ def test_step_parts_add_up_to_the_step(run):
     answer = run.step(5)
     assert answer["total_s"] == STEP_S
     assert sum(part["seconds"] for part in answer["parts"]) == pytest.approx(STEP_S)
-    with pytest.raises(CallError, match="step 99 has no metrics: the last one is 20"):
+    with pytest.raises(CallError, match="step 99 has no metrics: the last step with metrics is 20"):
         run.step(99)
 
 

@@ -93,7 +93,7 @@ def test_steps_count_from_1_and_reports_carry_the_total():
     assert reports == [StepReport(1, 2, {"loss": 1.0, "kl": 1.0}), StepReport(2, 2, {"loss": 1.0, "kl": 2.0})]
     assert list(trainer.steps(0)) == []
     for number in ("one", -1, None):
-        with pytest.raises(CallError, match="the number of the step first, not"):
+        with pytest.raises(CallError, match="the step number first, not"):
             trainer.log(number, a=1)
     for value in ("high", None, [1.0]):
         with pytest.raises(CallError, match=re.escape(f"log() takes numbers, and 'a' is {value!r}")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs for looking at runs, from the files in their folders."""
+"""The CLI verbs that show runs; they read the files in the runs' folders."""
 
 import json
 import re
@@ -37,9 +37,9 @@ _LAST = 3  # steps of a trace by default
 
 @click.command()
 @click.argument("names_or_dirs", nargs=-1, metavar="[RUN]...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="A loopback address: there are no passwords.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="A loopback address: the page has no password.")
 @click.option("--port", type=click.IntRange(0, 65535), default=_PORT, show_default=True, help="0: any free port.")
-@click.option("--name", "names", multiple=True, help="A proxy's host name, by which the page is reached; repeatable.")
+@click.option("--name", "names", multiple=True, help="Host name of a proxy in front of the page; repeatable.")
 @click.option("--export", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write one HTML file instead.")
 def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str, ...], file: Path | None) -> None:
     """Serve a page with runs on this machine: curves, recoveries, steps, samples, logs.
@@ -88,7 +88,7 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     last = int(numbers[2] or first) if numbers is not None else latest
     recorded = read_steps(folder, first, last)
     if not recorded:
-        why = f"the last step with spans is {latest}" if latest else "the run has none: it is too old, or spans_mb is 0"
+        why = f"the last step with spans is {latest}" if latest else "the run has none: spans_mb was 0 or it is too old"
         raise InvalidJob([ConfigError("--steps", f"there are no spans of steps {first} to {last}; {why}")])
     output = output or Path(f"steps-{first}-{last}.pftrace")
     try:
@@ -101,13 +101,13 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
 @click.command()
 @click.argument("name_or_dir", metavar="RUN")
 @click.option("--step", type=click.IntRange(min=0), help="By default the last one.")
-@click.option("--worst", type=click.IntRange(min=1), help="Only this many, with the least rewards.")
-@click.option("--best", type=click.IntRange(min=1), help="Only this many, with the largest rewards.")
+@click.option("--worst", type=click.IntRange(min=1), help="Only this many, with the lowest rewards.")
+@click.option("--best", type=click.IntRange(min=1), help="Only this many, with the highest rewards.")
 @click.option("--prompt", default="", help="Only samples of the prompt with this id.")
 @click.option("--grep", default="", help="Only samples with this text in prompt, completion or answer.")
 @click.option("--errors", is_flag=True, help="Only samples that failed.")
 @click.option(
-    "--tokens", is_flag=True, help="Also each token with its log-prob and advantage, as far as the run has them."
+    "--tokens", is_flag=True, help="Also print each token with its log-prob and advantage, if the run saved them."
 )
 @_JSON
 def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | None, **options: Any) -> None:
@@ -167,13 +167,13 @@ def _short(value: Any) -> str:
 @click.option("--step", type=click.IntRange(min=1), required=True)
 @_JSON
 def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
-    """Print the samples that the gradient of a step was made of: prompts, weights that wrote them, and ranks."""
+    """Print the samples that a step trained on: prompts, versions of the weights that generated them, and ranks."""
     rows = trained_samples(find_saved_run(name_or_dir).folder, step)
     if as_json:
         echo(json.dumps(rows))
         return
     if not rows:
-        raise InvalidJob([ConfigError("--step", f"the run has kept no sample that step {step} was trained on")])
+        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on")])
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), box=None)
     for row in rows:
@@ -181,7 +181,7 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
     versions = Counter(row.get("version") for row in rows)
     shares = ", ".join(f"{count} of version {version}" for version, count in sorted(versions.items(), key=str))
-    echo(f"step {step}: {len(rows)} samples, written with the weights {shares}", err=True)
+    echo(f"step {step}: {len(rows)} samples, by version of the weights: {shares}", err=True)
 
 
 @click.command()
@@ -189,10 +189,10 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the run has ended.")
 @click.option("--grep", default="", help="Only lines with this text.")
-@click.option("--last", type=click.IntRange(min=1), default=200, show_default=True, help="Begin with this many.")
+@click.option("--last", type=click.IntRange(min=1), default=200, show_default=True, help="Begin with this many lines.")
 @_JSON
 def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, as_json: bool) -> None:
-    """Print a run's events and the lines of its logs, of PROCESS, such as rollout-1, or of all, in time."""
+    """Print a run's events and log lines in order of time, of PROCESS (such as rollout-1) or of all processes."""
     run, cursor = RunView(find_saved_run(name_or_dir).folder, "."), ""
     while True:
         stream = run.events(cursor, process, grep, last)

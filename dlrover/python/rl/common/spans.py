@@ -5,10 +5,10 @@ Each line is a JSON array whose first item is its kind; times are Unix seconds::
 
     ["process", "ROLLOUT[1]", attempt, pid, host, at_s]            at the start, and first in each file
     ["call", step, n, method, began_s, ended_s, {phase: seconds} | null, error's class | ""]
-    ["issue", step, n, role, [ranks], method, at_s, ["ROLE.method", ...]]   of the trainer; the sources of arguments
-    ["wait", role, method, began_s, ended_s]                                of the trainer
-    ["step", step, began_s, ended_s]                                        of the trainer: one attempt
-    ["dropped", lines]                                             lines that the disk did not take
+    ["issue", step, n, role, [ranks], method, at_s, ["ROLE.method", ...]]   by the trainer; last, the arguments' sources
+    ["wait", role, method, began_s, ended_s]                                by the trainer
+    ["step", step, began_s, ended_s]                                        by the trainer: one attempt
+    ["dropped", lines]                                             number of lines that could not be written
 
 Step and n are -1 for a call that belongs to no step."""
 
@@ -83,7 +83,7 @@ class SpanFile:
                 self._timer.daemon = True
                 try:
                     self._timer.start()
-                except RuntimeError:  # no thread can start: the interpreter is ending, or the machine is full
+                except RuntimeError:  # no thread can start: the interpreter is ending, or threads have run out
                     self._timer = None
 
     def _write(self, data: bytes) -> None:
@@ -112,7 +112,7 @@ def _rounded(value: Any) -> Any:
 
 
 class _Phases:
-    """The seconds of a call by phase, without the phases inside it; and the phase that is open."""
+    """The seconds of a call by phase, excluding the phases nested in each; and the phase that is open now."""
 
     __slots__ = ("open", "seconds")
 
@@ -137,8 +137,8 @@ def record_phases() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the time of the block to a phase of the current call; outside of calls, do nothing. On an accelerator it is
-    the host's time, so that work which the device does later counts where the host waits for it."""
+    """Add the time of the block to a phase of the current call; outside of calls, do nothing. Only the host's
+    time counts: the work of an accelerator, which runs later, is in the phase in which the host waits for it."""
     call = _call.get()
     if call is None:
         yield

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of the state machine: facts, which are journalled. Commands are not, since the state yields them again.
+"""The input of the state machine: facts, which are journalled. Commands are not, since the facts yield them again.
 
-Three numbers distinguish a process from its predecessors: the job's *incarnation* rises when everything restarts, a
-worker's *incarnation* and the trainer's *epoch* with each of their processes. Events of an older number are ignored.
-"""
+Three numbers distinguish a process from its predecessors. The job's *incarnation* rises when everything restarts. A
+worker's *incarnation* and the trainer's *epoch* rise each time the process of the worker or trainer is replaced. Events
+with an older number are ignored."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from dlrover.python.rl.common.names import ProcessId, ProcessKind
 
 class CauseKind(StrEnum):
     USER_ERROR = "user_error"  # the user's code raised; not retried
-    UNKNOWN_ERROR = "unknown_error"  # an exception that may be the machine's: tried once more in fresh processes
+    UNKNOWN_ERROR = "unknown_error"  # an exception that the machine may have caused: tried once more in fresh processes
     DEVICE_FAILED = "device_failed"  # a GPU or its driver; its process is replaced
     LINK_FAILED = "link_failed"  # a collective or rendezvous; its process is replaced
     RETRYABLE_ERROR = "retryable_error"  # the user's code raised an error that says that a retry may help
@@ -26,8 +26,8 @@ class CauseKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     NO_SPACE = "no_space"  # a disk stayed full; not retried
     NODE_LOST = "node_lost"
-    HUNG = "hung"  # no progress within the role's limit; the process was killed
-    PREEMPTED = "preempted"  # its group had to restart, or its node will go; never charged to a budget
+    HUNG = "hung"  # no progress within the role's time limit; the process was killed
+    PREEMPTED = "preempted"  # its group had to restart, or its node will be taken away; counts towards no limit
     NO_RESOURCES = "no_resources"  # the cluster did not have them in time
     INTERNAL = "internal"  # a fault of this system
 
@@ -38,7 +38,7 @@ RETRYABLE = frozenset(CauseKind) - {
 }
 
 LEFT_ALIVE = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED})
-"""Causes that leave a process behind, which must be ended."""
+"""Causes after which the process still runs, and must be ended."""
 
 MOST_DETAIL = 1 << 14
 """Characters of one cause's detail in the journal."""
@@ -72,7 +72,7 @@ class Cause:
         return self.role == other.role and _NUMBER.sub("#", self.message) == _NUMBER.sub("#", other.message)
 
     def as_users(self) -> "Cause":
-        """Turn an unknown error that came again in fresh processes into the user's."""
+        """Return this unknown error, which has recurred in fresh processes, as an error of the user's code."""
         is_start = self.message.startswith(COULD_NOT_START)
         return replace(self, kind=CauseKind.START_FAILED if is_start else CauseKind.USER_ERROR)
 
@@ -83,7 +83,7 @@ class Cause:
 
 
 class RecoveryScope(StrEnum):
-    """The workers that restart when one is lost: it alone, or all ranks, which meet in collectives."""
+    """The workers that restart when one is lost: that worker alone, or all ranks of a role that meet in collectives."""
 
     MEMBER = "member"
     GROUP = "group"
@@ -97,7 +97,7 @@ class RoleSettings:
     scope: RecoveryScope = RecoveryScope.MEMBER
     standby: int = 0
     max_restart: int | None = None  # within the window; None: the job's limit
-    least: int = 0  # workers with which the job continues while the others have no place; 0: all
+    least: int = 0  # minimum workers with which the job continues while others cannot be placed; 0: all
     rejoins: bool = False  # GROUP only: ranks that are still up keep their processes when another is lost
 
 
@@ -108,7 +108,7 @@ class Process:
     host: str = ""  # the node's name, for people
     address: str = ""
     port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
-    slot: int = -1  # of its role, the workers' slots before the standbys'; -1 for none
+    slot: int = -1  # its number among the slots of its role: workers' first, then standbys'; -1 for none
     devices: str = ""  # ids of its accelerators on that node, "0,1"
 
 
@@ -125,10 +125,10 @@ class Submitted(Event):
     run: str = "0"  # unique among the runs of this job name; part of every actor's name
     job_max_restart: int = 10
     trainer_max_restart: int = 10
-    backoff_s: float = 1.0  # before the second restart without progress in between; doubles at each further one
+    backoff_s: float = 1.0  # wait before the second restart without progress in between; doubles at each further one
     window_s: float = 3600.0
     node_max_failures: int = 3  # lost processes before a node is excluded; a lost node is excluded at once
-    first: int = 1  # number of the first processes: higher than any before the run lost its cluster
+    first: int = 1  # number of the first processes; if the run has moved to a new cluster, above all earlier numbers
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class NodeLost(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """A failure of no single process: of the placement, or of the system itself."""
+    """A failure of the placement or of the system itself, rather than of one process."""
 
     incarnation: int
     cause: Cause
@@ -269,7 +269,7 @@ class Resized(Event):
 
     role: str
     num: int
-    wanted: int = 0  # workers to which it grows once they can be placed; 0: it stays as it is
+    wanted: int = 0  # the size to which the role grows once its workers can be placed; 0: it does not grow
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dlrover.python.rl.control.events import Cause, Process, Submitted
 _CHUNK = 64
 
 STANDBY_TRIES = 5
-"""Standbys that a role may lose without progress in between; after them it gets no further ones."""
+"""Standbys that a role may lose without progress in between; after that, it gets no more."""
 
 
 class Phase(StrEnum):
@@ -88,8 +88,8 @@ _Chunks = tuple[tuple[Member, ...], ...]
 
 
 class MemberMap(Mapping[ProcessId, Member]):
-    """The workers by role and rank, in that order; ``up`` of them are up. A change copies only the chunks of ranks that
-    it is in, so an event costs the same with ten workers and with ten thousand."""
+    """The workers, in order of role and rank; ``up`` is the number of those that are up. A change copies only the
+    chunks of ranks that contain it, so an event costs the same with ten workers as with ten thousand."""
 
     __slots__ = ("_ids", "_roles", "up")
 
@@ -109,7 +109,7 @@ class MemberMap(Mapping[ProcessId, Member]):
         self.up = sum(member.phase is MemberPhase.UP for member in self.values())
 
     def replacing(self, changes: Mapping[ProcessId, Member]) -> "MemberMap":
-        """Return a copy with other values of existing workers. Raises KeyError for unknown ones."""
+        """Return a copy in which these existing workers have new values. Raises KeyError for unknown workers."""
         changed: dict[tuple[str, int], list[Member]] = {}
         up = self.up
         for process_id, member in changes.items():
@@ -175,35 +175,35 @@ class Trainer:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one job. A subject is ``"job"``, ``"trainer"``, a role, a worker (``"ROLLOUT[1]"``) or a role's
-    standbys."""
+    """The state of one job. Some fields are by subject, which is ``"job"``, ``"trainer"``, a role, a worker
+    (``"ROLLOUT[1]"``) or a role's standbys."""
 
     phase: Phase = Phase.CREATED
-    incarnation: int = 0  # 0 before it is submitted, then 1, one more for each restart of the job
+    incarnation: int = 0  # 0 before the job is submitted, then 1 plus the number of its restarts
     epoch: int = 0  # of the trainer's process, or of the next one
     settings: Submitted | None = None
     members: MemberMap = field(default_factory=MemberMap)
     standbys: Mapping[str, Mapping[int, Standby]] = field(default_factory=dict)  # by role and number
-    next_standby: Mapping[str, int] = field(default_factory=dict)  # role to number
+    next_standby: Mapping[str, int] = field(default_factory=dict)  # by role: the number of its next standby
     trainer: Trainer = field(default_factory=Trainer)
     opened: bool = False  # the trainer has entered steps() in this incarnation
     released: bool = False  # nothing of this incarnation is left: the next one may start
-    waits: Mapping[str, float] = field(default_factory=dict)  # back-offs that run: timer to seconds
+    waits: Mapping[str, float] = field(default_factory=dict)  # running back-offs, by timer, in seconds
     excluded: tuple[str, ...] = ()  # nodes that are no longer used, oldest first
-    node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # node to times of lost processes
-    causes: tuple[Cause, ...] = ()  # of the recoveries, oldest first: the first and the newest ones
+    node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by node: times of its lost processes
+    causes: tuple[Cause, ...] = ()  # of the first and the newest recoveries, oldest first
     first_cause: Cause | None = None  # since the last progress
     tried: tuple[Cause, ...] = ()  # unknown errors retried in fresh processes since the last progress
-    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # subject to its restarts within the window
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by subject: restarts within the window
     streaks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Subject to its recoveries without progress in between, and the time of the last one."""
+    """By subject: the number of recoveries without progress in between, and the time of the last one."""
 
-    recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job ran on
-    restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
+    recoveries: Mapping[str, int] = field(default_factory=dict)  # by subject: recoveries during which the job ran on
+    restarts_by: Mapping[str, int] = field(default_factory=dict)  # by subject: restarts of the job that it caused
     committed: int = 0  # the last reported step
-    most: Mapping[str, int] = field(default_factory=dict)  # most workers that a resized role has had at once
-    wanted: Mapping[str, int] = field(default_factory=dict)  # workers of a role that has fewer for lack of places
-    retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has lost
+    most: Mapping[str, int] = field(default_factory=dict)  # by resized role: its largest number of workers so far
+    wanted: Mapping[str, int] = field(default_factory=dict)  # by role: its planned size, if some workers are not placed
+    retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a resize removed
     master_starts: int = 0
     outcome: Phase | None = None  # the terminal phase that ENDING leads to
     ended_by: EndReason | None = None
@@ -232,7 +232,7 @@ def wait(state: JobState, timer: str, delay_s: float) -> Result:
 
 
 def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iterable[int] = ()) -> Result:
-    """Start waiting workers, in ready standbys except for the ``spared`` ranks."""
+    """Start waiting workers; ready standbys take the ranks that are not ``spared``."""
     if not ranks:
         return state, ()
     pool, left_out = state.standbys.get(role, {}), set(spared)

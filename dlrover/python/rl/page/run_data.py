@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as the page shows it, in plain values for JSON, read from its folder. A run that is looked at is not asked."""
+"""The data of a run that the page shows, in plain values for JSON. They are read from the run's folder only: the run's
+processes are never contacted."""
 
 import json
 import os
@@ -36,8 +37,8 @@ _DEEPEST = 3  # levels of folders below the served one in which runs are looked 
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Return the folders of runs in and below ``root`` by their names relative to it; a run's own is ``"."``. Links are
-    not followed, so that ``latest`` does not count twice."""
+    """Return the folders of runs in and below ``root`` by their paths relative to it; if ``root`` is a run itself, its
+    path is ``"."``. Links are not followed, so that the run behind ``latest`` does not count twice."""
     found_runs: dict[str, Path] = {}
 
     def visit(folder: Path, depth: int) -> None:
@@ -67,7 +68,7 @@ class RunView:
     # -- the whole run ------------------------------------------------------------------------------------------------
 
     def row(self) -> Plain:
-        """Return the row of the list of runs, from the ends of its files."""
+        """Return this run's row in the list of runs, without reading all of its metrics."""
         view, timeline = self.view, self.timeline
         _, changed_s = curves.last_row(self.folder / METRICS)
         spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
@@ -121,7 +122,8 @@ class RunView:
 
     @property
     def view(self) -> JobView:
-        """The run's state; a run without a journal, in one process or of a launcher, by its owner's record."""
+        """The run's state, from its journal; for a run without one, in one process or under a launcher, from the record
+        of its owner."""
         timeline, owner = self.timeline, self._owner
         name = owner.job if owner else self.folder.name
         if timeline.entries:
@@ -179,7 +181,7 @@ class RunView:
         return {"names": names, "groups": groups}
 
     def curves(self, names: Sequence[str], points: int) -> Plain:
-        """Return the curves of metrics, thinned to ``points`` steps, and earlier ones of steps that are repeated."""
+        """Return the curves of metrics, thinned to ``points`` steps, and the curves of earlier attempts."""
         wanted = list(names) or self.metrics()["names"]
         limit = min(points, _MOST_POINTS)
         main, repeated = (curves.series_of(each.rows(), wanted, limit) for each in (self._metrics, self._superseded))
@@ -189,12 +191,12 @@ class RunView:
         return {"marks": with_steps(self.timeline.marks, self._step_at)}
 
     def step(self, number: int) -> Plain:
-        """Return a step's time by parts, its lanes and what the lanes show. Raises CallError for an unknown step."""
+        """Return a step's time by parts, its lanes, and findings about them. Raises CallError for an unknown step."""
         rows = self._metrics.rows()
         at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
         if at < 0 or rows[at]["step"] != number:
             last = rows[-1]["step"] if rows else 0
-            raise CallError(f"step {number} has no metrics: the last one is {last}")
+            raise CallError(f"step {number} has no metrics: the last step with metrics is {last}")
         total_s, parts = curves.parts_of(rows[at])
         recorded = spans.read_steps(self.folder, number, number)[-1:]
         lanes = [
@@ -224,7 +226,7 @@ class RunView:
         return trace(recorded)
 
     def _step_at(self, at_s: float) -> int:
-        """Return the step that ran at a Unix time, by the seconds of the steps up to the file's last change."""
+        """Return the step that ran at a Unix time: subtract steps' seconds from the last change of the metrics."""
         rows = self._metrics.rows()
         _, changed_s = curves.last_row(self.folder / METRICS)
         ended_s = changed_s
@@ -258,7 +260,7 @@ class RunView:
         }
 
     def evaluations(self, prompt: str = "") -> Plain:
-        """Return the evaluations and their prompts, with the answers to one prompt if it is named."""
+        """Return the evaluations and their prompts, and the answers to ``prompt`` if it is not empty."""
         steps = samples.read_evaluations(self.folder)
         newest = samples.read_evaluation(self.folder, steps[-1]) if steps else []
         prompts = {str(row.get("prompt_id", at)): str(row.get("prompt", ""))[:200] for at, row in enumerate(newest)}
@@ -282,7 +284,7 @@ class RunView:
                 "phase": self.view.phase, "at_s": changed_s}  # fmt: skip
 
     def _cache(self, name: str, patterns: Sequence[str], read: Callable[[], Any]) -> Any:
-        """Return what ``read`` returned when the files that match ``patterns`` were last changed."""
+        """Return the result of ``read``; call it again only after a file that matches ``patterns`` has changed."""
         state = []
         with suppress(OSError):
             for name_of_file in sorted(os.listdir(self.folder)):
@@ -295,7 +297,7 @@ class RunView:
 
 
 def number_in(query: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a whole number of a query. Raises CallError if it is none, or missing without a default."""
+    """Return a whole number of a query. Raises CallError for any other text, or if it is missing without a default."""
     text = query.get(name, "")
     if not text and default is not None:
         return default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The past of a run by its journals: the use of its hours, its recoveries with their costs, and its processes."""
+"""The history of a run, read from its journals: the use of its time, its recoveries and their costs, its processes."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from dlrover.python.rl.runtime.run.files import METRICS
 from dlrover.python.rl.runtime.run.folder import in_use, newest_record
 
 Activities: TypeAlias = Mapping[str, tuple[float | None, str | None, float | None]]
-"""Process to the age of its heartbeat, its current call, and that call's seconds."""
+"""By process: the age of its heartbeat, its current call, and the seconds of that call so far."""
 
 REPAIRS = (TimeUse.RECOVERY, TimeUse.RESTART)
 
@@ -53,7 +53,7 @@ class Mark:
 
 @dataclass
 class Timeline:
-    """The past of a run up to the last events in its journals."""
+    """The history of a run up to the last event in its journals."""
 
     state: JobState = JobState()
     uses: list[Use] = field(default_factory=list)
@@ -132,7 +132,7 @@ def _mark(
         if account.use in REPAIRS:
             marks.append(Mark(account.use.value, at_s, cause.who, cause.kind.value, cause.message))
     elif account.use not in (*REPAIRS, TimeUse.RESIZE):
-        # All that is under way ends with the next progress: each has the time since its own event.
+        # The next progress ends all recoveries under way; the cost of each is the time since its own event.
         committed = event.step if isinstance(event, events.Progressed) else after.committed
         for number, mark in enumerate(marks):
             if mark.kind != "resume" and mark.cost_s is None:
@@ -140,7 +140,7 @@ def _mark(
 
 
 def _lines_of(before: JobState, after: JobState, event: Event) -> Iterator[tuple[str, str]]:
-    """Yield the process and a line for people of an event."""
+    """Yield lines for people about an event, each with the process that it concerns."""
     cause: Cause | None = getattr(event, "cause", None)
     for line in recoveries(before, after, event):
         yield (cause.who if cause else line.partition(" ")[0]), line
@@ -158,7 +158,7 @@ def use_lines(folder: Path) -> list[str]:
     """Return the use of a run's time and the cost of each recovery, as text. Raises InvalidJob without a journal."""
     timeline = read_timeline(folder)
     if not timeline.uses:
-        raise InvalidJob([ConfigError(str(folder), "has no journal: a run in one process, or of a launcher, has none")])
+        raise InvalidJob([ConfigError(str(folder), "has no journal: runs in one process or with a launcher have none")])
     until_s = last_sign_s(folder)
     spent = timeline.spent_s(until_s)
     whole_s = max(sum(spent.values()), 1e-9)

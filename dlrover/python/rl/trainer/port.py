@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols that ``runtime`` implements: the port to the workers' processes, and the needs of durable steps.
+"""The protocols that the package ``runtime`` implements: :class:`Port`, by which the trainer calls the workers, and
+:class:`Recovery` and :class:`Checkpoints`, which durable steps need.
 
-There are ports for Ray, for the processes of a launcher, and for one process; one contract suite runs against all of
+There are ports for Ray, for processes that a launcher starts, and for a single process; one contract suite tests all of
 them. A trainer can run without :class:`Recovery` and :class:`Checkpoints`; a failure then ends it."""
 
 import asyncio
@@ -24,15 +25,15 @@ RAW_CALL = (-1, -1)
 COMMIT, WRITTEN, RESTORE, PERSIST = "!commit", "!written", "!restore", "!persist"
 READ, STORE, HELD = "!read", "!store", "!held"
 FORGET, WHERE = "!forget", "!where"
-"""Requests to a worker that are not methods of its workload, and no valid names of methods. See ``MemberHost``."""
+"""Requests to a worker that do not call its workload's methods; none is a valid method name. See ``MemberHost``."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The position of a worker. Its state agrees with each commit from ``since`` to ``at``, together with the calls of
-    later steps that it keeps; with none if both are None. ``touched`` is the latest step that it took part in, 0 for
-    none; it has forgotten the results of its calls up to step ``settled``. ``deterministic``: a repeated call gives the
-    same result again."""
+    """The position of a worker. A trainer can continue from each commit from ``since`` to ``at`` with the worker as it
+    is, because the worker keeps the results of later calls; from no commit if both are None. ``touched`` is the latest
+    step that the worker took part in, or 0. The worker has forgotten the results of its calls up to step ``settled``.
+    ``deterministic`` is True if a repeated call gives the same result again."""
 
     since: int | None = 0
     at: int | None = 0
@@ -51,16 +52,16 @@ class Call(NamedTuple):
     args: tuple[Any, ...]  # values, Refs, lists of Refs, or Rows
     kwargs: Mapping[str, Any]
     sized: bool = False  # return the row count of the result beside it
-    epoch: int = 0  # of the calling trainer; the worker refuses lower ones from then on. 0: not a trainer's call
-    settled: int = 0  # the last ended step, up to which the worker forgets its results
+    epoch: int = 0  # the calling trainer's; the worker then refuses calls of lower epochs. 0: not from a trainer
+    settled: int = 0  # the last step that has ended: the worker forgets the results up to it
     keep: bool = False  # the worker keeps the result, and answers a repeated id with it
-    after: tuple[int, int] | None = None  # id of the call to this worker that must have run before; None for any
+    after: tuple[int, int] | None = None  # id of a call that the worker must have run before; None: no such call
 
 
-@dataclass(eq=False, repr=False)  # not frozen: each call makes some, and a frozen one sets its fields one by one
+@dataclass(eq=False, repr=False)  # not frozen, for speed: each call creates several
 class Ref:
     """A result that may be pending, or a stored value (``role`` is ``""``). ``token`` and ``size`` are the port's
-    handles of the value and, if requested, of its row count; ``incarnation`` 0 is unknown."""
+    handles of the value and, if requested, of its row count; ``incarnation`` is 0 if unknown."""
 
     port: "Port"
     token: Any
@@ -74,13 +75,14 @@ class Ref:
         return gather([self], timeout)[0]
 
     def probe(self) -> "Ref":
-        """Return a ref that tells whether the call succeeded; it avoids the value if the row count was requested."""
+        """Return a ref that shows whether the call succeeded: the row count's, if it was requested, so that the result
+        itself is not fetched."""
         if self.size is None:
             return self
         return Ref(self.port, self.size, self.size, self.role, self.rank, self.method, self.incarnation)
 
     def rebind(self, port: "Port", token: Any) -> "Ref":
-        """Return the ref that an outer port hands out for the same call."""
+        """Return a ref for the same call to callers of ``port``, which wraps this ref's port."""
         return Ref(port, token, None, self.role, self.rank, self.method)
 
     def __repr__(self) -> str:
@@ -97,7 +99,7 @@ class Ref:
 
 
 class Outcome(NamedTuple):
-    """The value or the error of a ref; ``late``: neither yet."""
+    """The value or the error of a ref; ``late``: there is neither yet."""
 
     value: Any = None
     error: InvocationError | None = None
@@ -116,9 +118,9 @@ class Port(Protocol):
 
 
 class Pending(list[Ref]):
-    """The refs of a call that was not waited for: the first rank's of each model replica of ``replica`` consecutive
-    ranks, though every rank must succeed. :meth:`result` applies ``post_func``; as an argument of a call it is not
-    applied."""
+    """The pending results of a call. Each model replica, which is ``replica`` consecutive ranks, gives one: the ref of
+    its first rank. Every rank must succeed. :meth:`result` applies ``post_func``; when the pending results are
+    passed to another call, ``post_func`` is not applied."""
 
     is_pending = True
     __eq__ = object.__eq__
@@ -147,7 +149,7 @@ class Pending(list[Ref]):
         return values if self.post_func is None else self.post_func(values)
 
     def wait(self) -> None:
-        """Wait until every worker has succeeded; the results stay where they are. Raises as :func:`gather`."""
+        """Wait until every worker has succeeded, without fetching the results. Raises as :func:`gather`."""
         gather([ref.probe() for ref in self._refs], None)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -180,14 +182,15 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
 
 @dataclass(frozen=True)
 class RestartInfo:
-    count: int = 0  #: of the trainer or the job so far, including those inside its process
-    reason: str = ""  #: of the last restart, one line; "" for none
+    count: int = 0  #: restarts of the trainer or job so far, also those within its process
+    reason: str = ""  #: why it was last restarted, in one line; "" if it was not
     step: int = 0  #: the last committed step, 0 for none
 
 
 @dataclass(frozen=True)
 class Renewed:
-    """The workers of a role after a replacement: all incarnations, and at least the new raw handles, by rank."""
+    """The workers of a role after a replacement, by rank: the incarnations of all of them, and the raw handles of at
+    least the new ones."""
 
     role: str
     incarnations: Mapping[int, int]
@@ -214,7 +217,8 @@ def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> 
 
 
 class Recovery:
-    """Replaces lost workers; this base class none. ``fresh``: the workers hold no state of an earlier epoch."""
+    """Replaces lost workers; this base class replaces none. ``fresh``: True if the workers hold no state of an earlier
+    epoch."""
 
     epoch: int = 1
     fresh: bool = True
@@ -224,9 +228,9 @@ class Recovery:
         return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        """Block until the port calls a later incarnation of the worker, and of all that restart with it; return at once
-        if it already does. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there will be
-        no replacement."""
+        """Block until the port calls a later incarnation of the worker and of all workers that restart with it; return
+        at once if it already does. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
+        will be no replacement."""
         raise errors.JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
@@ -249,8 +253,9 @@ class LastCommit:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Files on their way from one worker's node to another's, in ``parts``. Each part is the argument of ``READ`` to
-    the source, and of ``STORE`` to the target, with the content that was read or, without a source, ``content``."""
+    """A copy of files from one worker's node to another's, in ``parts``. For each part the trainer sends ``READ`` with
+    the part to the source, and ``STORE`` with the part and the content that was read to the target. Without a source it
+    sends ``content`` instead."""
 
     target: ProcessId
     parts: tuple[Any, ...]
@@ -262,14 +267,15 @@ class Checkpoints(Protocol):
     """A store for commits. The trainer passes its requests to the workers without reading them."""
 
     run: str
-    """The id of the run whose commits it keeps; it may begin with another run's commits."""
+    """The id of the run whose commits the store holds; the run may have begun with another run's commits."""
 
     spread: bool
-    """True if commits are in the memory of several nodes: then the trainer makes the transfers, and reports the
-    contents of the nodes."""
+    """True if commits are in the memory of several nodes: the trainer then makes the transfers between nodes, and
+    reports to the store which commits each node holds."""
 
     last_known: LastCommit | None
-    """The last commit, None for none. Even if it is lost, it tells workers that hold its state from new ones."""
+    """The last commit, or None. Even if its files are lost, it distinguishes workers that hold its state from new
+    workers."""
 
     roots: Any
     """The argument of ``HELD``, the request for the commits on a node."""
@@ -305,14 +311,15 @@ class Checkpoints(Protocol):
         """Write the trainer's state after ``step``, whose commit was requested."""
 
     def written_request(self, waits: bool) -> Any:
-        """Return the argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
+        """Return the argument of ``WRITTEN``, which a worker answers like ``COMMIT``: at once or, if it ``waits``, once
+        its state is written."""
 
     def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer] | None:
-        """Return the transfers that let the commit survive a node's loss; None while a worker writes its state."""
+        """Return the transfers that let the commit survive a node's loss; None while a worker is still writing."""
 
     def commit(self, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]) -> None:
-        """Make ``step`` a commit of the workers' answers; ``copied`` has the node of each transfer that has arrived.
-        Raises StaleEpoch."""
+        """Complete the commit of ``step`` with the workers' answers; ``copied`` maps each transfer that has arrived to
+        its node. Raises StaleEpoch."""
 
     def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:
         """Return the transfer of the trainer's part of the last commit."""
@@ -321,7 +328,7 @@ class Checkpoints(Protocol):
         """Return the transfers that the nodes of ``members`` need to restore ``step``."""
 
     def found(self, commits: Mapping[str, Any]) -> None:
-        """Take note of the answer of each node that has workers, before :meth:`newest`."""
+        """Record the answer to ``HELD`` of each node that has workers. Called before :meth:`newest`."""
 
     def persist_request(self) -> Any:
         """Return the argument of ``PERSIST``: finish the copy in ``job_dir``. None if there is nothing to copy."""
@@ -331,7 +338,7 @@ class Checkpoints(Protocol):
 
 
 def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> errors.WorkloadDied:
-    """Return the error of a call to an incarnation whose process continues as a later one."""
+    """Return the error for a call to an earlier incarnation, whose process now runs a later one."""
     died = errors.WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
     died.incarnation = incarnation
     return died
@@ -346,4 +353,4 @@ BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 30
 """Upper bounds in seconds; one more bucket is unbounded."""
 
 CallCounts = Mapping[tuple[str, str], tuple[float, ...]]
-"""(role, method) to the count of each bucket; the last value is the sum of seconds."""
+"""By role and method: the number of calls in each bucket, and as the last value the sum of their seconds."""

@@ -26,7 +26,7 @@ _MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class StepReport:
-    """The metrics of a step; ``total_steps`` 0: unknown."""
+    """The metrics of a step; ``total_steps`` is 0 if it is unknown."""
 
     step: int
     total_steps: int
@@ -35,17 +35,17 @@ class StepReport:
     """Durations of the calls since the last report, if the runtime measures them."""
 
     pending: Mapping[str, int] = field(default_factory=dict)
-    """Role to the number of its calls that were under way or waited for their worker."""
+    """By role: the number of calls that were running or waiting for a worker."""
 
     commit_bytes: int = 0
-    """Written by commits since the last report."""
+    """Bytes that commits have written since the last report."""
 
 
 Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""
 
 Announcer: TypeAlias = Callable[[str], None]
-"""Receives the activity of a run until its next step report, for people; must return at once."""
+"""Receives a text that tells people what the run does until its next step report; must return at once."""
 
 
 RunEnd: TypeAlias = Literal["finished", "failed", "stopped"]
@@ -65,8 +65,8 @@ def note_nothing(step: int) -> None:
 
 @dataclass(frozen=True)
 class TrainerLink:
-    """The connection of a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost worker
-    ends the trainer; without ``checkpoints`` there are no commits."""
+    """The connection of a trainer to its runtime. The runtime constructs the trainer, then binds it to this link.
+    Without ``recovery`` a lost worker ends the trainer; without ``checkpoints`` there are no commits."""
 
     port: Port
     report: Reporter
@@ -75,11 +75,11 @@ class TrainerLink:
     resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     recovery: Recovery | None = None
     checkpoints: Checkpoints | None = None
-    is_loss: Callable[[BaseException], bool] = lambda error: False  # True for a loss that the runtime itself reports
+    is_loss: Callable[[BaseException], bool] = lambda error: False  # True if a lost process or result raised it
     announce: Announcer = announce_nothing
     files: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered around the run
     results: Any = None
-    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that have fewer workers for lack of places
+    full_sizes: Mapping[str, int] = field(default_factory=dict)  # by role: planned size, if some workers are not placed
     begin_step: Callable[[int], None] = note_nothing  # called at the start of each attempt of a step
 
 
@@ -95,8 +95,8 @@ class BaseTrainer(ABC):
     one for each role of the job, including roles of your own (``RG_JUDGE``); use them from ``init`` on.
 
     Args:
-        actor_handles: role to its workers' handles, in rank order.
-        actor_classes: role to its workload class.
+        actor_handles: the handles of each role's workers, in rank order.
+        actor_classes: the workload class of each role.
         config: the job's ``config``, as an OmegaConf ``DictConfig``.
     """
 
@@ -125,22 +125,22 @@ class BaseTrainer(ABC):
         """Train."""
 
     def on_end(self, outcome: RunEnd) -> None:
-        """Called when the run has failed or was stopped, but not before its step is repeated, nor in a process that is
-        killed. Another thread may be in :meth:`fit`. A runtime may still start the trainer again."""
+        """Called when the run has failed or was stopped. It is not called when the step will be repeated, nor in a
+        process that is killed. Another thread may be in :meth:`fit`. A runtime may still start the trainer again."""
 
     def steps(self, total_steps: int) -> Iterator[int]:
-        """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the
-        state of every stateful workload and :attr:`state` are saved.
+        """Yield the steps after the last committed one up to ``total_steps``. The step is committed at the end of the
+        loop's body: the state of every stateful workload and :attr:`state` are saved.
 
-        Calls inside the body, and after the loop, survive the death of any process: they run once, and give the same
+        Calls in the loop's body, and after the loop, survive the death of any process: they run once, and give the same
         results. A second loop continues after the first."""
         self._total_steps = total_steps
         yield from self._bound_steps().run(total_steps)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The trainer's own state, saved at each commit: numbers, texts, arrays, lists and dicts of them, and objects
-        with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer
+        """The trainer's own state, saved at each commit: numbers, strings, arrays, lists or dicts of them, and objects
+        with ``state_dict`` and ``load_state_dict`` (a data cursor). Add your values in ``init``: when the trainer
         continues from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
 
         Everything else that the trainer holds is lost when it restarts."""
@@ -152,13 +152,14 @@ class BaseTrainer(ABC):
 
     @property
     def restart_info(self) -> RestartInfo:
-        """The restarts of this trainer, and the reason of the last one; its ``step`` is set from :meth:`steps` on."""
+        """The number of restarts of this trainer, and the reason for the last one. ``step`` is set once :meth:`steps`
+        has begun."""
         return self._bound_steps().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report the metrics of a step; return at once. Raises CallError if ``step`` or a metric is not a number."""
         if not hasattr(step, "__index__") or step < 0:
-            raise errors.CallError(f"log() takes the number of the step first, not {step!r}")
+            raise errors.CallError(f"log() takes the step number first, not {step!r}")
         values = {**(metrics or {}), **more}
         for name, value in values.items():
             try:
@@ -172,8 +173,9 @@ class BaseTrainer(ABC):
         self._bound().announce(activity)
 
     def replace_late(self, timeout: errors.InvocationTimeout) -> None:
-        """End the late workers, and wait for their replacements, which have the state of the last commit and of the
-        step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
+        """End the workers that ``timeout`` lists as late, and wait for their replacements, which have the state of the
+        last commit and of the step's earlier calls. The late call is dropped; otherwise later calls would wait for
+        it."""
         self._bound_steps().port.replace_late(timeout)
 
     @property
@@ -256,7 +258,7 @@ class BaseTrainer(ABC):
 
 
 def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
-    """Run ``init`` and ``fit``; raise their errors, after a call of ``on_end``.
+    """Run ``init`` and ``fit``. If one of them raises, call ``on_end`` and raise its error.
 
     A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
     ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
@@ -305,7 +307,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             if not is_retryable and not link.is_loss(error):
                 raise
             step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
-        counts = int(not isinstance(cause, errors.WorkloadDied))  # the master counts those
+        counts = int(not isinstance(cause, errors.WorkloadDied))  # the master itself counts lost workers
         failures = counts if steps.commits else failures + counts
         if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
             raise cause

@@ -42,7 +42,7 @@ class InvocationOptions:
     def __post_init__(self) -> None:
         if self.changes_state is not None:
             _LOG.warning("trainer_invocation(changes_state=...) has no effect any more, and will become an error")
-            object.__setattr__(self, "changes_state", None)  # so that each call with other options does not warn again
+            object.__setattr__(self, "changes_state", None)  # so that a copy does not repeat the warning
         for name in ("blocking", "is_async", "auto_shard"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")
@@ -83,8 +83,8 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
         target: ``"ALL"`` workers, or ``"RANK0"`` alone (the result is a list of one).
         auto_shard: divide the arguments over the workers by the rules of
             :mod:`~dlrover.python.rl.trainer.shard`; False copies them.
-        pre_func: ``pre_func(*args, **kwargs)`` runs in the trainer before sharding; what it returns becomes the
-            argument (a tuple: the arguments).
+        pre_func: ``pre_func(*args, **kwargs)`` runs in the trainer before sharding. It returns the new argument, or a
+            tuple of the new arguments.
         post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
             value.
         changes_state: has no effect; accepted for earlier versions.
@@ -121,9 +121,9 @@ class MemberContext:
 
     ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's workers on this node. ``master_addr`` and
     ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` lists the roles that share
-    this worker's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
-    process: empty on CPUs, or if none are reserved. ``shares_process``: all workers of the job run in this process, one
-    call after the other."""
+    this worker's devices, ``"ACTOR,REFERENCE"``; ``devices`` lists the accelerators that are reserved for it, as its
+    process numbers them; it is empty on CPUs, or if none are reserved. ``shares_process`` is True if all workers of the
+    job run in this process, one call after the other."""
 
     name: str = ""
     role: RLRoleType = RLRoleType.ACTOR
@@ -177,8 +177,8 @@ def member_context(context: MemberContext) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of which a state depends only on ``kind``. None: the kind is unknown here, so another value is reported
-    but accepted."""
+    """A setting of which only ``kind`` matters to a saved state; ``value`` is for messages. If ``kind`` is None, this
+    process cannot know it, so a changed setting is reported but accepted."""
 
     value: Any = field(compare=False)
     kind: Any
@@ -211,7 +211,7 @@ class BaseWorkload:
     """
 
     needs_own_process: ClassVar[bool] = False
-    """True for workloads whose ranks meet in collectives: more than one of them cannot share a process."""
+    """True for workloads whose ranks meet in collectives: no two of these ranks can share a process."""
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
@@ -225,8 +225,8 @@ class BaseWorkload:
 
     @classmethod
     def takes_other_members(cls, config: Any) -> bool:
-        """Return True if a job may be resumed with another number of workers, or with other settings of them; they get
-        the state by :meth:`load_states`."""
+        """Return True if a job may be resumed with another number of workers, or with other settings for them. The new
+        workers then get the saved states by :meth:`load_states`."""
         return False
 
     def __init__(self, master_handle: Any, config: Any) -> None:
@@ -251,7 +251,8 @@ class BaseWorkload:
         with :meth:`load_state_dict` if calls change the results of later calls.
 
         The state is a tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. It
-        is requested at a commit; another thread writes it until the next call, or longer: see :attr:`guards_state`."""
+        is requested at each commit, and another thread writes it. The worker's next call waits until it is written,
+        unless its method does so itself: see :attr:`guards_state`."""
         return None
 
     guards_state: ClassVar[bool] = False
@@ -263,7 +264,7 @@ class BaseWorkload:
 
     def is_deterministic(self) -> bool:
         """Return True if a step that is repeated from a commit gives the same results again, bit for bit. If all
-        workloads do, commits may be several steps apart; see ``checkpoint.commit_every``."""
+        workloads return True, commits may be several steps apart; see ``checkpoint.commit_every``."""
         return False
 
     def load_state_dict(self, state: Any) -> None:
@@ -272,9 +273,10 @@ class BaseWorkload:
         raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order: their
-        number differs, or :meth:`load_state_dict` has refused their states as :class:`OtherLayout`. Each state is read
-        when it is requested, and valid until the next one is. Override it together with :meth:`takes_other_members`."""
+        """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order. Called if the number of
+        workers has changed, or if :meth:`load_state_dict` has raised :class:`OtherLayout`. Each state is read when you
+        request it, and is valid until you request the next one. Override it together with
+        :meth:`takes_other_members`."""
         raise NotImplementedError(f"{type(self).__name__} has takes_other_members() without load_states()")
 
     @property

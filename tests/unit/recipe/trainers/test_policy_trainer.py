@@ -120,7 +120,7 @@ def test_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_of
 )
 def test_role_with_another_vocabulary_is_refused(marks, is_refused):
     trainer = SimpleNamespace(group=lambda role: SimpleNamespace(vocabulary=lambda: [marks[role]]))
-    with pytest.raises(EngineError, match="'critic' has another vocabulary") if is_refused else nullcontext():
+    with pytest.raises(EngineError, match="'critic' has a different vocabulary") if is_refused else nullcontext():
         PolicyTrainer.check_vocabularies(trainer, ["critic"])
 
 

@@ -65,7 +65,7 @@ class TrainSettings:
     """Recompute activations in the backward pass to save memory."""
 
     parallel: ParallelSizes = ParallelSizes()
-    """How the ranks divide the model."""
+    """The division of the model among the ranks."""
 
     lora: LoraSettings | None = None
     """Train adapters only."""
@@ -86,8 +86,8 @@ class TrainSettings:
     """Options of the backend (``zero_stage`` of deepspeed); an unknown one is refused."""
 
     mask_unknown_ids: bool = True
-    """Only the tokenizer's ids have a probability, as in rollouts with this setting: ids that pad the embedding have
-    probability 0."""
+    """Give probability 0 to the ids that pad the embedding, which the tokenizer does not have. Rollouts must have the
+    same setting."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Rendezvous:
 TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 """``loss(outputs, columns) -> (loss, metrics)``: ``outputs`` ``[tokens]`` at the action tokens of a micro-batch
 (log-probs, or scores with ``head: token``), ``columns`` ``[tokens, ...]`` aligned with them. ``loss`` is a scalar
-**sum** whose weights (column ``weight``) already carry the global normaliser, as the ``metrics`` do: they add up over
+**sum**; its weights (column ``weight``) already include the global normaliser. So do the ``metrics``: both add up over
 micro-batches and ranks. Rows with the same number in the dense column ``unit`` are in one micro-batch; without that
 column the engine adds one that numbers the rows. ``candidates`` (int64, ragged ``[rows, seq, n]``; causal head) adds
-``candidate_logprobs`` ``[tokens, n]``. A loss with a true attribute ``wants_entropy`` gets the column ``entropy``, of
-the distribution that the token was sampled from. Both have gradients."""
+``candidate_logprobs`` ``[tokens, n]``. A loss whose attribute ``wants_entropy`` is true gets the column ``entropy``, of
+the distribution that the token was sampled from. Gradients flow through ``candidate_logprobs`` and ``entropy``."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,14 @@ class BaseTrainEngine(Offloadable, Protocol):
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Let :meth:`evaluate` run the model without adapters, on engines that train some."""
+        """Let :meth:`evaluate` run the model without adapters, if the engine trains adapters."""
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """Yield Hugging Face's name and the whole tensor of each weight; tied ones once, adapters merged. Each rank
         casts its part of a parameter to the torch ``dtype``, if it is given, before they are gathered.
 
-        A collective: every rank must consume all. A tensor does not change until the iterator ends, since a device may
-        still be copying it."""
+        A collective: every rank must consume the whole iterator. A tensor does not change until the iterator ends,
+        since a device may still be copying it."""
 
     def publish(self) -> WeightSnapshot:
         """Return the current weights in host memory, whole on rank 0."""
@@ -186,10 +186,10 @@ class BaseTrainEngine(Offloadable, Protocol):
         """Write model, optimizer, version and random state; each rank writes its part."""
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore :meth:`save_checkpoint`: bit for bit in the same layout; in others only if the backend can."""
+        """Restore :meth:`save_checkpoint`: bit for bit in the same layout; in other layouts only if the backend can."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of this rank that later steps depend on. The tensors are live: copy them before the next step."""
+        """Return the state of this rank that later steps need. The tensors are live: copy them before the next step."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; later steps give the same bits. Raises OtherLayout."""
@@ -203,11 +203,11 @@ class BaseTrainEngine(Offloadable, Protocol):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample completions. ``logprobs`` are of ``softmax(logits / temperature)``, as a train engine computes them
+    """Settings of sampling. ``logprobs`` are of ``softmax(logits / temperature)``, as a train engine computes them
     (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs."""
 
     max_new_tokens: Annotated[int, Gt(0)] = 64
-    """The end-of-sequence token counts."""
+    """Maximum tokens of a completion, the end-of-sequence token included."""
 
     temperature: Annotated[float, Ge(0.0), Lt(math.inf)] = 1.0
     """Divides the logits; 0 is greedy."""
@@ -231,25 +231,26 @@ class SamplingParams:
     """Continue after an end-of-sequence token; for benchmarks."""
 
     logprobs: Literal["policy", "sampled"] = "policy"
-    """``policy``: of ``softmax(logits / temperature)``. ``sampled``: of that distribution cut to ``top_k`` and
-    ``top_p`` and renormalised."""
+    """The distribution of the log-probs. ``policy``: ``softmax(logits / temperature)``. ``sampled``: the same, cut to
+    ``top_k`` and ``top_p`` and renormalised."""
 
 
 Finish: TypeAlias = Literal["eos", "stop", "length", "aborted"]
-"""End-of-sequence token, stop string, ``max_new_tokens``, or :meth:`BaseRolloutEngine.abort`."""
+"""The cause of a completion's end: the end-of-sequence token, a stop string, ``max_new_tokens``, or
+:meth:`BaseRolloutEngine.abort`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to generate. An aborted one, added again, gets the tokens that it would have got without the abort:
-    random numbers depend on ``prompt_id``, ``sample_index`` and the position only."""
+    """One sample to generate. If it is aborted and added again, it gets the same tokens as without the abort, because
+    random numbers depend only on ``prompt_id``, ``sample_index`` and the position."""
 
     prompt_id: int
     sample_index: int  #: among the samples of its prompt
     prompt: npt.NDArray[np.int64]  #: [prompt]
     done: npt.NDArray[np.int64]  #: [done]: tokens generated before
     logprobs: npt.NDArray[np.float32]  #: [done]
-    versions: npt.NDArray[np.int64]  #: [done]: of the weights that generated each
+    versions: npt.NDArray[np.int64]  #: [done]: versions of the weights that generated each token
     more: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Columns that the engine declares by ``EngineInfo.columns``: ``[done, ...]`` per token, or a value per sample."""
 
@@ -270,7 +271,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    request: Request  #: has ended: ``done`` is the whole completion, with the end-of-sequence token
+    request: Request  #: ``done`` is the whole completion, with the end-of-sequence token
     finish: Finish
     text: str  #: without special tokens, cut before the stop string unless that is kept
 
@@ -284,7 +285,7 @@ class BaseRolloutEngine(Offloadable, Protocol):
     """Generates completions, token in, token out. Constructed as ``Engine(model, settings, memory=None)``."""
 
     version: int
-    """Of the weights it serves; -1 before the first :meth:`receive`, and after one that failed midway."""
+    """Version of the weights in use; -1 before the first :meth:`receive`, and after one that failed midway."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -332,7 +333,7 @@ class RolloutSettings:
     """A torch device."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of weights and cache."""
+    """Precision of weights and cache."""
 
     max_batch: Annotated[int, Gt(0)] = 128
     """Maximum sequences that are decoded at a time."""
@@ -350,5 +351,5 @@ class RolloutSettings:
     """CUDA devices of the backend, as this process numbers them; empty: ``device`` and those after it."""
 
     mask_unknown_ids: bool = True
-    """Ids that the tokenizer does not have are never sampled, if the backend can mask them (``masks_unknown_ids`` of
-    its ``EngineInfo``); a train engine has to compute log-probs with the same setting."""
+    """Never sample ids that the tokenizer does not have, if the backend can mask them (``masks_unknown_ids`` of its
+    ``EngineInfo``). The train engine must compute log-probs with the same setting."""

@@ -24,24 +24,24 @@ AUTO = "auto"
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
 EXAMPLE_NAMES: Mapping[str, str] = {**names_by_alias("all"), **names_by_alias("examples")}
-"""Keys of recipes that learn from examples."""
+"""Other libraries' names for the keys of recipes that learn from examples."""
 
 POLICY_NAMES: Mapping[str, str | Translation] = {
     **names_by_alias("all"),
     **names_by_alias("policy"),
     **{name: Translation(ours["key"], ours["values"]) for name, ours in KEY_NAMES["translated"].items()},
 }
-"""Keys of recipes that learn from samples."""
+"""Other libraries' names for the keys of recipes that learn from samples."""
 
 ELSEWHERE: Mapping[str, str] = names_by_alias("answered")
-"""Answers to keys without an equivalent here."""
+"""Messages that answer other libraries' keys without an equivalent here."""
 
 DISTILLATION_NAMES: Mapping[str, str | Translation] = {
     name: ours for name, ours in POLICY_NAMES.items() if name not in KEY_NAMES["answered in distillation"]
 }
 
 DISTILLATION_ELSEWHERE: Mapping[str, str] = {**ELSEWHERE, **KEY_NAMES["answered in distillation"]}
-"""Answers to keys there."""
+"""Messages that answer such keys in the recipe of distillation."""
 
 METRIC_NAMES: Mapping[str, str] = names_by_alias("metrics")
 """The present name of each renamed metric; ``keep.best`` accepts both."""
@@ -65,16 +65,16 @@ class EngineConfig:
     """Options of this rollout engine."""
 
     weight_sync: str = "auto"
-    """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory, or one of a host
-    fetches them over TCP), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point or
-    ``module:Class``. ``auto``: ``cuda_ipc`` on one device with room for it, else ``pull``."""
+    """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory; on another
+    host, one rollout fetches it over TCP for all), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an
+    entry point or ``module:Class``. ``auto``: ``cuda_ipc`` on one device with room for it, else ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
 
     device: str = AUTO
     """A torch device. ``cuda`` is each worker's own; ``cuda:0`` is the same one for all workers. ``auto``: ``cuda`` for
-    ``trainer.device_type: GPU``, without Ray only if this machine has one; else ``cpu``."""
+    ``trainer.device_type: GPU`` (without Ray, only if this machine has a CUDA device); else ``cpu``."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Weights and moments are kept in float32."""
@@ -83,12 +83,13 @@ class EngineConfig:
     """Data type of saved models; ``auto``: the data type of the files of ``model``. Checkpoints are always float32."""
 
     parallel: ParallelSizes | None = None
-    """Parallelism of the actor; the remaining workers shard the parameters. None: all workers shard them on CUDA; on a
-    CPU, and with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores from its own file."""
+    """Parallelism of the actor; the workers that remain beside these dimensions shard the parameters. None: all workers
+    shard them on CUDA; on a CPU, and with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores
+    from its own file."""
 
     shard_frozen: bool = False
-    """Each worker of a reference or a teacher holds a part of the model instead of a copy. Their classes are then
-    ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
+    """Each worker of a reference or teacher holds a part of the model instead of a copy. The classes of these roles are
+    then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
 
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts add them to the model."""
@@ -98,12 +99,13 @@ class EngineConfig:
     default on CUDA: 16384, or as many as fit the device's memory by the arithmetic of ``check``."""
 
     gradient_checkpointing: bool | Literal["auto"] = False
-    """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: if they do not fit
-    otherwise, or if rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
+    """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: recompute them
+    if they would not fit, or if rows may be longer than planned (with an environment, or without
+    ``data.max_prompt_tokens``)."""
 
     offload: bool | Literal["auto"] = "auto"
-    """Move engines of roles that share a device to host memory between their calls. ``auto``: unless all engines fit
-    the device, and the length of rows is bounded."""
+    """Move engines of roles that share a device to host memory between their calls. ``auto``: move them if
+    the device has no room for all engines, or if the length of rows is unbounded."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
@@ -119,12 +121,12 @@ class EngineConfig:
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
     mask_unknown_ids: bool = True
-    """For recipes that sample. Token ids that the embedding has but the tokenizer lacks have no text, so no reward sees
-    them: give them probability 0 in rollouts, training, reference and teachers. If False, or if one of the engines
-    cannot mask them (``sglang``), no engine masks them, and the metric ``completions/unknown_ids`` counts them."""
+    """Recipes that sample: give probability 0 to token ids that the embedding has and the tokenizer lacks, in rollouts,
+    training, reference and teachers. Such ids have no text, so no reward sees them. If this is False, or if one of the
+    engines cannot mask ids (``sglang``), no engine does, and the metric ``completions/unknown_ids`` counts them."""
 
     threads: Positive | None = None
-    """CPU threads of each worker; the order of some sums depends on it. None: the value of ``OMP_NUM_THREADS``."""
+    """CPU threads of each worker; some sums depend on their number. None: the value of ``OMP_NUM_THREADS``."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
@@ -202,7 +204,7 @@ class RolloutConfig:
     """Sample from the smallest set of most likely tokens with this total probability; log-probs are over all tokens."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: a completion ends when its text contains one. An environment's action contains it."""
+    """Stop strings: a completion ends when its text contains one. With an environment, the action keeps it."""
 
     env_path: str | None = None
     """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or
@@ -244,9 +246,9 @@ class RewardConfig:
     then be of class ``ModelRewardWorkload``. None: use ``function``."""
 
     thoughts: Literal["ignored", "scored"] = "ignored"
-    """Treatment of a model's thoughts before its answer (``<think>...</think>``): built-in functions and judges score
-    only the answer, and unfinished thoughts have reward 0; or they score both. Other functions and reward models always
-    get both, except functions decorated with ``ignore_thoughts``."""
+    """Treatment of a model's thoughts before its answer (``<think>...</think>``) by built-in functions and judges.
+    ``ignored``: they score only the answer, and unfinished thoughts have reward 0. ``scored``: they score both. Other
+    functions and reward models always get both, except functions decorated with ``ignore_thoughts``."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
     """Timeout per sample of a call; samples of a call that exceeds it count as failed."""
@@ -265,7 +267,7 @@ class RewardConfig:
     """Maximum repetitions of a group, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
-    """The run ends after this many steps in a row without a usable sample, and always if its first step has none."""
+    """End the run after this many steps in a row without a usable sample, or if the first step has none."""
 
 
 @dataclass(frozen=True)
@@ -380,8 +382,8 @@ class PromptData:
     None: ``eval_rows`` prompts are held out of ``train``."""
 
     eval_rows: Annotated[int, Gt(0)] | None = None
-    """Number of evaluation prompts per set. None: at most 200, the first of ``eval`` or a tenth of ``train``; if
-    ``train`` repeats a single prompt, that prompt; 64 without data."""
+    """Number of evaluation prompts per set. None: the first 200 of ``eval``, or a tenth of ``train`` but at most
+    200. If ``train`` repeats a single prompt, that prompt is the set. If the environment creates the prompts, 64."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""
@@ -474,5 +476,5 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
         rollout.top_k,
         rollout.top_p,
         rollout.stop,
-        keep_stop=rollout.env_path is not None,  # the next state continues the tokens, which contain it
+        keep_stop=rollout.env_path is not None,  # the next state continues the tokens, stop string included
     )

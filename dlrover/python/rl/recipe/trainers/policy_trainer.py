@@ -36,7 +36,7 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 _LOG = get_logger(__name__)
 
 AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
-"""Pending batches of the rows of a step, which the trainer need not read."""
+"""Auxiliary outputs with their pending batches, which cover the rows of a step; the trainer need not read them."""
 
 
 class PolicyTrainer(RecipeTrainer):
@@ -50,8 +50,8 @@ class PolicyTrainer(RecipeTrainer):
     Completions go from workload to workload; the trainer sees a few numbers per row, and the columns that the
     algorithm's ``annotate`` needs. Only the workers and ``self.state`` last from one step to the next.
 
-    A subclass names its configuration and its algorithm. One with further roles lists their columns in
-    :meth:`aux_outputs` and their models in :meth:`further_models`; one that trains them too extends :meth:`load_models`
+    A subclass names its configuration and its algorithm. If it has further roles, it lists their columns in
+    :meth:`aux_outputs` and their models in :meth:`further_models`; to train them too, it extends :meth:`load_models`
     and :meth:`update`.
     """
 
@@ -148,7 +148,7 @@ class PolicyTrainer(RecipeTrainer):
         return self.collector.collect_scores(answers)
 
     def _renew_evaluation(self) -> None:
-        """Forget the evaluation before training of sets of prompts that have changed since the last commit."""
+        """Drop the scores from before training of prompt sets that have changed since the last commit."""
         changed, before = self.prompts.changed_sets, self.state["before"]
         if changed:
             cause = "the evaluation prompts have changed since the run began"
@@ -160,7 +160,7 @@ class PolicyTrainer(RecipeTrainer):
         return self.collector.collect(step)
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
-        """Add the rows for the algorithm; raises DataError after too many steps without any reward."""
+        """Add the rows that the algorithm trains on. Raises DataError after too many steps without any reward."""
         self.count_failures(step, batch, batch.all_rows)
         rows = rewards.mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
@@ -169,8 +169,8 @@ class PolicyTrainer(RecipeTrainer):
         return replace(batch, train_rows=rows)
 
     def count_failures(self, step: int, batch: StepBatch, rows: Batch) -> None:
-        """Count a step without any reward among ``rows``. Raises DataError after too many, with the samples in the
-        file."""
+        """Count the step if none of its ``rows`` has a reward. Writes the step's samples and raises DataError after too
+        many such steps."""
         try:
             self.reward_failures.update(step, rows)
         except DataError:
@@ -197,7 +197,7 @@ class PolicyTrainer(RecipeTrainer):
         return {}
 
     def load_models(self) -> list[Pending]:
-        """Let the roles load their models; the first result is the actor's, the second the rollouts'."""
+        """Begin to load the models of all roles; the first result is the actor's, the second the rollouts'."""
         cfg = self.cfg
         optimizer = cfg.optimizer.over(self.update_count)
         engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
@@ -223,7 +223,7 @@ class PolicyTrainer(RecipeTrainer):
         marks = {role: self.group(role).vocabulary()[0] for role in ("actor", *roles)}
         for role, mark in marks.items():
             if mark != marks["actor"]:
-                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy")
+                raise EngineError(f"the model of the role '{role}' has a different vocabulary from the policy")
 
     def group(self, role: str) -> RoleGroup:
         group: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
@@ -277,11 +277,11 @@ class PolicyTrainer(RecipeTrainer):
         metrics = average_metrics(results)
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
-            metrics["mismatch_kl"] = first["approx_kl"]  # before any update the ratio is to the rollouts' policy
+            metrics["mismatch_kl"] = first["approx_kl"]  # before the first update: the KL to the rollouts' policy
         return {_log_name(name): value for name, value in metrics.items()}
 
     def policy_ranks(self, step: int) -> range:
-        """Return the first worker of each replica of the policy; none if the step does not update it."""
+        """Return the first worker of each replica of the policy; empty if the step does not update the policy."""
         return range(0, len(self.RG_ACTOR), len(self.RG_ACTOR) // self.RG_ACTOR.data_parallel_size)
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
