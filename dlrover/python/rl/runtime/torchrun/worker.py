@@ -145,7 +145,8 @@ class Worker:
         os.environ.update(job.env)  # permanently: the trainer has it too
         env = {**job.env, **job.workloads[context.role].env, **context.to_env()}
         member = ProcessId(str(context.role), context.rank)
-        attempt = int(context.name.rpartition("/")[2])
+        number = context.name.rpartition("/")[2]  # of the start of the run, the same for all ranks
+        attempt = int(number) if number.isdecimal() else 1
         host = MemberHost(node=socket.gethostname(), spans=SpanFile(job.job_dir, member, attempt, job.spans_mb))
         try:
             with starting(f"{context.role}[{context.rank}]"), process_environment(env):
