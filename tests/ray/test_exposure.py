@@ -40,7 +40,7 @@ def test_service_its_ray_and_its_job_listen_on_loopback(desk, tmp_path):
     wait_for((state / "address").exists, 60)
     server = (state / "address").read_text().strip()
     desk.run("enqueue", "job.yaml", DLROVER_RL_SERVER=server)
-    wait_for((tmp_path / "notes/starts").exists, 60)
+    wait_for((tmp_path / "notes/starts").exists, 120)
     addresses = listening([service.pid, *processes_below(service.pid)])
     assert {server, server.replace("127.", "::ffff:127.", 1)} & addresses and len(addresses) > 5
     assert beyond_loopback(addresses) == set()
