@@ -48,3 +48,4 @@ def test_kill_of_a_worker_is_marked_within_five_seconds(open_page, live_run):
         row.wait_for(timeout=5000)
         assert time.monotonic() - began_s < 5 and "ROLLOUT[" in row.inner_text()
         until(page, "!document.querySelector('section tbody').innerText.includes('under way')", 60.0)
+        page.close()  # before its server ends

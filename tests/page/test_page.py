@@ -73,7 +73,7 @@ def test_view_fits_the_width_of_a_phone(open_page, site, view):
 def test_keyboard_reaches_all_controls(open_page, site, view):
     page = open_page(site + VIEWS[view][0])
     page.wait_for_timeout(1500)  # the first event of the stream shows the view again
-    page.evaluate("window.refresh = () => {}")
+    page.evaluate("window.refresh = window.poll = () => {}")
     selector = "a[href], button:not(:disabled), input, select, summary, [tabindex='0']"
     controls = page.evaluate(f"""() => [...document.querySelectorAll("{selector}")]
       .filter((each) => each.checkVisibility()).map((each, at) => (each.dataset.number = at)).length""")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of the page: answers, errors, headers, tokens, and the exported file."""
 
+import asyncio
 import json
 import re
 
@@ -66,6 +67,32 @@ def test_page_streams_a_change_within_seconds(client, root):
         lines = stream.iter_lines()
         assert next(lines) == "event: change"
         assert json.loads(next(lines).removeprefix("data: "))["step"] == 6
+
+
+def test_damaged_run_is_an_error_of_its_own_and_hides_no_other(client, root):
+    folder = write_run(root / "odd", steps=3, lost_at=0)
+    (folder / "journal.1x.jsonl").write_text("")
+    aliases = "".join(f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12))
+    (folder / "job.yaml").write_text(f"config:\n  a0: &a0 [x, x]\n{aliases}")
+    rows = {row["id"]: row for row in client.get("/api/runs").json()["runs"]}
+    assert rows["toy"]["step"] == 6
+    assert rows["odd"]["reason"].startswith("its files cannot be read: ValueError")
+    answer = client.get("/api/run?id=odd")
+    assert answer.status_code == 500 and answer.json()["error"].startswith("its files cannot be shown: ValueError")
+    (folder / "journal.1x.jsonl").unlink()
+    assert client.get("/api/run?id=odd").json()["settings"] == {}, "a description that would grow is not read"
+
+
+def test_run_is_looked_up_outside_the_event_loop(root):
+    class Asking(RunFolders):
+        def get(self, run_id):
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            return super().get(run_id)
+
+    client = TestClient(create_app(Asking([root])), base_url=HOST)
+    assert client.get("/api/trace?id=tyo&steps=1").status_code == 400
+    assert client.get("/api/stream?id=tyo").status_code == 400
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------

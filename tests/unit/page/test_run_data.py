@@ -305,6 +305,7 @@ def test_events_can_be_searched_and_chosen_by_process(run):
         ("[trainer] 08:01:00 E of an earlier version", "E", "08:01:00"),
         ('{"time": "2027-01-15 08:01:00", "level": "ERROR", "process": "trainer", "message": "m"}', "E", "08:01:00"),
         ("  File without a time", "", "08:00:05"),
+        ("2027-99-99 99:99:99 I no time of any day", "I", "08:00:05"),
     ],
 )
 def test_log_lines_have_their_times_and_levels(run, line, level, clock):

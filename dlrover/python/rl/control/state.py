@@ -196,7 +196,7 @@ class JobState:
     tried: tuple[Cause, ...] = ()  # unknown errors retried in fresh processes since the last progress
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by subject: restarts within the window
     streaks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By subject: the number of recoveries without progress in between, and the time of the last one."""
+    """Subject to the number of recoveries without progress in between, and the time of the last one."""
 
     recoveries: Mapping[str, int] = field(default_factory=dict)  # by subject: recoveries during which the job ran on
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # by subject: restarts of the job that it caused

@@ -91,23 +91,20 @@ def create_app(
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def answer(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in ANSWERS:
-            return JSONResponse({"error": f"there is no 'api/{name}'"}, 404)
-        plain = await run_in_threadpool(ANSWERS[name], runs, dict(request.query_params))
-        return JSONResponse(plain)
+        name, query = request.path_params["name"], dict(request.query_params)
+        return await run_in_threadpool(_answer, runs, name, query)
 
     async def trace_file(request: Request) -> Response:
         first, _, last = request.query_params.get("steps", "").partition(":")
         steps = [number_in({"steps": text}, "steps") for text in (first, last or first)]
-        run = runs.get(request.query_params.get("id", "."))
+        run = await run_in_threadpool(runs.get, request.query_params.get("id", "."))
         content = await run_in_threadpool(run.trace, *steps)
         name = f"steps-{steps[0]}-{steps[1]}.pftrace"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     async def stream(request: Request) -> Response:
-        run = runs.get(request.query_params.get("id", "."))
+        run = await run_in_threadpool(runs.get, request.query_params.get("id", "."))
         if streams.locked():
             return JSONResponse({"error": f"{_MOST_STREAMS} pages are open already"}, 503)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -123,6 +120,17 @@ def create_app(
     gate = [Middleware(LoginGate, check=check, may_fail=may_fail)] if check is not None else []
     layers = [Middleware(PageHeaders, names=names), *gate, Middleware(GZipMiddleware, minimum_size=2000)]
     return Starlette(routes=routes, middleware=layers, exception_handlers={DLRoverRLError: _refuse})
+
+
+def _answer(runs: RunFolders, name: str, query: Query) -> Response:
+    if name not in ANSWERS:
+        return JSONResponse({"error": f"there is no 'api/{name}'"}, 404)
+    try:
+        return JSONResponse(ANSWERS[name](runs, query))
+    except DLRoverRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- a job may write anything to its folder
+        return JSONResponse({"error": f"its files cannot be shown: {type(error).__name__}: {error}"}, 500)
 
 
 async def _changes(run: RunView, streams: asyncio.BoundedSemaphore) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ processes are never contacted."""
 
 import json
 import os
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.log import redacted
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
+from dlrover.python.rl.config.plain import MAX_BYTES
 from dlrover.python.rl.master.client.explain import advice
 from dlrover.python.rl.master.client.jobs import JobHistory, JobView, view_of_folder
 from dlrover.python.rl.master.process.live import read_live
@@ -33,6 +35,8 @@ from dlrover.python.rl.runtime.run.folder import DESCRIPTION, in_use, newest_own
 Plain = dict[str, Any]
 
 _MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
+_MOST_ALIASES = 10  # of a description: a job may replace its own by one that grows without bound
+_TOTAL_STEPS = re.compile(rb"^  (?:total_)?steps: (\d{1,12})$", re.MULTILINE)
 _DEEPEST = 3  # levels of folders below the served one in which runs are looked for
 
 
@@ -154,16 +158,27 @@ class RunView:
 
     @property
     def _total_steps(self) -> int:
-        settings = self.settings()
-        total = next((settings[key] for key in ("config.steps", "config.total_steps") if key in settings), 0)
-        return total if isinstance(total, int) else 0
+        """The steps that ``config`` asks for, found without reading all settings: the list has many runs."""
+
+        def read() -> int:
+            with suppress(OSError), open_file(self.folder / DESCRIPTION) as file:
+                match = _TOTAL_STEPS.search(file.read(MAX_BYTES))
+                return int(match[1]) if match else 0
+            return 0
+
+        return int(self._cache("total_steps", (DESCRIPTION,), read))
 
     def settings(self) -> Plain:
         """Return the job's settings by dotted keys; secrets are hidden in the file."""
 
+        path = self.folder / DESCRIPTION
+
         def read() -> Plain:
-            with suppress(OSError, yaml.YAMLError, UnicodeDecodeError), open_file(self.folder / DESCRIPTION) as file:
-                return dict(_flatten("", yaml.load(file.read(), _LOADER)))
+            with suppress(OSError, yaml.YAMLError, UnicodeDecodeError), open_file(path) as file:
+                text = file.read(MAX_BYTES).decode()
+                aliases = (event for event in yaml.parse(text, _LOADER) if isinstance(event, yaml.AliasEvent))
+                if len(list(aliases)) <= _MOST_ALIASES:
+                    return dict(_flatten("", yaml.load(text, _LOADER)))
             return {}
 
         settings: Plain = self._cache("settings", (DESCRIPTION,), read)
@@ -191,27 +206,29 @@ class RunView:
         return {"marks": with_steps(self.timeline.marks, self._step_at)}
 
     def step(self, number: int) -> Plain:
-        """Return a step's time by parts, its lanes, and findings about them. Raises CallError for an unknown step."""
+        """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts. Raises
+        CallError for an unknown step."""
         rows = self._metrics.rows()
         at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
         if at < 0 or rows[at]["step"] != number:
             last = rows[-1]["step"] if rows else 0
             raise CallError(f"step {number} has no metrics: the last step with metrics is {last}")
         total_s, parts = curves.parts_of(rows[at])
-        recorded = spans.read_steps(self.folder, number, number)[-1:]
+        attempts = spans.read_steps(self.folder, number, number)
+        begin_s = attempts[-1].begin_s if attempts else 0.0
         lanes = [
-            {"process": lane.process, "spans": [_shifted(span, recorded[0].begin_s) for span in lane.spans]}
-            for lane in (recorded[0].lanes if recorded else ())
+            {"process": lane.process, "spans": [_shifted(span, begin_s) for span in lane.spans]}
+            for lane in (attempts[-1].lanes if attempts else ())
         ]
         metrics = {name: curves.number_of(value) for name, value in rows[at].items() if name != "step"}
         return {
             "step": number,
-            "began_s": recorded[0].begin_s if recorded else 0.0,
+            "began_s": begin_s,
             "total_s": total_s,
             "parts": parts,
             "metrics": metrics,
             "lanes": lanes,
-            "findings": [vars(each) for each in findings(recorded)],
+            "findings": [vars(each) for each in findings(attempts)],
             "first": rows[0]["step"],
             "last": rows[-1]["step"],
         }
@@ -335,7 +352,7 @@ class RunFolders:
         return self._runs[run_id]
 
     def rows(self) -> list[Plain]:
-        return sorted((run.row() for run in self.all()), key=lambda row: -row["started_s"])
+        return sorted(map(row_of, self.all()), key=lambda row: -row["started_s"])
 
     def diff(self, ids: Sequence[str]) -> Plain:
         """Return the settings that differ between runs."""
@@ -345,6 +362,22 @@ class RunFolders:
         return {
             "settings": [{"key": key, "values": row} for key, row in values.items() if len(set(map(repr, row))) > 1]
         }
+
+
+EMPTY_ROW: Plain = {
+    **{"step": 0, "total_steps": 0, "last_step_s": 0.0, "reward": None, "spark": [], "goodput": None, "recoveries": 0},
+    **{"devices": 0, "started_s": 0.0, "elapsed_s": 0.0, "owner": "", "phase": "unknown"},
+}
+"""The row of a run without files."""
+
+
+def row_of(run: RunView) -> Plain:
+    """Return a run's row. Files that cannot be read must not hide the other runs: its row names the error."""
+    try:
+        return run.row()
+    except Exception as error:  # noqa: BLE001 -- a job may write anything to its folder
+        reason = f"its files cannot be read: {type(error).__name__}: {error}"
+        return {**EMPTY_ROW, "id": run.run_id, "name": run.folder.name, "reason": reason}
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

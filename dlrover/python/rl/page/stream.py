@@ -6,6 +6,7 @@ import binascii
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,21 @@ def read_stream(
     chosen = [row for row in rows if wanted in row["text"].lower() or wanted in row["process"].lower()]
     chosen.sort(key=lambda row: row["at_s"])
     following = {"journal": len(entries), "logs": reader.positions, "times": times}
-    return {"events": chosen[-limit:], "next": _encode(following), "processes": names}
+    return {"events": chosen[-limit:] if limit else [], "next": _encode(following), "processes": names}
 
 
 def _entry_of(process: str, line: str, times: dict[str, float]) -> Entry:
     """Return the entry of a log's line. A line without a date, or without a time, takes it from the line before."""
     began, clock = _BEGAN.match(line), _CLOCK.match(line)
-    if began:
-        times[process] = datetime.fromisoformat(began[1]).timestamp()
-    elif clock:
-        last_s = times.get(process, 0.0)
-        day = clock[1] or (datetime.fromtimestamp(last_s) if last_s else datetime.now()).strftime("%Y-%m-%d")
-        at_s = datetime.fromisoformat(f"{day} {clock[2]}").timestamp()
-        midnight = not clock[1] and at_s < last_s - _DAY_S / 2
-        times[process] = at_s + _DAY_S * midnight
+    with suppress(ValueError):  # a job may print any digits
+        if began:
+            times[process] = datetime.fromisoformat(began[1]).timestamp()
+        elif clock:
+            last_s = times.get(process, 0.0)
+            day = clock[1] or (datetime.fromtimestamp(last_s) if last_s else datetime.now()).strftime("%Y-%m-%d")
+            at_s = datetime.fromisoformat(f"{day} {clock[2]}").timestamp()
+            midnight = not clock[1] and at_s < last_s - _DAY_S / 2
+            times[process] = at_s + _DAY_S * midnight
     level = clock[3] or clock[4] or "" if clock else ""
     return {"at_s": times.get(process, 0.0), "process": process, "kind": "log", "level": level, "text": line}
 
@@ -84,7 +86,11 @@ def _decode(text: str) -> Entry:
         return {"journal": 0, "logs": {}, "times": {}}
     try:
         cursor = json.loads(base64.urlsafe_b64decode(text))
-        logs = {str(name): (int(inode), int(offset)) for name, (inode, offset) in cursor["logs"].items()}
-        return {"journal": int(cursor["journal"]), "logs": logs, "times": dict(cursor["times"])}
+        logs = {str(name): (int(inode), max(int(offset), 0)) for name, (inode, offset) in cursor["logs"].items()}
+        return {
+            "journal": max(int(cursor["journal"]), 0),
+            "logs": logs,
+            "times": {str(name): float(at_s) for name, at_s in cursor["times"].items()},
+        }
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
         raise CallError("'after' is not a cursor that this page gave") from error

@@ -23,7 +23,7 @@ from dlrover.python.rl.runtime.run.files import METRICS
 from dlrover.python.rl.runtime.run.folder import in_use, newest_record
 
 Activities: TypeAlias = Mapping[str, tuple[float | None, str | None, float | None]]
-"""By process: the age of its heartbeat, its current call, and the seconds of that call so far."""
+"""Maps a process to the age of its heartbeat, its current call, and the seconds of that call so far."""
 
 REPAIRS = (TimeUse.RECOVERY, TimeUse.RESTART)
 

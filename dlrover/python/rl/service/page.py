@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 
 from dlrover.python.rl.page.app import create_app
-from dlrover.python.rl.page.run_data import Plain, RunFolders
+from dlrover.python.rl.page.run_data import EMPTY_ROW, Plain, RunFolders, row_of
 from dlrover.python.rl.page.serve import PageServer, listen
 from dlrover.python.rl.service.auth import TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord
@@ -37,16 +37,10 @@ class ServiceRuns(RunFolders):
         rows = []
         for record in self.records():
             run_id = _id_of(record)
-            values = runs[run_id].row() if run_id in runs else _EMPTY
+            values = row_of(runs[run_id]) if run_id in runs else EMPTY_ROW
             shared = {"id": run_id, "name": record.name, "owner": record.owner, "phase": record.phase.value}
             rows.append({**values, **shared, "reason": record.reason, "total_steps": record.total_steps})
         return rows
-
-
-_EMPTY: Plain = {
-    **{"step": 0, "last_step_s": 0.0, "reward": None, "spark": [], "goodput": None, "recoveries": 0, "devices": 0},
-    **{"started_s": 0.0, "elapsed_s": 0.0},
-}
 
 
 def _id_of(record: JobRecord) -> str:

@@ -353,4 +353,4 @@ BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 30
 """Upper bounds in seconds; one more bucket is unbounded."""
 
 CallCounts = Mapping[tuple[str, str], tuple[float, ...]]
-"""By role and method: the number of calls in each bucket, and as the last value the sum of their seconds."""
+"""Role and method to the number of calls in each bucket; the last value is the sum of their seconds."""

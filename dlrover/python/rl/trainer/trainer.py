@@ -35,7 +35,7 @@ class StepReport:
     """Durations of the calls since the last report, if the runtime measures them."""
 
     pending: Mapping[str, int] = field(default_factory=dict)
-    """By role: the number of calls that were running or waiting for a worker."""
+    """Role to the number of its calls that were running or waiting for a worker."""
 
     commit_bytes: int = 0
     """Bytes that commits have written since the last report."""
