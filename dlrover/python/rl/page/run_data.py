@@ -188,8 +188,8 @@ class RunView:
 
     def metrics(self) -> Plain:
         rows = self._metrics.rows()
-        names = sorted({name for row in (*rows[:3], *rows[-20:]) for name in row} - {"step"})
-        names = sorted({*names, *(name for row in rows[:: max(len(rows) // 200, 1)] for name in row)} - {"step"})
+        some = (*rows[:3], *rows[:: max(len(rows) // 200, 1)], *rows[-20:])
+        names = sorted({name for row in some for name in row} - {"step"})
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
@@ -245,8 +245,7 @@ class RunView:
     def _step_at(self, at_s: float) -> int:
         """Return the step that ran at a Unix time: subtract steps' seconds from the last change of the metrics."""
         rows = self._metrics.rows()
-        _, changed_s = curves.last_row(self.folder / METRICS)
-        ended_s = changed_s
+        _, ended_s = curves.last_row(self.folder / METRICS)
         for row in reversed(rows):
             if ended_s <= at_s:
                 return int(row["step"]) + 1
@@ -267,14 +266,8 @@ class RunView:
         offset, count = number_in(query, "offset", 0), min(number_in(query, "limit", 200), _MOST_ROWS)
         names = sorted({name for row in rows for name in row if name.startswith("reward/")})
         page = [_finite(row) for row in chosen[offset : offset + count]]
-        return {
-            "step": number,
-            "first": limits[0],
-            "last": limits[1],
-            "total": len(chosen),
-            "rows": page,
-            "functions": names,
-        }
+        place = {"step": number, "first": limits[0], "last": limits[1], "total": len(chosen)}
+        return {**place, "rows": page, "functions": names}
 
     def evaluations(self, prompt: str = "") -> Plain:
         """Return the evaluations and their prompts, and the answers to ``prompt`` if it is not empty."""
