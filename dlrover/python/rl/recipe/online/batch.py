@@ -209,7 +209,7 @@ def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
     column = rows["advantage"] if "advantage" in rows else np.full(len(rows), np.nan)
     if not isinstance(column, Ragged):
         return np.asarray(column, dtype=np.float64)
-    sums = np.array([row.sum() for row in column], dtype=np.float64)
+    sums = np.bincount(column.spread(np.arange(len(rows))), column.values, len(rows))
     tokens = rows.dense("action_tokens")
     means: npt.NDArray[np.float64] = np.divide(sums, tokens, out=np.full(len(rows), np.nan), where=tokens > 0)
     return means
