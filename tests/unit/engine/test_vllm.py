@@ -103,7 +103,7 @@ HEAD, UP, DOWN = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight
 
 @pytest.mark.feature(104)
 @pytest.mark.parametrize(
-    ("fault", "name", "found"),
+    ("fault", "name", "message"),
     [
         ("dropped", "model.norm.weight", "'model.norm.weight' has other values"),
         ("swapped", UP, f"'{DOWN}' has other values; '{UP}' has other values"),
@@ -111,7 +111,7 @@ HEAD, UP, DOWN = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight
         ("broken off", HEAD, "no such tensor"),
     ],
 )
-def test_damaged_weights_are_not_served(engine, model_path, fault, name, found):
+def test_damaged_weights_are_not_served(engine, model_path, fault, name, message):
     """vLLM is ended, and its requests continue with the same tokens once it has whole weights."""
     sampling, later = SamplingParams(max_new_tokens=60, ignore_eos=True), snapshot(model_path, 1, scale=1.02)
     engine.receive(later)
@@ -120,7 +120,7 @@ def test_damaged_weights_are_not_served(engine, model_path, fault, name, found):
     engine.add(requests(), sampling, (5,))
     engine._server._loads = 0  # all tensors are read back
     engine._server._call(engine._server._llm.collective_rpc("damage_next_load", args=(fault, name, DOWN)))
-    with pytest.raises(WeightSyncError, match=f"did not load the weights of version 1: .*{found}"):
+    with pytest.raises(WeightSyncError, match=f"did not load the weights of version 1: .*{message}"):
         engine.receive(later)
     assert (engine.version, engine.place()) == (-1, "cuda")
     with pytest.raises(EngineError, match="receive them again"):
@@ -283,8 +283,7 @@ def test_names_of_vllm_are_public():
     assert {name for name in names if "._" in name} == PRIVATE.keys()
     for name in names:
         module, _, attribute = name.rpartition(".")
-        found = importlib.import_module(module)
-        assert hasattr(found, attribute) or importlib.import_module(name)
+        assert hasattr(importlib.import_module(module), attribute) or importlib.import_module(name)
 
 
 @pytest.mark.feature(99)
@@ -301,7 +300,7 @@ def test_two_ranks_draw_the_same_as_one(engine, model_path):
     assert_ended(started)
 
 
-# -- a device of its own: vLLM's place is taken by a stand-in, since nothing sleeps on a CPU ---------------------------
+# -- sleep: vLLM's place is taken by a stand-in, since nothing sleeps on a CPU -----------------
 class Recorder:
     """Notes the calls that the engine makes."""
 
@@ -314,8 +313,8 @@ class Recorder:
 
     def __getattr__(self, name):
         def call(*arguments):
-            told = arguments[0].version if name == "load" else arguments
-            self.calls.append((name, told) if arguments else (name,))
+            values = arguments[0].version if name == "load" else arguments
+            self.calls.append((name, values) if arguments else (name,))
             if name in self.fails:
                 raise EngineError("CUDA error: out of memory")
 

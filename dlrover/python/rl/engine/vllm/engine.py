@@ -2,7 +2,7 @@
 """The rollout engine on vLLM's asynchronous engine."""
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +31,8 @@ _BLOCK = 128
 
 
 class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
-    """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`. vLLM generates in processes of its own,
-    also between the calls of this engine.
+    """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`. vLLM generates in separate
+    processes, also between the calls of this engine.
 
     Unless the option ``sampler`` is ``vllm``, tokens are sampled by the same rule and from the same random numbers as
     in the ``torch`` engine (see ``vllm/sampling.py``): a sample depends neither on its batch nor on interruptions,
@@ -63,15 +63,14 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._asleep: set[Kind] = set()
         self._snapshot: WeightSnapshot | None = None  # that waits until vLLM has the weights on its device
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
-        self._token_bytes = divide_bytes(
-            spec.count_cache_bytes_per_token(self._lm, DTYPES[settings.precision]), settings.tensor_parallel_size
-        )
-        nbytes = spec.count_weight_bytes(self._lm, DTYPES[settings.precision])
-        self._offload.bring("weights", divide_bytes(nbytes, settings.tensor_parallel_size))
+        dtype, ranks = DTYPES[settings.precision], settings.tensor_parallel_size
+        self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, dtype), ranks))
         with ExitStack() as undo:
             undo.callback(self._end)
             server = self._start()
-            self._offload.bring("kv_cache", server.cache_bytes(self._token_bytes))
+            self._offload.bring(
+                "kv_cache", server.cache_bytes(divide_bytes(token_bytes, settings.tensor_parallel_size))
+            )
             undo.pop_all()
 
     def _start(self) -> "Server":
@@ -112,8 +111,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
                 numbers = {name: number for number, (name, _) in self._submitted.items()}
                 new_tokens: list[NewToken] = []
                 while not new_tokens:
-                    taken = [item for item in server.take() if item.name in numbers]  # others were withdrawn meanwhile
-                    new_tokens = [token for item in taken for token in self._read(numbers[item.name], item)]
+                    items = [item for item in server.take() if item.name in numbers]  # not of withdrawn requests
+                    new_tokens = [token for item in items for token in self._read(numbers[item.name], item)]
             return self._requests.append(new_tokens, self.version)
         except BaseException:
             with suppress(EngineError):
@@ -128,10 +127,14 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def _read(self, number: int, item: "NewTokens") -> list[NewToken]:
         """Return new tokens with the versions of their weights. vLLM tells these exactly once a request has ended."""
-        versions, known = [item.version] * len(item.tokens), self._requests.by_number[number].columns.values["versions"]
+        versions, earlier = (
+            [item.version] * len(item.tokens),
+            self._requests.by_number[number].columns.values["versions"],
+        )
         if item.versions:
-            arrived = len(known) - self._submitted[number][1]
-            known[len(known) - arrived :], versions = item.versions[:arrived], item.versions[arrived:]
+            before = self._submitted[number][1]
+            count = len(earlier) - before
+            earlier[before:], versions = item.versions[:count], item.versions[count:]
         new = zip(item.tokens, item.logprobs, versions, strict=True)
         return [(number, token, logprob, {"versions": version}) for token, logprob, version in new]
 
@@ -201,7 +204,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._end()
         self._offload.leave("meta")
 
-    def _sampling_params(self, running: RunningRequest, count: int, eos_ids: Collection[int]) -> Any:
+    def _sampling_params(self, running: RunningRequest, count: int, eos_ids: Sequence[int]) -> Any:
         # Imported on demand: both import vLLM, which takes seconds.
         from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of, seed_of
         from dlrover.python.rl.engine.vllm.server import sampling_params

@@ -62,7 +62,8 @@ class Plan:
             return None
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "logprobs")
         sampling = SamplingParams(**{name: values[name] for name in names})
-        numbers = uniforms(tuple(values["seed"]), *values["key"], sampling.max_new_tokens)
+        prompt_id, sample_index = values["key"]
+        numbers = uniforms(tuple(values["seed"]), prompt_id, sample_index, sampling.max_new_tokens)
         return cls(sampling, values["prompt_tokens"], values["known_ids"], numbers)
 
     def clamp(self, index: int) -> int:

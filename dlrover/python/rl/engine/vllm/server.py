@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ class NewTokens:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     version: int
-    versions: Sequence[int] = ()
+    versions: list[int] = field(default_factory=list)
 
 
 class Server:
@@ -222,7 +222,7 @@ class Server:
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join()  # waits: for callbacks that do not wait
         self._loop.close()
         os.close(self._causes)
 

@@ -41,8 +41,8 @@ class SnapshotReceiver(WeightTransferEngine[NoInit, Any]):
         self.model.load_weights(_iterate(self._snapshot, self.device))
 
     def finish_weight_update(self) -> None:
-        """Compare the model's tensors with the snapshot, bit for bit: all, or those of one part. Tensors that were not
-        read or not written are always found. Raises WeightSyncError with all differences.
+        """Compare the model's tensors with the snapshot, bit for bit: all tensors, or one part of them. Tensors that
+        were not read or not written are always found. Raises WeightSyncError with all differences.
 
         vLLM's own loader decides which part of a tensor belongs where: it runs again, with comparisons for copies."""
         finalize_layerwise_reload(self.model, self.model_config)

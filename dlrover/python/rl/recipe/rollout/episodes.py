@@ -22,8 +22,8 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.engine.api.rollout_server import PendingRequest, RolloutServer
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.engine.rollout.server import PendingRequest, RolloutServer
 from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
 

@@ -17,8 +17,8 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import NO_KWARGS, arguments_of_template, encode_prompt, prompt_text
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
+from dlrover.python.rl.engine.api.rollout_server import RolloutServer, Wakeup
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.rollout.server import RolloutServer, Wakeup
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
 
