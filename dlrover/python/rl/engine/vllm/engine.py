@@ -68,9 +68,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         with ExitStack() as undo:
             undo.callback(self._end)
             server = self._start()
-            self._offload.bring(
-                "kv_cache", server.cache_bytes(divide_bytes(token_bytes, settings.tensor_parallel_size))
-            )
+            token_bytes = divide_bytes(spec.count_cache_bytes_per_token(self._lm, dtype), ranks)
+            self._offload.bring("kv_cache", server.cache_bytes(token_bytes))
             undo.pop_all()
 
     def _start(self) -> "Server":
