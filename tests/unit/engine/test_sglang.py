@@ -161,6 +161,36 @@ def test_exchanged_files_are_removed(connect, model_path, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.feature(104)
+def test_each_load_is_asked_for_under_its_own_version(engine, served, model_path):
+    for version in (0, 0, 1):
+        engine.receive(snapshot(model_path, version), rewind=True)
+    engine.cpu()
+    engine.cuda()
+    folders = [Path(body["model_path"]) for body in served[0].updates]
+    for folder, body in zip(folders, served[0].updates, strict=True):
+        assert body == {"model_path": str(folder), "flush_cache": True, "weight_version": folder.name}
+    assert [folder.name.partition("-")[0] for folder in folders] == ["0", "0", "1", "1"]
+    assert (len(set(folders)), folders[2]) == (3, folders[3])
+
+
+@pytest.mark.feature(104)
+@pytest.mark.parametrize("cause", ["restart", "second worker"])
+def test_tokens_of_other_weights_are_refused(cause, connect, served, model_path):
+    engine = connect()
+    engine.receive(snapshot(model_path, 3))
+    if cause == "restart":
+        served[0].__init__(model_path)
+    else:
+        connect().receive(snapshot(model_path, 3))
+    for _ in range(2):
+        with pytest.raises(EngineDied, match=r"has the weights '.*', not '3-.*': it was restarted, or another worker"):
+            engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))
+        assert engine.running == 0
+    engine.receive(snapshot(model_path, 3))
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [3] * 3
+
+
 @pytest.mark.parametrize(("ranks", "cache_bytes"), [(1, 256_000), (2, 128_000)])
 def test_memory_is_accounted_for_and_excess_refused(connect, model_path, ranks, cache_bytes):
     weights = -(-sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights()) // ranks)
