@@ -184,11 +184,8 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
     server = (tmp_path / ".dlrover-rl/service/address").read_text().strip()
 
     def enqueue(name, **settings):
-        text = toy_text(tmp_path / name, name=name, master={"metrics_port": 0, "max_restart": 0}, **settings)
-        job = yaml.safe_load(text)
-        for role in job["workload"].keys() - {"actor"}:
-            job["workload"][role]["class"] = "Sampler"
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(job))
+        settings |= {"rollout": "Sampler", "master": {"metrics_port": 0, "max_restart": 0}}
+        (tmp_path / f"{name}.yaml").write_text(toy_text(tmp_path / name, name=name, **settings))
         desk.run("enqueue", f"{name}.yaml", DLROVER_RL_SERVER=server)
 
     with contextlib.closing(Prometheus(tmp_path, tools, scraped, every)) as prometheus:

@@ -61,6 +61,14 @@ def test_lost_worker_costs_the_time_until_its_call_runs_again(recording, cause, 
     assert causes_of(recording) == [(kind, "ROLLOUT[1]", "sample", 2.6)]
 
 
+def test_lines_that_a_killed_worker_did_not_write_add_no_cost(recording):
+    recording.step(1)
+    began_s = lose_rollout(recording, 2)
+    write_loss(recording.folder, began_s + 1.0, CauseKind.PROCESS_DIED)
+    del recording.lines["ROLLOUT[1]"][1]  # the call of step 1
+    assert causes_of(recording) == causes_of(recording, 2, 2) == [("lost_member", "ROLLOUT[1]", "sample", 2.6)]
+
+
 def test_ranks_that_restart_with_a_lost_one_are_not_accused(recording):
     recording.step(1)
     began_s = lose_rollout(recording, 2)
