@@ -19,6 +19,7 @@ from dlrover.python.rl.engine.vllm import VllmOptions, child
 from dlrover.python.rl.engine.vllm.child import ChildRunner, share_weights
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from tests.support.sync_sides import publish
 
 STAND_IN = """
 import sys, time
@@ -164,9 +165,7 @@ def received():
 
     def receive():
         source.version += 1
-        ticket = sender.offer(source)
-        sender.send(ticket, source)
-        return receiver.receive(ticket)
+        return receiver.receive(publish(sender, source)[0])
 
     yield receive
     receiver.close()
@@ -180,9 +179,7 @@ def share(weights):
 
 def test_weights_on_a_device_are_shared_in_host_memory():
     source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
-    ticket = sender.offer(source)
-    sender.send(ticket, source)
-    weights = receiver.receive(ticket)
+    weights = receiver.receive(publish(sender, source)[0])
     for opened in (share(weights), pickle.loads(pickle.dumps(weights))):
         verify_snapshot(opened, weights.shapes, -1)
         assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp
