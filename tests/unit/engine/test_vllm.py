@@ -17,10 +17,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
-from dlrover.python.rl.engine.api.base import (
-    RolloutSettings,
-    SamplingParams,
-)
+from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
