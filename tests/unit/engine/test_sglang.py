@@ -25,7 +25,7 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config, write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config
 from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
@@ -33,11 +33,6 @@ from tests.support import sglang_stand_in
 from tests.support.commands import is_alive
 from tests.support.rollout_cases import drain, snapshot
 from tests.support.served import until
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from dlrover.python.rl.engine.vllm import VllmOptions
 from dlrover.python.rl.engine.vllm.sharing import SharedSnapshot, share_weights
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from tests.support.sync_sides import publish
 
 FIXED = ["model", "tensor_parallel_size", "enable_sleep_mode", "weight_transfer_config", "moe_backend"]
 FIXED += ["speculative_config", "logprobs_mode", "logits_processors"]
@@ -81,9 +82,7 @@ def received():
 
     def receive():
         source.version += 1
-        ticket = sender.offer(source)
-        sender.send(ticket, source)
-        return receiver.receive(ticket)
+        return receiver.receive(publish(sender, source)[0])
 
     yield receive
     receiver.close()
@@ -97,9 +96,7 @@ def share(weights):
 
 def test_weights_on_a_device_are_shared_in_host_memory():
     source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
-    ticket = sender.offer(source)
-    sender.send(ticket, source)
-    weights = receiver.receive(ticket)
+    weights = receiver.receive(publish(sender, source)[0])
     for opened in (share(weights), pickle.loads(pickle.dumps(weights))):
         verify_snapshot(opened, weights.shapes, -1)
         assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp

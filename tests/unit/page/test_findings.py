@@ -11,7 +11,7 @@ from tests.support.recorded_spans import Recording, lose_rollout, write_loss
 
 @pytest.fixture
 def recording(tmp_path):
-    return Recording(tmp_path, rollouts=3)
+    return Recording(tmp_path, ["ACTOR[0]", "ROLLOUT[0]", "ROLLOUT[1]", "ROLLOUT[2]"])
 
 
 def causes_of(recording, first=1, last=99, **options):
