@@ -410,6 +410,20 @@ async def test_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state
             await stop_in_time(manager)
 
 
+async def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
+    async with serving(tmp_path, StillRunner()) as manager:
+        old = await manager.ask(submission(owner="mallory"))
+        manager._runner.report(old, JobPhase.FINISHED)
+        await manager.wait("job", WITHIN_S)
+        stop = stopping(manager)  # as it was checked
+        new, refused = await asyncio.gather(
+            manager.ask(submission(token="another", owner="ann")), manager.ask(stop), return_exceptions=True
+        )
+        assert isinstance(refused, errors.CallError) and "a new job has taken the name 'job'" in str(refused)
+        await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+        assert manager.get("job").run == new.run
+
+
 async def test_an_ended_job_keeps_no_description(tmp_path):
     async with serving(tmp_path) as manager:
         record = await manager.ask(submission())

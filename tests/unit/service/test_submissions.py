@@ -297,6 +297,27 @@ def test_huge_messages_are_refused_by_a_live_service(service, ask):
         assert client.list_jobs() == []
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("config: {" + ", ".join(f"k{n}: 1" for n in range(1_000_000)) + "}", "bytes"),
+        ("config: !!python/object/apply:os.system [id]", "tag"),
+        ("config: {a: '${oc.env:HOME}'}", "oc.env"),
+        ("x: " + "[" * 20_000 + "]" * 20_000, "deep"),
+        ("a: &a [1,1]\n" + "\n".join(f"b{n}: [*a, *a]" for n in range(200)), "alias"),
+    ],
+    ids=["keys", "tag", "resolver", "deep", "aliases"],
+)
+def test_hostile_job_files_are_refused_within_a_second(text, words):
+    base = "trainer: {module: m, class: T}\nworkload: {actor: {module: m, class: A}}\n"
+    began_s = time.process_time()
+    with pytest.raises(InvalidJob) as caught:
+        load_job_text(base + text, "job")
+    assert time.process_time() - began_s < EACH_S
+    (error,) = caught.value.errors
+    assert words in str(error) and len(str(error).splitlines()) == 1
+
+
 # -- any text in a message --------------------------------------------------------------------------------------------
 
 
