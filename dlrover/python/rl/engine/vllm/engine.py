@@ -84,7 +84,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             if self._settings.precision == "fp32":
                 env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
         with self._offload.computing():
-            self._server = Server(self._arguments, env, self._options.sampler == "vllm")
+            self._server = Server(self._arguments, env, self._options)
         return self._server
 
     @property
