@@ -66,7 +66,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         dtype, ranks = DTYPES[settings.precision], settings.tensor_parallel_size
         self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, dtype), ranks))
         with ExitStack() as undo:
-            undo.callback(self._end)
+            undo.callback(self.close)
             server = self._start()
             token_bytes = divide_bytes(spec.count_cache_bytes_per_token(self._lm, dtype), ranks)
             self._offload.bring("kv_cache", server.cache_bytes(token_bytes))
