@@ -170,6 +170,23 @@ def test_running_requests_are_kept_over_an_update(engine, model_path):
     assert all(each == sorted(each) and {0, 1} == set(each) for each in versions)
 
 
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_no_request_meets_a_cache_of_older_weights(tmp_path, keep_kv):
+    """A prompt of more than one block of the cache gives the tokens of an engine that has only the new weights."""
+    path = write_tiny_model(tmp_path / "T", hidden=128, layers=2, max_positions=512)
+    params, later = SamplingParams(max_new_tokens=8, temperature=0.0), snapshot(path, 1, scale=1.5)
+    prompt = rollout_cases.prompts(["what is the answer? " * 9])
+    other = TorchRolloutEngine(path, RolloutSettings(max_batch=8))
+    other.receive(later)
+    expected = other.generate(prompt, params, (0,))
+    with closing(make(path, max_batch=2, backend={"keep_kv": keep_kv})) as engine:
+        engine.receive(snapshot(path, 0))
+        assert not np.allclose(engine.generate(prompt, params, (0,))["logprobs"].values, expected["logprobs"].values)
+        engine.receive(later)
+        output = engine.generate(prompt, params, (0,))
+    assert np.allclose(output.ragged("logprobs").values, expected.ragged("logprobs").values, atol=1e-5)
+
+
 def test_weights_larger_than_the_memory_are_refused(model_path):
     weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
     with pytest.raises(OutOfDeviceMemory, match=f"vllm asks for {weights:,} bytes of weights on cpu"):
@@ -304,7 +321,7 @@ def test_two_ranks_draw_the_same_as_one(engine, model_path):
 class Recorder:
     """Notes the calls that the engine makes."""
 
-    def __init__(self, arguments, env, samples_itself):
+    def __init__(self, arguments, env, options):
         self.calls, self.fails = [("start", env.get("CUDA_VISIBLE_DEVICES"), env.get("TRITON_F32_DEFAULT"))], ()
         Recorder.last = self
 

@@ -40,6 +40,10 @@ class VllmOptions:
     and seeds, which needs its second model runner (not on a CPU), and cannot give the policy's log-probs of tokens from
     a distribution cut by ``top_k`` or ``top_p``."""
 
+    keep_kv: bool = False
+    """Running requests keep their key-value cache over a weight update, instead of reading their tokens again with the
+    new weights. New requests never use cached prompts of older weights."""
+
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, ``data_parallel_size`` and ``pipeline_parallel_size`` among
     them; arguments on which the engine depends are refused."""

@@ -66,7 +66,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         dtype, ranks = DTYPES[settings.precision], settings.tensor_parallel_size
         self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, dtype), ranks))
         with ExitStack() as undo:
-            undo.callback(self._end)
+            undo.callback(self.close)
             server = self._start()
             token_bytes = divide_bytes(spec.count_cache_bytes_per_token(self._lm, dtype), ranks)
             self._offload.bring("kv_cache", server.cache_bytes(token_bytes))
@@ -84,7 +84,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             if self._settings.precision == "fp32":
                 env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
         with self._offload.computing():
-            self._server = Server(self._arguments, env, self._options.sampler == "vllm")
+            self._server = Server(self._arguments, env, self._options)
         return self._server
 
     @property

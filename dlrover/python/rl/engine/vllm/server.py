@@ -31,6 +31,7 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
+from dlrover.python.rl.engine.vllm import VllmOptions
 from dlrover.python.rl.engine.vllm.plugin import BACKEND, OWNER
 from dlrover.python.rl.engine.vllm.sharing import share_weights
 from dlrover.python.rl.engine.vllm.transfer import READ_BACK_PARTS
@@ -42,6 +43,7 @@ _SAMPLING = "dlrover.python.rl.engine.vllm.sampling"
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU vLLM else has a worker in a further process, which spins
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Variables that vLLM reads when it starts; the user's values take precedence."""
@@ -69,8 +71,8 @@ class Server:
     """One vLLM engine, made from the fields of ``AsyncEngineArgs`` in an environment with ``env``; an ``EngineError``
     if it does not start. Its coroutines run in a thread of this process, vLLM's computation in other processes."""
 
-    def __init__(self, arguments: Mapping[str, Any], env: Mapping[str, str], samples_itself: bool) -> None:
-        self.version = -1
+    def __init__(self, arguments: Mapping[str, Any], env: Mapping[str, str], options: VllmOptions) -> None:
+        self.version, self._keeps_kv = -1, options.keep_kv
         self._causes = os.memfd_create("causes")
         self._outputs: SimpleQueue[NewTokens | Exception] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -81,7 +83,7 @@ class Server:
         try:
             owner = {OWNER: f"{os.getpid()}:{self._causes}"}
             with _environment({**owner, **_ENVIRONMENT, **env}), preserve_random_state():
-                self._llm = self._call(self._start(arguments, samples_itself), _START_S)
+                self._llm = self._call(self._start(arguments, options.sampler == "vllm"), _START_S)
         except BaseException as error:
             cause = self._cause(error)
             self._end_loop()
@@ -125,7 +127,8 @@ class Server:
 
     async def _follow(self, name: str, tokens: Sequence[int], params: VllmSamplingParams) -> None:
         try:
-            async for output in self._llm.generate(tokens_input(list(tokens)), params, name):
+            salt = str(self.version) if self._keeps_kv else None
+            async for output in self._llm.generate(tokens_input(list(tokens), cache_salt=salt), params, name):
                 self._outputs.put(self._read(name, output))
         except EngineDeadError as error:
             self._outputs.put(EngineDied(f"vLLM has ended: {self._cause(error)}"))
@@ -171,7 +174,7 @@ class Server:
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place while requests stand still, and read them back. Since compared tensors go to the device
         again, the first load is compared in full, later ones an eighth at a time. Running requests continue with the
-        new weights, and their cache is computed again. After a WeightSyncError vLLM has a mixture of weights."""
+        new weights; their cache is computed again unless it is kept. After a WeightSyncError vLLM has a mixture."""
         part = (self._loads - 1) % READ_BACK_PARTS if self._loads else None
         with share_weights(weights) as shared:
             update = asdict(replace(shared, part=part))
@@ -180,7 +183,7 @@ class Server:
         self._loads += 1
 
     async def _update(self, update: dict[str, Any], version: int) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_kv)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update(str(version))
