@@ -66,11 +66,12 @@ def versions_of(engine):
 
 
 def processes_of(pid):
-    """Return the processes that a process has started, and theirs."""
+    """Return the processes that a process has started, and theirs, without the one that counts Python's resources."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if folder.joinpath("stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+            parent = folder.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(pid) and b"resource_tracker" not in folder.joinpath("cmdline").read_bytes():
                 children += [int(folder.name), *processes_of(folder.name)]
     return children
 

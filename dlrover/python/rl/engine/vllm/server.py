@@ -109,7 +109,9 @@ class Server:
         config.model_config.logits_processors = [
             f"{_SAMPLING}:KnownIds" if samples_itself else f"{_SAMPLING}:PositionSampler{runner}"
         ]
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=engine_args.disable_log_stats)
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=engine_args.disable_log_stats)
+        await llm.update_weight_version(str(self.version))
+        return llm
 
     def cache_bytes(self, token_bytes: int) -> int:
         """Return the bytes of the key-value cache on each device, with ``token_bytes`` for a token there."""
