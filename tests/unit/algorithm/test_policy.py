@@ -175,27 +175,18 @@ def entropies(batch, seed=0):
     return torch.rand(len(batch.ragged("tokens").values), generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.feature(111, 112, 114)
-@pytest.mark.parametrize("name", CONFIGS)
+TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
+UPDATES = [*((name, False) for name in CONFIGS), *((name, True) for name in TRAJECTORIES)]
+
+
+@pytest.mark.feature(88, 111, 112, 114)
+@pytest.mark.parametrize(("name", "trajectories"), UPDATES)
 @pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_equals_a_slow_reference(name, seed):
-    config, batch = CONFIGS[name], ragged_update(seed)
+def test_policy_loss_equals_a_slow_reference(name, trajectories, seed):
+    config, batch = CONFIGS[name], ragged_update(seed, trajectories)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
     actual = outcome(config, batch, logprobs, entropy=entropy)
     assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
-
-
-TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
-
-
-@pytest.mark.feature(88)
-@pytest.mark.parametrize("name", TRAJECTORIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_of_trajectories_equals_a_slow_reference(name, seed):
-    config, batch = CONFIGS[name], ragged_update(seed, trajectories=True)
-    logprobs = logprobs_for(batch, seed)
-    actual = outcome(config, batch, logprobs)
-    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not isinstance(config, CISPO)])
@@ -334,28 +325,16 @@ def candidates(batch):
 
 
 @pytest.mark.feature(122)
-@pytest.mark.parametrize("name", ON_SAMPLES)
+@pytest.mark.parametrize("name", [*ON_SAMPLES, *ON_PAIRS])
 @pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_layout_of_samples_changes_nothing(name, ranks, budget):
-    algorithm, batch = ON_SAMPLES[name], ragged_update(9)
+def test_layout_of_samples_and_pairs_changes_nothing(name, ranks, budget):
+    algorithm, batch = {**ON_SAMPLES, **ON_PAIRS}[name], pairs_update(9) if name in ON_PAIRS else ragged_update(9)
     logprobs = logprobs_for(batch, 9)
     extra = {"entropy": entropies(batch), "candidate_logprobs": candidates(batch)}
     order = np.random.default_rng(ranks).permutation(len(batch))
     whole = outcome(algorithm, batch, logprobs, **extra)
     assert whole.gradient.abs().max() > 1e-3
     assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget, **extra), whole)
-
-
-@pytest.mark.feature(122)
-@pytest.mark.parametrize("name", ON_PAIRS)
-@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_layout_of_pairs_changes_nothing(name, ranks, budget):
-    algorithm, batch = ON_PAIRS[name], pairs_update(5)
-    logprobs = logprobs_for(batch, 5)
-    order = np.random.default_rng(ranks).permutation(len(batch))
-    whole = outcome(algorithm, batch, logprobs)
-    assert whole.gradient.abs().max() > 1e-3
-    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget), whole)
 
 
 @pytest.mark.feature(122)
