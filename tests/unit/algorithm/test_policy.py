@@ -213,6 +213,32 @@ def test_policy_needs_follow_from_the_configuration():
     assert PPO().needs.annotate == {"action_mask", "values"}
 
 
+SEQUENCES = {"correction_level": "sequence"}
+
+
+@pytest.mark.parametrize(
+    ("config", "recomputes", "shares"),
+    [
+        (GRPO(), False, False),
+        (GRPO(correction="truncate"), True, True),
+        (GRPO(**MASK), True, True),
+        (GRPO(correction="truncate", **SEQUENCES), True, False),
+        (GRPO(**MASK, **SEQUENCES), True, False),
+        (GSPO(), True, False),
+        (GSPO(**MASK), True, False),
+        (PPO(**MASK), True, True),
+        (PPO(**MASK, **SEQUENCES), True, False),
+        (Distillation(correction="truncate"), True, True),
+        (Distillation(correction="truncate", **SEQUENCES), True, False),
+        (VocabularyDistillation(), False, False),
+    ],
+)
+def test_forward_is_shared_by_single_updates_on_tokens(config, recomputes, shares):
+    assert config.needs.recomputes == recomputes
+    assert config.needs.shares_forward(1) == shares
+    assert not config.needs.shares_forward(2)
+
+
 @pytest.mark.parametrize("config", [GRPO(), DrGRPO(), DAPO(), RLOO(), ReinforcePlusPlusBaseline(), GSPO(), CISPO()])
 def test_group_of_one_is_refused_by_comparing_algorithms(config):
     config.check_group_size(2)

@@ -270,7 +270,7 @@ class PolicyTrainer(RecipeTrainer):
         results = self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0]
         metrics = average_metrics(results)
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
-        if "approx_kl" in first and not self.uses("rollout_logprobs"):
+        if "approx_kl" in first and not self.algorithm.needs.recomputes:
             metrics["mismatch_kl"] = first["approx_kl"]  # before the first update: the KL to the rollouts' policy
         return {_log_name(name): value for name, value in metrics.items()}
 
