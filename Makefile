@@ -83,8 +83,8 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
-# Tests that take two minutes together.
-FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
+# Tests that take a minute together.
+FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract/test_port_contract.py
 
 test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready $(VENV)-real_model/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
 	$(BIN)/python -m pytest -m slow
@@ -125,7 +125,7 @@ test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of v
 	@touch $@
 
 test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions (LOWER=torch==2.13.0 changes one)
-	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/unit/data tests/unit/session \
+	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/contract tests/unit/data tests/unit/session \
 		tests/unit/service/test_server.py
 	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py
 

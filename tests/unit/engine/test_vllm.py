@@ -275,7 +275,13 @@ def test_killed_process_of_vllm_is_an_error(model_path):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="vLLM has ended"):
             drain(engine)
-        assert engine.running == len(TEXTS)
+        assert (engine.running, engine.version) == (len(TEXTS), -1)
+        engine.receive(snapshot(model_path, 0), rewind=True)  # which starts it again
+        engine.advance()
+        for pid in set(processes_of(os.getpid())) - set(before):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="vLLM has ended"):
+            engine.receive(snapshot(model_path, 1))
 
 
 def test_plugin_does_nothing_in_other_processes():
@@ -375,6 +381,39 @@ def test_version_is_loaded_once_however_often_vllm_sleeps(model_path, on_gpus):
     engine.cuda()
     engine.receive(snapshot(model_path, 2))
     assert calls[3:] == [("sleep", (2,)), *wake, ("load", 2)]
+
+
+def test_weights_without_a_cache_do_not_sleep(model_path, on_gpus):
+    engine = make(model_path, "cuda:0", "bf16")
+    engine.receive(snapshot(model_path, 1))
+    engine.cpu()
+    engine.cuda("weights")
+    engine.cpu()
+    assert (engine.version, engine.place(), Recorder.last.calls[-1]) == (-1, "meta", ("close",))
+
+
+def test_failed_sleep_ends_vllm(model_path, on_gpus):
+    engine = make(model_path, "cuda:0", "bf16")
+    Recorder.last.fails = ("sleep",)
+    with pytest.raises(EngineError):
+        engine.cpu()
+    assert (engine.place(), Recorder.last.calls[-1]) == ("meta", ("close",))
+
+
+def test_items_of_a_request_that_arrive_together_are_joined(model_path, on_gpus, monkeypatch):
+    engine = make(model_path, "cuda:0", "bf16")
+    engine.receive(snapshot(model_path, 4))
+    engine.add(requests()[:1], SamplingParams(max_new_tokens=3, ignore_eos=True), (0,))
+    tokens = importlib.import_module("dlrover.python.rl.engine.vllm.server").NewTokens
+    items = [tokens("gone", error=EngineError("of a withdrawn request")), tokens("0", [5], [-0.5], 4)]
+    items += [tokens("0", [6], [-0.5], 4), tokens("0", [7], [-0.5], 5, [4, 5, 5], "length")]
+    monkeypatch.setattr(Recorder, "take", lambda _: items, raising=False)
+    (completion,) = engine.advance()
+    assert (completion.request.done.tolist(), completion.request.versions.tolist()) == ([5, 6, 7], [4, 5, 5])
+    monkeypatch.setattr(Recorder, "take", lambda _: [tokens("1", finish="error")])
+    engine.add(requests()[:1], SamplingParams(max_new_tokens=3), (0,))
+    with pytest.raises(EngineError, match="ended a request by itself: error"):
+        engine.advance()
 
 
 def test_failed_wake_ends_vllm_and_names_the_memory(model_path, on_gpus):

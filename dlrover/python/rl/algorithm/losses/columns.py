@@ -35,7 +35,7 @@ class Needs:
     ``teacher_logprobs`` a teacher's, ``values`` (before each action) a critic's. A column that the rollout engine
     declares (``EngineInfo.columns``) has its own name; one per sample is dense, and repeated over the tokens of a loss.
 
-    ``whole_sequences``: the loss weights or clips whole sequences by ``old_logprobs``, computed in a separate pass.
+    ``whole_sequences``: the loss weights or clips whole sequences, so ``old_logprobs`` need a separate forward pass.
     """
 
     annotate: frozenset[str] = frozenset()

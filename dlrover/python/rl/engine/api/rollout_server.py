@@ -57,7 +57,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class RolloutServer:
-    """What schedulers, sessions and endpoints see of an engine, which has no other user. It generates while
+    """The interface of schedulers, sessions and endpoints to an engine that nothing else uses. It generates while
     :meth:`step` is called; ``wakeup`` is notified of new requests."""
 
     engine: BaseRolloutEngine
@@ -132,7 +132,11 @@ class RolloutServer:
         """Continue with new weights. Raises as :meth:`BaseRolloutEngine.receive`."""
         if mode == "abort":
             self.preempt()
-        self.engine.receive(weights, rewind)
+        try:
+            self.engine.receive(weights, rewind)
+        except BaseException:
+            self.preempt()  # so that each request knows the versions of its tokens
+            raise
         self.wakeup.notify()
 
     def pause(self) -> None:

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
-from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
@@ -108,15 +108,33 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
                 for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
                     self._submit(server, number)
                 numbers = {name: number for number, (name, _) in self._submitted.items()}
-                new_tokens: list[NewToken] = []
-                while not new_tokens:
+                items: list[NewTokens] = []
+                while not items:
                     items = [item for item in server.take() if item.name in numbers]  # not of withdrawn requests
-                    new_tokens = [token for item in items for token in self._read(numbers[item.name], item)]
-            return self._requests.append(new_tokens, self.version)
-        except BaseException:
+            return self._append([(numbers[item.name], item) for item in items])
+        except BaseException as error:
             with suppress(EngineError):
                 self._withdraw(self._requests.by_number)  # the next step generates this one's tokens again
+            if isinstance(error, EngineDied):
+                self._fail("cuda")
             raise
+
+    def _append(self, items: Sequence[tuple[int, "NewTokens"]]) -> dict[int, Finish]:
+        """Append new tokens. vLLM gives the exact versions of their weights once a request has ended."""
+        new_tokens: list[NewToken] = []
+        for number, item in items:
+            if item.error is not None:
+                raise item.error
+            if item.finish not in ("", "stop", "length"):
+                raise EngineError(f"vLLM ended a request by itself: {item.finish}")
+            pairs = zip(item.tokens, item.logprobs, strict=True)
+            new_tokens += [(number, token, logprob, {"versions": item.version}) for token, logprob in pairs]
+        finished = self._requests.append(new_tokens, self.version)
+        for number, item in items:
+            if item.finish:
+                before, columns = self._submitted[number][1], self._requests.by_number[number].columns.values
+                columns["versions"][before:] = item.versions[: len(columns["versions"]) - before]
+        return finished
 
     def _submit(self, server: "Server", number: int) -> None:
         running, name = self._requests.by_number[number], str(next(self._submissions))
@@ -124,24 +142,12 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._submitted[number] = name, count
         server.submit(name, running.sequence.tolist(), self._sampling_params(running, count, eos_ids))
 
-    def _read(self, number: int, item: "NewTokens") -> list[NewToken]:
-        """Return new tokens with the versions of their weights. vLLM tells these exactly once a request has ended."""
-        versions, earlier = (
-            [item.version] * len(item.tokens),
-            self._requests.by_number[number].columns.values["versions"],
-        )
-        if item.versions:
-            before = self._submitted[number][1]
-            count = len(earlier) - before
-            earlier[before:], versions = item.versions[:count], item.versions[count:]
-        new = zip(item.tokens, item.logprobs, versions, strict=True)
-        return [(number, token, logprob, {"versions": version}) for token, logprob, version in new]
-
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Abort requests in vLLM; they keep their tokens and can be submitted again."""
         names = [self._submitted.pop(number)[0] for number in list(numbers) if number in self._submitted]
         if names and self._server is not None:
-            self._server.abort(names)
+            with suppress(EngineDied):  # it runs no requests
+                self._server.abort(names)
 
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
         """Verify and load new weights. While there are none on the device, they wait in host memory."""
@@ -158,9 +164,15 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             with self._offload.computing():
                 (self._server or self._start()).load(weights)
         except BaseException:
-            self._end()
-            self.version, self._offload.unready_reason = -1, BROKEN_OFF
+            self._fail("cuda")
             raise
+
+    def _fail(self, place: DeviceKind) -> None:
+        """End vLLM, which has no whole weights any more, or does not answer."""
+        self._end()
+        if place != "cuda":
+            self._offload.leave(place)
+        self.version, self._offload.unready_reason = -1, BROKEN_OFF
 
     def _wake(self, kind: Kind) -> None:
         self._offload.bring(kind)
@@ -175,20 +187,24 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
                 self._load(weights)
                 self._snapshot = None
         except BaseException:
-            self._end()
-            self._offload.leave("meta")
-            self.version, self._offload.unready_reason = -1, BROKEN_OFF
+            self._fail("meta")
             raise
 
     def _sleep(self, place: DeviceKind) -> None:
         self._withdraw(self._requests.by_number)
         self._snapshot = self._snapshot if place == "cpu" else None
         is_whole = not self._offload.missing_kinds("all")
-        if self._server is not None and not self._is_on_cpu and is_whole:
-            self._server.sleep(1 if place == "cpu" and self._snapshot is None else 2)
-            self._asleep = {"weights", "kv_cache"}
-        elif place == "meta" or not self._is_on_cpu:
-            self._end()  # vLLM does not release what sleeps already, nor a part
+        try:
+            if self._server is not None and not self._is_on_cpu and is_whole:
+                self._server.sleep(1 if place == "cpu" and self._snapshot is None else 2)
+                self._asleep = {"weights", "kv_cache"}
+            elif place == "meta" or not self._is_on_cpu:
+                self._end()  # vLLM does not release what sleeps already, nor a part
+                if self._snapshot is None:
+                    place, self.version, self._offload.unready_reason = "meta", -1, RELEASED
+        except BaseException:
+            self._fail("meta")
+            raise
         self._offload.leave(place)
 
     def _end(self) -> None:

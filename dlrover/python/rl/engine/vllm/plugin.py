@@ -39,7 +39,7 @@ def register() -> None:
 
 
 class _Causes(logging.Handler):
-    """Writes the exceptions that vLLM logs into a file: to its own caller it only tells that there was one."""
+    """Writes the exceptions that vLLM logs into a file. vLLM reports to its caller only that one has occurred."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)

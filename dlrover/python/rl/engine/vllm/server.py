@@ -58,13 +58,17 @@ _CAUSE_BYTES = 4096
 @dataclass(frozen=True)
 class NewTokens:
     """Tokens of the request ``name``, their log-probs, and the version of the weights that were served when they came.
-    Once the request has ended ``versions`` has the exact one of each of its tokens."""
+
+    The last item of a request has the reason of its end, ``finish``, and ``versions``: those of the weights of all its
+    tokens since it was submitted, exactly. An item with an ``error`` is the last one, too."""
 
     name: str
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    version: int
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    version: int = -1
     versions: list[int] = field(default_factory=list)
+    finish: str = ""
+    error: Exception | None = None
 
 
 class Server:
@@ -74,9 +78,10 @@ class Server:
     def __init__(self, arguments: Mapping[str, Any], env: Mapping[str, str], options: VllmOptions) -> None:
         self.version, self._keeps_kv = -1, options.keep_kv
         self._causes = os.memfd_create("causes")
-        self._outputs: SimpleQueue[NewTokens | Exception] = SimpleQueue()
+        self._outputs: SimpleQueue[NewTokens] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loads = 0
+        self._llm: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -92,7 +97,7 @@ class Server:
             raise
 
     def _cause(self, error: BaseException) -> str:
-        """Return the first exception that vLLM's processes have logged, which vLLM's own errors do not tell."""
+        """Return the first exception that vLLM's processes have logged; vLLM's own errors omit it."""
         first, *_ = *os.pread(self._causes, _CAUSE_BYTES, 0).decode(errors="replace").splitlines(), ""
         return first or f"{type(error).__name__}: {error}"
 
@@ -110,7 +115,11 @@ class Server:
             f"{_SAMPLING}:KnownIds" if samples_itself else f"{_SAMPLING}:PositionSampler{runner}"
         ]
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=engine_args.disable_log_stats)
-        await llm.update_weight_version(str(self.version))
+        try:
+            await llm.update_weight_version(str(self.version))
+        except BaseException:
+            llm.shutdown(timeout=0.0)
+            raise
         return llm
 
     def cache_bytes(self, token_bytes: int) -> int:
@@ -129,38 +138,36 @@ class Server:
 
     async def _follow(self, name: str, tokens: Sequence[int], params: VllmSamplingParams) -> None:
         try:
-            salt = str(self.version) if self._keeps_kv else None
+            salt = str(self._loads) if self._keeps_kv else None
             async for output in self._llm.generate(tokens_input(list(tokens), cache_salt=salt), params, name):
                 self._outputs.put(self._read(name, output))
         except EngineDeadError as error:
-            self._outputs.put(EngineDied(f"vLLM has ended: {self._cause(error)}"))
+            self._outputs.put(NewTokens(name, error=EngineDied(f"vLLM has ended: {self._cause(error)}")))
         except Exception as error:  # noqa: BLE001 -- raised where tokens are taken
-            self._outputs.put(EngineError(f"vLLM refused a request: {type(error).__name__}: {error}"))
+            refusal = EngineError(f"vLLM refused a request: {type(error).__name__}: {error}")
+            self._outputs.put(NewTokens(name, error=refusal))
 
     def _read(self, name: str, output: RequestOutput) -> NewTokens:
         (new,) = output.outputs
         logprobs = [float(of[token].logprob) for token, of in zip(new.token_ids, new.logprobs or (), strict=True)]
         versions = [int(span.version) for span in new.weight_versions or () for _ in range(span.start, span.end)]
-        return NewTokens(name, new.token_ids, logprobs, self.version, versions)
+        return NewTokens(name, new.token_ids, logprobs, self.version, versions, new.finish_reason or "")
 
     def take(self) -> list[NewTokens]:
         """Wait for tokens of any request, and return all that have arrived. Raises EngineDied if vLLM has ended."""
-        taken: list[NewTokens] = []
-        while not taken:
+        while True:
             try:
-                item = self._outputs.get(timeout=_BEAT_S)
+                items = [self._outputs.get(timeout=_BEAT_S)]
             except Empty:
-                if self._llm.errored:
-                    raise EngineDied(f"vLLM has ended: {self._cause(EngineDeadError())}") from None
+                self._check_alive()
                 continue
-            while True:
-                if isinstance(item, Exception):
-                    raise item
-                taken.append(item)
-                if self._outputs.empty():
-                    break
-                item = self._outputs.get_nowait()
-        return taken
+            while not self._outputs.empty():
+                items.append(self._outputs.get_nowait())
+            return items
+
+    def _check_alive(self) -> None:
+        if self._llm is not None and self._llm.errored:
+            raise EngineDied(f"vLLM has ended: {self._cause(EngineDeadError())}")
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; tokens of theirs that have not been taken may still arrive."""
@@ -174,15 +181,16 @@ class Server:
         self._call(self._checked("vLLM did not abort requests", abort()))
 
     def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place while requests stand still, and read them back. Since compared tensors go to the device
-        again, the first load is compared in full, later ones an eighth at a time. Running requests continue with the
-        new weights; their cache is computed again unless it is kept. After a WeightSyncError vLLM has a mixture."""
+        """Load weights in place while requests stand still, and read them back. Comparing copies the tensors to the
+        device again, so only the first load is compared in full, and each later one for an eighth of the tensors.
+        Running requests continue with the new weights; their cache is computed again unless it is kept. After a
+        WeightSyncError vLLM has a mixture of weights."""
         part = (self._loads - 1) % READ_BACK_PARTS if self._loads else None
         with share_weights(weights) as shared:
             update = asdict(replace(shared, part=part))
             failure = f"vLLM did not load the weights of version {weights.version}"
             self._call(self._checked(failure, self._update(update, weights.version), WeightSyncError), _LOAD_S)
-        self._loads += 1
+        os.ftruncate(self._causes, 0)  # whatever vLLM has logged so far did not end it
 
     async def _update(self, update: dict[str, Any], version: int) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_kv)
@@ -190,6 +198,7 @@ class Server:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update(str(version))
         self.version = version
+        self._loads += 1
         await self._llm.resume_generation()
 
     def sleep(self, level: int) -> None:
@@ -221,9 +230,11 @@ class Server:
                 task.cancel()
             self._llm.shutdown(timeout=0.0)
 
-        self._call(close())
-        del self._llm
-        self._end_loop()
+        try:
+            asyncio.run_coroutine_threadsafe(close(), self._loop).result()  # waits: vLLM ends its processes at once
+        finally:
+            self._llm = None
+            self._end_loop()
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -235,6 +246,7 @@ class Server:
         """Run a coroutine in vLLM's thread. For ``slow_s`` the wait counts as progress of this worker."""
         future, until_s = asyncio.run_coroutine_threadsafe(coroutine, self._loop), time.monotonic() + slow_s
         while not wait([future], timeout=_BEAT_S).done:
+            self._check_alive()  # vLLM leaves calls without an answer when it ends
             if time.monotonic() < until_s:
                 note_progress()
         return future.result()  # waits: no longer

@@ -139,10 +139,10 @@ class RolloutScheduler:
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. Older weights, or others of the same version, restart groups with tokens of
         later ones. Weights that are not newer repeat a step: unless rollouts run ahead, all groups then restart if any
-        is incomplete, since a sample that is resumed, or runs in another batch, has other last bits in its log-probs.
+        is incomplete, since log-probs of a sample that is resumed, or runs in another batch, differ in the last bits.
         Raises WeightSyncError if the weights differ from the sent ones; the old ones keep serving."""
         stamp, groups = weights.stamp, self._groups.values()
-        runs_on = self._driver is not None and stamp.version > self.engine.version
+        runs_on = self._driver is not None and stamp.version > self.engine.version >= 0
         if not runs_on:
             self._server.preempt()
         if self._copies is not None:
