@@ -59,8 +59,8 @@ _CAUSE_BYTES = 4096
 class NewTokens:
     """Tokens of the request ``name``, their log-probs, and the version of the weights that were served when they came.
 
-    The last item of a request has the reason of its end, ``finish``, and ``versions``: those of the weights of all its
-    tokens since it was submitted, exactly. An item with an ``error`` is the last one, too."""
+    The last item of a request has the reason of its end, ``finish``, and ``versions``: the exact version of the weights
+    for each token since the request was submitted. An item with an ``error`` is the last one, too."""
 
     name: str
     tokens: Sequence[int] = ()
