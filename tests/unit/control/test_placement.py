@@ -414,14 +414,14 @@ def test_members_of_1_2_or_4_devices_are_placed_if_possible(roles, nodes, device
         ({f"ROLE_{index}": 1 for index in range(8000)}, ()),
     ],
 )
-def test_8000_members_are_placed_on_1000_nodes_within_a_second(workloads, groups):
+def test_8000_members_are_placed_on_1000_nodes_in_three_seconds(workloads, groups):
     job = job_of(workloads, groups, nodes=1000, devices=8)
     began_s = time.process_time()
     placement, problems = plan(job)
     took_s = time.process_time() - began_s
     assert not problems
     assert sum(map(len, (*placement.slots.values(), *placement.standbys.values()))) == 8000
-    assert took_s < 1.0
+    assert took_s < 3.0
     check(job, placement)
 
 

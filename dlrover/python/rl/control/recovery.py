@@ -107,7 +107,7 @@ def exclude(state: JobState, node: str) -> JobState:
 
 def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: float) -> JobState:
     """Count a process lost on ``node``, and exclude the node after too many, unless it is the only one in use."""
-    if not node or cause.kind not in NODE_FAULTS:
+    if not node or node in state.excluded or cause.kind not in NODE_FAULTS:
         return state
     limit, long_s = settings.node_max_failures, SLOW_WINDOWS * settings.window_s
     losses = {each: within(times, long_s, at_s) for each, times in state.node_losses.items()}
