@@ -83,7 +83,7 @@ def render(runs: Sequence[Run], outside: Sequence[Mapping[str, Any]] = ()) -> st
 
 
 def render_measured(runs: Sequence[Run]) -> str:
-    """What runs were and found: a sentence, and a table of the kinds of faults."""
+    """Sum runs up in a sentence, and their findings in a table of the kinds of faults."""
     findings = [finding for run in runs for finding in run["findings"]]
     kinds = len({finding["fault"]["kind"] for finding in findings})
     overlapping = sum(bool(finding.get("overlaps")) for finding in findings)

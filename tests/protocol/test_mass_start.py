@@ -6,7 +6,6 @@ Times are of the processor, without the collector's pauses, which here also look
 
 import asyncio
 import gc
-import logging
 import time
 
 import pytest
@@ -19,7 +18,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
-from tests.protocol.loops_world import Process, World
+from tests.protocol.loops_world import Process, World, silence
 from tests.protocol.masters_job import Job
 from tests.protocol.masters_terms import Terms
 
@@ -72,17 +71,15 @@ class Timed(Job):
 def started(tmp_path_factory):
     world = World(1)
     job = Timed(world, tmp_path_factory.mktemp("mass"))
-    logging.disable(logging.CRITICAL)
     gc.disable()
     try:
-        with pytest.MonkeyPatch.context() as patch, job.environment():
+        with silence(), pytest.MonkeyPatch.context() as patch, job.environment():
             patch.setattr(Process, "turn", job.timed(Process.turn))
             job.begin()
             world.run(job.is_running, 3600.0)
             yield job
     finally:
         gc.enable()
-        logging.disable(logging.NOTSET)
         job.close()
         world.close()
 
