@@ -62,7 +62,6 @@ class Import:
 
     name: str
     line: int
-    fault: str = ""
 
     @property
     def top(self):
@@ -75,16 +74,15 @@ class Import:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib."""
+    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib.
+
+    Relative and star imports are the linter's.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield Import(node.module or "", node.lineno, "relative import")
-            for alias in node.names if not node.level else ():
-                fault = "star import" if alias.name == "*" else ""
-                yield Import(f"{node.module}.{alias.name}", node.lineno, fault)
+            yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and _function(node) in ("import_module", "__import__") and node.args:
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -103,8 +101,7 @@ def faults(path: str, source: str) -> list[str]:
         return [f"{path}: '{package}' is not a package of the layers"]
     for item in imports_of(ast.parse(source)):
         judge = _inside if item.top == "dlrover" else _outside
-        reasons = [item.fault] if item.fault else judge(path, package, item)
-        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
+        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in judge(path, package, item)]
     return messages
 
 

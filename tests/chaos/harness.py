@@ -59,7 +59,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def chaos_job(  # noqa: PLR0913 - what a run is told apart by
+def chaos_job(
     inputs: Path, folder: Path, name: str, steps: int, seed: int, hang_after_s: float = HANG_S, max_staleness: int = 0
 ) -> JobSpec:
     """The tiny GRPO job with the workloads of this package, limits that are out of the way, and short patience.

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, JournalCorrupt
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control import events
@@ -128,10 +130,9 @@ def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
 
 def is_stopped(pid: int) -> bool:
     """Return True if a process exists but a signal has stopped it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 @dataclass(frozen=True, order=True)

@@ -295,7 +295,7 @@ class Job:
             self.restart_master_later()
         raise Left(why)
 
-    def _watched_brain(job):  # noqa: N805 -- the brain's methods have their self
+    def _watched_brain(job):
         """A brain on the world's clock, under the eyes of the referee."""
 
         class Brain(brain.Brain):

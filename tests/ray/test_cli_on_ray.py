@@ -90,8 +90,9 @@ def test_run_interrupted_at_any_moment_leaves_no_process(desk, moment, number):
     wait_for(lambda: started.update(below(command)) or command.poll() is not None, 60)
     assert "dlrover-rl resume" in command.end(130 if number == signal.SIGINT else 143) or moment != "running"
     wait_for(lambda: not any(map(is_alive, started)), 20)
-    lines = [line for _, line in process_table().values()]
-    assert not [line for line in lines if str(desk.folder) in line or "dlrover-rl" in line and "toy" in line]
+    assert not [
+        line for line in process_table().values() if str(desk.folder) in line or "dlrover-rl" in line and "toy" in line
+    ]
 
 
 @pytest.mark.slow

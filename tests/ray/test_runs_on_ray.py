@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import answers, processes_below
+from tests.support.commands import answers, kill_processes, processes_below
 from tests.support.held_job import Desk, wait_for
 from tests.support.processes import free_port
 
@@ -110,9 +109,7 @@ def foreign():
         started.append(process)
 
         def end():
-            for pid in (process.pid, *processes_below(process.pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_processes([process.pid, *processes_below(process.pid)])
             process.wait(20)
 
         return end
