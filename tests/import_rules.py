@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
+from networkx import Graph, connected_components
+
 ROOT = "dlrover.python.rl"
 
 LAYERS = (
@@ -197,16 +199,8 @@ def separate_parts(root: Path) -> dict[str, list[list[str]]]:
             prefix = name.replace("/", ".") + "."
             inside = (other.removeprefix(prefix) for other in imports[file] if other.startswith(prefix))
             links.setdefault(module, set()).update(other.partition(".")[0] for other in inside)
-        parts = _connected_parts({module: siblings & links.keys() for module, siblings in links.items()})
+        graph = Graph({module: siblings & links.keys() for module, siblings in links.items()})
+        parts = sorted(map(sorted, connected_components(graph)))
         if len(parts) > 1:
             separate[name] = parts
     return separate
-
-
-def _connected_parts(links: dict[str, set[str]]) -> list[list[str]]:
-    parts: list[set[str]] = []
-    for module, siblings in links.items():
-        touched = [part for part in parts if part & ({module} | siblings)]
-        parts = [part for part in parts if part not in touched]
-        parts.append({module}.union(siblings, *touched))
-    return sorted(sorted(part) for part in parts)

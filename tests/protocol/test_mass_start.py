@@ -21,6 +21,7 @@ from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from tests.protocol.loops_world import Process, World, silence
 from tests.protocol.masters_job import Job
 from tests.protocol.masters_terms import Terms
+from tests.support.manual_clock import within
 
 MEMBERS, PER_NODE = 10_000, 8
 NODES = MEMBERS // PER_NODE + 1
@@ -109,7 +110,6 @@ def test_a_heartbeat_takes_less_than_20_microseconds(started):
 
 
 def test_the_start_is_replayed_within_a_second(started):
-    began_s = time.thread_time()
-    state = replay(decode(read_lines(started.folder / JOURNAL)))
-    assert time.thread_time() - began_s < 1.0
+    with within(1.0, time.thread_time):
+        state = replay(decode(read_lines(started.folder / JOURNAL)))
     assert (state.phase, state.members.up) == (Phase.RUNNING, MEMBERS)

@@ -21,9 +21,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    desk = Desk(tmp_path)
-    yield desk
-    desk.kill_all()
+    with Desk(tmp_path) as desk:
+        yield desk
 
 
 def in_use(desk, where):
