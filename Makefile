@@ -83,8 +83,8 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
-# Tests that take two minutes together.
-FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
+# Tests that take a minute together.
+FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract/test_port_contract.py
 
 test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready $(VENV)-real_model/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
 	$(BIN)/python -m pytest -m slow
@@ -94,6 +94,7 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-megatron/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k megatron
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
 	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
+	PYTHONPATH=tests/support/triton_on_cpu TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm_second_runner.py
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
 
 # Playwright's own browser needs libraries that it does not bring; the ones of Debian's come with it.
@@ -124,7 +125,7 @@ test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of v
 	@touch $@
 
 test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions (LOWER=torch==2.13.0 changes one)
-	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/unit/data tests/unit/session \
+	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/contract tests/unit/data tests/unit/session \
 		tests/unit/service/test_server.py
 	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py
 

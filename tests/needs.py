@@ -4,6 +4,7 @@
 A test marked ``needs("vllm")`` is not collected where vLLM is absent. ``docs/contributing/tests.md`` lists every need.
 """
 
+import os
 from functools import cache
 from importlib.util import find_spec
 
@@ -22,6 +23,7 @@ NEEDS = {
     "megatron": lambda: find_spec("megatron") and find_spec("megatron.core"),
     "playwright": lambda: find_spec("playwright"),
     "vllm": lambda: find_spec("vllm"),
+    "interpreted triton": lambda: os.environ.get("TRITON_INTERPRET") == "1",
 }
 
 

@@ -13,6 +13,8 @@ from tests.chaos import hosts
 from tests.chaos.faults import NODE_LOSSES, Kind
 from tests.support.commands import ROOT, run_python
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
+
 SLOW_TO_HEAL = NODE_LOSSES | {Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.FULL_DISK, Kind.PAUSE_RAYLET}
 FAST = tuple(kind for kind in Kind if kind not in SLOW_TO_HEAL)
 KILLED = (Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MASTER, Kind.KILL_GCS)
@@ -40,45 +42,32 @@ def values(kinds):
     return sorted(kind.value for kind in kinds)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_run_survives_a_kill_of_each_process_in_twelve_steps(tmp_path):
-    findings, kinds = run_chaos(tmp_path, 5, 12, 7, KILLED, "--undisturbed-here")
-    assert kinds == values(KILLED)
+@pytest.mark.parametrize(
+    ("faults", "steps", "seed", "kinds", "options"),
+    [
+        (5, 12, 7, KILLED, ["--undisturbed-here"]),
+        *((9, 30, 120, FAST, ["--max-staleness", staleness]) for staleness in (0, 2)),
+    ],
+    ids=["a kill of each process", "nine faults", "nine faults while rollouts run ahead"],
+)
+def test_run_survives_a_few_quick_faults(tmp_path, faults, steps, seed, kinds, options):
+    findings, struck = run_chaos(tmp_path, faults, steps, seed, kinds, *options)
+    assert len(findings) == faults and set(struck) >= set(values(KILLED))
     assert any(finding["overlaps"] for finding in findings)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_run_survives_nine_faults_in_thirty_steps(tmp_path, staleness):
-    findings, kinds = run_chaos(tmp_path, 9, 30, 120, FAST, "--max-staleness", staleness)
-    assert len(findings) == 9 and set(kinds) >= set(values(KILLED))
-    assert any(finding["overlaps"] for finding in findings)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [11, 12])
 def test_run_survives_every_kind_of_fault(tmp_path, seed):
     _, kinds = run_chaos(tmp_path, *EVERY_KIND, seed, tuple(Kind), timeout_s=1700)
     assert set(kinds) == set(values(Kind))
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("options", [(), ("--rays-own",)], ids=["workers, trainer and master", "Ray's, too"])
 def test_run_survives_kills_from_outside(tmp_path, options):
     output = run("outside", tmp_path, 1700, "--seeds", "2-2" if options else "1-2", *options)
     assert "wrong: none" in output
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(
     not hosts.has_namespaces(),

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
-from tests.support.commands import listening
+from tests.support.commands import command_of, listening, process_table
 from tests.support.run_files import TIMES
 
 _GRACE_S = 10.0
@@ -208,9 +209,9 @@ def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
 
 
 def _left(job: str, run: str, shared: Path, pids: set[int]) -> Iterator[str]:
-    processes = _processes(shared) | {pid for pid in pids if is_alive(pid) and _is_worker(pid)}
+    processes = _processes(shared) | {pid for pid in pids if is_alive(pid) and command_of(pid).startswith("ray::")}
     for pid in sorted(processes):
-        yield f"process {pid}: {_command(pid)}"
+        yield f"process {pid}: {command_of(pid)[:120]}"
     for address in sorted(listening(processes)):
         yield f"listens at {address}"
     for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -226,27 +227,12 @@ def _left(job: str, run: str, shared: Path, pids: set[int]) -> Iterator[str]:
 
 
 def _processes(shared: Path) -> set[int]:
-    mark = f"{FOLDER}={shared}".encode()
-    return {pid for pid in _all_pids() if mark in _read(pid, "environ").split(b"\0") and pid != os.getpid()}
-
-
-def _is_worker(pid: int) -> bool:
-    return _read(pid, "cmdline").startswith(b"ray::")
-
-
-def _all_pids() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _command(pid: int) -> str:
-    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:120]
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+    mark, started = f"{FOLDER}={shared}".encode(), set()
+    for pid in process_table().keys() - {os.getpid()}:
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                started.add(pid)
+    return started
 
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from tests.page.browsing import serve, wait_for_view
+from tests.page.browsing import wait_for_view
 from tests.page.run_folders import write_runs
-from tests.support.commands import CLI
+from tests.support.commands import CLI, serve_page
 
 CHROMIUM = "/usr/bin/chromium"
 
@@ -22,7 +22,7 @@ def runs(tmp_path_factory):
 def site(runs):
     """The address of a server of the three runs."""
     (root,) = {folder.parent for folder in runs.values()}
-    with serve(root) as address:
+    with serve_page(root) as (address, _):
         yield address
 
 

@@ -7,21 +7,23 @@ import random
 import time
 from pathlib import Path
 
-import yaml
-
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control import events
-from dlrover.python.rl.control.events import Cause, CauseKind, Process, RoleSettings
-from dlrover.python.rl.control.journal import encode
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
-from dlrover.python.rl.runtime.run.folder import Owner, encode_owner
+from dlrover.python.rl.control.events import Cause, CauseKind
+from tests.support.recorded_spans import Recording
+from tests.support.run_files import write_rows
+from tests.support.run_folder import write_description, write_journal, write_owner, write_samples
 
 EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\x1b[31m../../etc"
-STEP_S, LOST_AT = 8.4, 63
+STEP_S, START_S, LOST_AT, COST_S = 8.4, 42.0, 63, 31.0
 SPANS_FROM = 100  # earlier steps have none
 ROLES = {"ACTOR": 2, "ROLLOUT": 4, "REWARD": 2}
-WORKERS = [(role, rank) for role, count in ROLES.items() for rank in range(count)]
-DIED = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "killed by signal 9", "Fatal Python error: Killed\n  in generate")
+WORKERS = [str(ProcessId(role, rank)) for role, count in ROLES.items() for rank in range(count)]
+CALLS = [
+    ("ROLLOUT", "generate", 4.1),
+    ("REWARD", "score", 0.9),
+    ("ACTOR", "update", 2.2),
+    ("ACTOR", "send_weights", 0.6),
+]
 RAISED = Cause(CauseKind.USER_ERROR, "trainer", f"ValueError: no reward for {EVIL}", "Traceback\n  in fit")
 
 
@@ -38,39 +40,30 @@ def write_runs(root: Path) -> dict[str, Path]:
 
 
 def write_run(folder, phase, steps, config):
-    for name in ("logs", "samples", "evaluations", "spans"):
+    for name in ("logs", "evaluations"):
         (folder / name).mkdir(parents=True)
     began_s = time.time() - STEP_S * steps - (45 if phase == "running" else 90_000)
-    write_journal(folder, phase, steps, began_s)
-    write_lines(folder / "metrics.jsonl", (metrics_of(folder.name, step) for step in range(steps + 1)))
-    write_lines(folder / "metrics.superseded.jsonl", (metrics_of("repeated", step) for step in (61, 62)))
-    for first in range(1, steps + 1, 100):
-        part = range(first, min(first + 100, steps + 1))
-        write_lines(folder / f"samples/steps-{first:06}.jsonl", (row for step in part for row in samples_of(step)))
+    times = {"began_s": began_s, "start_s": START_S, "step_s": STEP_S, "lost_at": LOST_AT, "cost_s": COST_S}
+    write_journal(folder, ROLES, steps, phase, raised=RAISED, **times)
+    write_owner(folder, began_s, phase)
+    write_description(folder, config=config, roles=ROLES)
+    write_rows(folder / "metrics.jsonl", (metrics_of(folder.name, step) for step in range(steps + 1)))
+    write_rows(folder / "metrics.superseded.jsonl", (metrics_of("repeated", step) for step in (61, 62)))
+    write_samples(folder, steps, samples_of)
     for step in range(0, steps + 1, 20):
-        write_lines(folder / f"evaluations/step-{step:06}.jsonl", evaluation_of(step))
+        write_rows(folder / f"evaluations/step-{step:06}.jsonl", evaluation_of(step))
     write_spans(folder, began_s, steps)
-    (folder / "job.yaml").write_text(
-        yaml.safe_dump({"name": folder.name, "config": config, "roles": ROLES}), encoding="utf-8"
-    )
-    owner = Owner(folder.name, "abcd1234", "Ray", "node-a", "", 0, "", began_s, 3600.0, "", (), state=phase)
-    (folder / "owner.1.json").write_bytes(encode_owner(owner))
     if phase == "running":
         write_live(folder)
     for process in ("trainer", "rollout-0", "rollout-1", "actor-0"):
         write_log(folder / f"logs/{process}.log", process, began_s, steps)
 
 
-def write_lines(path, rows, separators=(", ", ": ")):
-    path.write_text("".join(json.dumps(row, separators=separators) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_live(folder):
     """Write the heartbeats and the calls of the workers, as the master of a live run does."""
-    calls = {
-        str(ProcessId(*worker)): ["generate", 2.4] if worker[0] == "ROLLOUT" else [None, None] for worker in WORKERS
-    }
-    processes = {name: [0.4, *call] for name, call in calls.items()} | {"trainer": [0.2, None, None]}
+    processes = {"trainer": [0.2, None, None]}
+    for worker in WORKERS:
+        processes[worker] = [0.4, "generate", 2.4] if worker.startswith("ROLLOUT") else [0.4, None, None]
     (folder / "live.json").write_text(json.dumps({"at_s": time.time(), "processes": processes}), encoding="utf-8")
 
 
@@ -81,41 +74,6 @@ def write_log(path, process, began_s, steps):
         text = f"W the reward of a sample is not finite: {EVIL}" if step == 31 else f"I step {step} of {process}"
         lines.append(f"{clock(began_s + 42 + step * STEP_S)} {text}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def append_event(folder: Path, event: events.Event, at_s: float) -> None:
-    store = FileStateStore(folder / "journal.jsonl")
-    store.append(encode(at_s, event))
-    store.close()
-
-
-def write_journal(folder, phase, steps, began_s):
-    def place(role, rank, pid):
-        device = "" if role == "REWARD" else str((rank // 2) + (4 if role == "ACTOR" else 0))
-        return Process(f"n{rank % 2}", pid, f"node-{'ab'[rank % 2]}", devices=device)
-
-    recorded = [
-        (0.0, events.Submitted(folder.name, {role: RoleSettings(count) for role, count in ROLES.items()}, "abcd1234")),
-        (1.0, events.MasterStarted("n1", 1)),
-        (4.0, events.Placed(1)),
-        *(
-            (21.0 + at, events.MemberStarted(*worker, 1, place(*worker, 4100 + at)))
-            for at, worker in enumerate(WORKERS)
-        ),
-        (30.0, events.TrainerStarted(1, Process("n0", 4099, "node-a"))),
-        (42.0, events.StepsOpened(1)),
-        (42.0 + LOST_AT * STEP_S, events.MemberLost("ROLLOUT", 1, 1, DIED)),
-        (55.0 + LOST_AT * STEP_S, events.MemberStarted("ROLLOUT", 1, 2, place("ROLLOUT", 1, 5200))),
-        (73.2 + LOST_AT * STEP_S, events.Progressed(1, LOST_AT)),
-    ]
-    end_s = 43.0 + steps * STEP_S
-    if phase == "failed":
-        recorded += [(end_s, events.TrainerLost(1, RAISED)), (end_s + 4, events.Released(1))]
-    if phase == "finished":
-        recorded += [(end_s, events.TrainerFinished(1)), (end_s + 6, events.Released(1))]
-    store = FileStateStore(folder / "journal.jsonl")
-    store.append(*(encode(began_s + at_s, event) for at_s, event in recorded))
-    store.close()
 
 
 def metrics_of(name, step):
@@ -178,30 +136,20 @@ def evaluation_of(step):
 
 def write_spans(folder, began_s, steps):
     """Write the calls of the last steps: ROLLOUT[2] takes much longer than its peers in every second one."""
-    files = {"trainer": [["process", "trainer", 1, 4099, "node-a", began_s]]}
-    for role, rank in WORKERS:
-        files[f"{role.lower()}-{rank}"] = [["process", f"{role}[{rank}]", 1, 4100, "node-a", began_s]]
+    recording = Recording(folder, WORKERS, began_s)
     for step in range(max(1, min(SPANS_FROM, steps - 20)), steps + 1):
-        at_s = began_s + 43.0 + (step - 1) * STEP_S
-        number, sources, begin_s = 0, [], at_s
-        calls = [
-            ("ROLLOUT", "generate", 4.1),
-            ("REWARD", "score", 0.9),
-            ("ACTOR", "update", 2.2),
-            ("ACTOR", "send_weights", 0.6),
-        ]
-        for role, method, seconds in calls:
+        begin_s = at_s = began_s + START_S + 1.0 + (step - 1) * STEP_S
+        sources = []
+        for number, (role, method, seconds) in enumerate(CALLS):
             ranks = list(range(ROLES[role]))
-            files["trainer"].append(["issue", step, number, role, ranks, method, round(at_s, 6), sources])
+            recording.add("trainer", "issue", step, number, role, ranks, method, at_s, sources)
             for rank in ranks:
                 slow = method != "generate" or (rank == 2 and step % 2 == 0)
                 spent_s = seconds - 0.02 if slow else seconds * (0.45 if step % 2 == 0 else 0.93) + rank * 0.03
                 phases = {"prefill": spent_s * 0.2, "decode": spent_s * 0.75} if method == "generate" else None
-                files[f"{role.lower()}-{rank}"].append(
-                    ["call", step, number, method, round(at_s + 0.01, 6), round(at_s + 0.01 + spent_s, 6), phases, ""]
-                )
-            files["trainer"].append(["wait", role, method, round(at_s + 0.01, 6), round(at_s + seconds, 6)])
-            at_s, number, sources = at_s + seconds + 0.05, number + 1, [f"{role}.{method}"]
-        files["trainer"].append(["step", step, round(begin_s, 6), round(begin_s + STEP_S, 6)])
-    for name, lines in files.items():
-        write_lines(folder / f"spans/{name}.jsonl", lines, (",", ":"))
+                times = at_s + 0.01, at_s + 0.01 + spent_s
+                recording.call(f"{role}[{rank}]", (step, number), method, *times, phases)
+            recording.add("trainer", "wait", role, method, at_s + 0.01, at_s + seconds)
+            at_s, sources = at_s + seconds + 0.05, [f"{role}.{method}"]
+        recording.add("trainer", "step", step, begin_s, begin_s + STEP_S)
+    recording.write()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.chaos.outside import REPOSITORY, prepare, victims
-from tests.page.browsing import serve, until, wait_for_view
-from tests.support.commands import CLI
+from tests.page.browsing import until, wait_for_view
+from tests.support.commands import CLI, serve_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.needs("playwright")]
 
@@ -33,7 +33,7 @@ def live_run(tmp_path, monkeypatch):
 
 def test_kill_of_a_worker_is_marked_within_five_seconds(open_page, live_run):
     process, folder = live_run
-    with serve(folder) as site:
+    with serve_page(folder) as (site, _):
         page = open_page(site)
         page.wait_for_selector("#connection.live")
         for view in ("run", "step", "samples", "evaluations", "events", "curves"):

@@ -11,7 +11,7 @@ import pytest
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import Cause, CauseKind
 from tests.page.browsing import axe_source, until, wait_for_view
-from tests.page.run_folders import append_event
+from tests.support.run_folder import append_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("playwright")]
 
@@ -115,7 +115,7 @@ def test_recovery_appears_while_watching_and_moves_nothing(open_page, site, runs
     scroll = page.evaluate("window.scrollTo(0, 120); window.scrollY")
     cause = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "killed by signal 9")
     began_s = time.monotonic()
-    append_event(runs["grpo"], events.MemberLost("ACTOR", 0, 1, cause), time.time())
+    append_events(runs["grpo"], time.time(), [(0.0, events.MemberLost("ACTOR", 0, 1, cause))])
     until(page, f"document.querySelectorAll('section table tbody tr').length > {before}", 5.0)
     assert time.monotonic() - began_s < 5
     assert "ACTOR[0]" in rows.last.inner_text() and "under way" in rows.last.inner_text()

@@ -43,7 +43,6 @@ class Shape:
     steps: int = 6
     rollouts: int = 2
     standby: int = 0
-    rollout_restarts: int = 5
     checkpoint: CheckpointSpec = CheckpointSpec(commit_every=1)  # only the open step is repeated
 
 
@@ -57,8 +56,7 @@ def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec
         rollout = builder.rollout("tests.support.toy_job", "Worker").total(shape.rollouts)
         rollout.standby(shape.standby).hang_after(HANG_AFTER_S)
     builder.trainer_hang_after(HANG_AFTER_S)
-    limits = {"rollout": shape.rollout_restarts} if shape.rollouts else {}
-    builder.restart_limits(job_max_restart=5, backoff_s=0.1, workload_max_restart=limits)
+    builder.restart_limits(job_max_restart=5, backoff_s=0.1)
     job = builder.spec(name, (str(ROOT),))
     master = replace(job.master, max_restart=10)
     return replace(job, job_dir=folder / "out", master=master, checkpoint=shape.checkpoint)

@@ -211,7 +211,7 @@ def test_doctor_looks_at_every_node(desk_on_ray):
 
 def start_resizable(desk, name, steps):
     roles = {"actor": 1, "rollout": 2, "reward": 1}
-    desk.detach(name, toy_text(desk.folder, roles, devices=4, steps=steps, step_s=0.1))
+    desk.detach(name, toy_text(desk.folder, roles, rollout="Sampler", devices=4, steps=steps, step_s=0.1))
 
 
 def resize(desk, name, num):

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: whole jobs and their recoveries share one stage.
 """Whole jobs under a real master on real Ray, undisturbed and while their processes die or hang.
 
 Each job is struck by several faults, so that few of them have to be started; every one must end in the very result of
@@ -233,16 +232,6 @@ def test_job_with_a_users_error_ends_at_once(stage, fault, process, message):
     assert "not retried" in job.status.reason
     assert "leave" in fault or "commit_fault" in job.status.cause.detail
     assert (job.starts(), job.repeated()) == (1, set())
-    assert job.nothing_is_left()
-
-
-@pytest.mark.slow
-def test_role_dying_forever_ends_the_job_at_its_limit(stage):
-    job = stage("loops", "ROLLOUT-0:generate:2:die", rollout_restarts=1).run()
-    assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {"ROLLOUT": 1})
-    assert "the limit of 1 restarts for ROLLOUT is reached" in job.status.reason
-    assert job.status.cause == job.events(MemberLost)[0].cause
-    assert (job.status.cause.kind, job.status.cause.who) == (CauseKind.PROCESS_DIED, "ROLLOUT[0]")
     assert job.nothing_is_left()
 
 

@@ -22,6 +22,7 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from tests.support.commands import Desk, debian_programs, processes_below, wait_for
 from tests.support.processes import free_port
 from tests.support.toy_job import toy_text
+from tests.unit.master.test_job_metrics import expressions
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -159,12 +160,6 @@ def desk(tmp_path):
         command.wait(60)
 
 
-def dashboard_expressions():
-    dashboard = json.loads((ALERTS.parent / "dashboard.json").read_text())
-    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
-    return [each["expr"] for each in (*targets, *dashboard["annotations"]["list"])]
-
-
 def kill_masters(service):
     for pid, command in processes_below(service.pid).items():
         if command.startswith("ray::RLMaster"):
@@ -184,11 +179,8 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
     server = (tmp_path / ".dlrover-rl/service/address").read_text().strip()
 
     def enqueue(name, **settings):
-        text = toy_text(tmp_path / name, name=name, master={"metrics_port": 0, "max_restart": 0}, **settings)
-        job = yaml.safe_load(text)
-        for role in job["workload"].keys() - {"actor"}:
-            job["workload"][role]["class"] = "Sampler"
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(job))
+        settings |= {"rollout": "Sampler", "master": {"metrics_port": 0, "max_restart": 0}}
+        (tmp_path / f"{name}.yaml").write_text(toy_text(tmp_path / name, name=name, **settings))
         desk.run("enqueue", f"{name}.yaml", DLROVER_RL_SERVER=server)
 
     with contextlib.closing(Prometheus(tmp_path, tools, scraped, every)) as prometheus:
@@ -197,11 +189,11 @@ def test_failed_job_and_lost_master_of_a_service_raise_alerts(desk, tmp_path, to
         enqueue("endless", steps=10**6, step_s=0.1, roles={"actor": 1, "rollout": 1}, devices=3)
         wait_for(lambda: (prometheus.value('rl_job_step{job_name="endless"}') or 0) > 3, 120)
         assert prometheus.alerts() == {("JobFailed", "fails")}
-        for expression in dashboard_expressions():
+        for _, expression in expressions():
             prometheus.value(expression.replace("$job", ".*"))  # an HTTPError if Prometheus does not accept it
         assert prometheus.value('rl_job_step{owner=~".+"}') > 3
         desk.run("resize", "endless", "rollout", "2", DLROVER_RL_SERVER=server)
-        *_, resizes = dashboard_expressions()
+        *_, (_, resizes) = expressions()
         wait_for(lambda: (prometheus.value(resizes.replace("$job", ".*")) or 0) > 0, 60)
         wait_for(lambda: prometheus.value('rl_job_members{role="ROLLOUT"}') == 2, 60)
         assert prometheus.value('rl_service_jobs_ended_total{phase="failed"}') == 1

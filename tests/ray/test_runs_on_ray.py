@@ -135,8 +135,3 @@ def test_supervised_run_resumes_on_the_next_cluster(desk, foreign):
         assert_resumes(desk, command)
     finally:
         end()
-
-
-def test_supervise_with_detach_is_refused(desk):
-    output = desk.run("run", "job.yaml", "--supervise", "--detach", "--address", "127.0.0.1:1", code=2)
-    assert "--supervise: cannot be used with --detach" in output

@@ -16,19 +16,11 @@ import pytest
 
 import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.ray.two_nodes import users_of
 from tests.support.commands import environment, processes_below, wait_for
-from tests.support.session_toys import EchoEngine, Policy, TwoLayers
+from tests.support.session_toys import EchoEngine, TwoLayers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +73,6 @@ def test_twenty_crews_started_at_once_have_twenty_ports(session):
     finally:
         for name in names:
             session.hosting.end(name)
-
-
-@pytest.mark.feature(100)
-def test_sync_after_a_step_gives_the_text_of_the_saved_weights(session, model, tmp_path):
-    prompts = ["12+13=", "hello"]
-    with built(rl.InferenceEngine(model)) as inference:
-        before = inference.generate(prompts, GREEDY)
-        with built(rl.TrainEngine(Policy.from_pretrained(model)), colocate_with=inference) as train:
-            for _ in range(3):
-                train.train_step(rl.NeedParallel([[49, 50, 43, 49, 51, 61], [104, 101, 108, 108, 111]]))
-                train.optimizer_step()
-            train.save(tmp_path / "saved")
-            report = train.p2p_weight_sync(inference)
-            assert (report.way, report.stamp.version) == ("shared memory", 3)
-        after = inference.generate(prompts, GREEDY)
-    with built(rl.InferenceEngine(tmp_path / "saved"), data_parallel_size=1) as fresh:
-        expected = fresh.generate(prompts, GREEDY)
-    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (before, after, expected)]
-    assert tokens[0] != tokens[1] == tokens[2]
 
 
 def started(code, tmp_path):

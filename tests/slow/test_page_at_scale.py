@@ -5,10 +5,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -16,6 +13,7 @@ import pytest
 
 from dlrover.python.rl.page.samples import read_samples
 from dlrover.python.rl.recipe.reporting.sample_file import PART_BYTES
+from tests.support.commands import serve_page
 from tests.support.run_files import write_rows
 from tests.support.run_folder import write_run
 
@@ -53,20 +51,6 @@ def write_large_run(folder):
             part, first = bytearray(), step + 1
 
 
-@contextmanager
-def served(folder):
-    """The page's address and the id of its process."""
-    command = [sys.executable, "-m", "dlrover.python.rl.cli", "view", str(folder), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stderr.readline()
-        assert line.startswith("http://"), line + process.stderr.read()
-        yield line.split()[0], process.pid
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-
-
 def ask(address, name, **query):
     """The answer to a request, and the seconds it took."""
     began_s = time.perf_counter()
@@ -91,7 +75,7 @@ def large_run(tmp_path_factory):
 
 
 def test_large_run_is_shown_within_two_seconds(large_run):
-    with served(large_run) as (address, pid):
+    with serve_page(large_run) as (address, pid):
         ask(address, "diff")  # the server is up
         seconds = {name: ask(address, name, id=".")[1] for name in FIRST_VIEW}
         print(seconds)  # noqa: T201 -- pytest shows it for a failure
@@ -104,7 +88,7 @@ def test_large_run_is_shown_within_two_seconds(large_run):
 def test_samples_of_any_step_are_shown_at_once(large_run):
     random_ = random.Random(11)
     steps = [1, STEPS, *(random_.randrange(1, STEPS) for _ in range(8))]
-    with served(large_run) as (address, pid):
+    with serve_page(large_run) as (address, pid):
         ask(address, "diff")  # the server is up
         for step in steps:
             answer, seconds = ask(address, "samples", id=".", step=step, sort="reward", order="desc", limit=50)
@@ -118,7 +102,7 @@ def test_samples_of_any_step_are_shown_at_once(large_run):
 def test_two_hundred_runs_are_listed_within_a_second(tmp_path):
     for number in range(200):
         write_run(tmp_path / f"job-{number % 10}/run-{number:03}", steps=50, samples=2)
-    with served(tmp_path) as (address, pid):
+    with serve_page(tmp_path) as (address, pid):
         for _ in range(2):
             answer, seconds = ask(address, "runs")
             assert len(answer["runs"]) == 200

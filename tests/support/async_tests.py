@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test functions that are coroutine functions: a ``conftest.py`` that imports the hook lets its folder have them."""
+"""Test functions that are coroutine functions: a ``conftest.py`` that imports the hook lets its folder have them. What
+they wait for has a deadline."""
 
 import asyncio
 import inspect
 
 import pytest
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,3 +23,9 @@ def pytest_pyfunc_call(pyfuncitem):
 
     asyncio.run(run())
     return True
+
+
+async def until(condition, within_s=30.0):
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss from outside the package, which names columns of a rollout engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.algorithm.losses.columns import Needs
 
 annotated, arrived = [], []
 
@@ -16,7 +15,7 @@ class Doubtful(GRPO):
     @property
     def needs(self):
         annotate = super().needs.annotate | {"action_mask", "margin", "passes"}
-        return Needs(annotate, super().needs.loss | {"margin", "likely", "passes"})
+        return replace(super().needs, annotate=annotate, loss=super().needs.loss | {"margin", "likely", "passes"})
 
     def annotate(self, rows):
         annotated.append(rows)

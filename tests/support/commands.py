@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,19 @@ def run_here(monkeypatch, capfd, *arguments):
 def run_python(folder, *arguments, **options):
     """Run Python likewise."""
     return run(folder, sys.executable, *arguments, **options)
+
+
+@contextmanager
+def serve_page(folder):
+    """Serve the runs in ``folder``, as ``dlrover-rl view`` does; yield the address and the id of the process."""
+    command = [*CLI, "view", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stderr.readline()
+            assert line.startswith("http://"), line + server.stderr.read()
+            yield line.split()[0], server.pid
+        finally:
+            server.terminate()
 
 
 def debian_programs(folder, package, *programs):

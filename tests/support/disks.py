@@ -23,7 +23,7 @@ def small_disk(folder, inodes=0):
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @contextmanager

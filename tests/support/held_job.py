@@ -18,9 +18,6 @@ class Desk(commands.Desk):
         # A commit in each step, since it is resumed with other settings.
         (folder / "job.yaml").write_text(toy_text(folder / "notes", checkpoint={"commit_every": 1}, **settings))
 
-    def said(self, process):
-        return process.said()
-
     def end(self, process):
         """Wait until a process has ended, and return what it said."""
         process.wait(120)

@@ -13,12 +13,6 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 PENDING = "PENDING"
 
 
-async def until(holds):
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 class Method:
     """``remote`` returns an awaitable, as Ray's does."""
 

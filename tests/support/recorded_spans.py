@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 from dlrover.python.rl.control.events import Cause, MemberLost
-from dlrover.python.rl.control.journal import encode
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from tests.support.run_folder import append_events
 
 BEGAN_S = 1_795_000_000.0
 
@@ -14,16 +13,11 @@ BEGAN_S = 1_795_000_000.0
 class Recording:
     """A run's spans: each step begins a second after the last one, with 0.4 s of sampling and 0.5 s of an update."""
 
-    def __init__(self, folder, rollouts=2):
-        self.folder, self.rollouts, self.now_s = Path(folder), rollouts, BEGAN_S
+    def __init__(self, folder, workers=("ACTOR[0]", "ROLLOUT[0]", "ROLLOUT[1]"), began_s=BEGAN_S):
+        self.folder, self.workers, self.now_s = Path(folder), workers, began_s
         self.lines = {}
-        self.start("trainer")
-        for process in self.workers:
+        for process in ("trainer", *workers):
             self.start(process)
-
-    @property
-    def workers(self):
-        return ["ACTOR[0]", *(f"ROLLOUT[{rank}]" for rank in range(self.rollouts))]
 
     def add(self, process, *line):
         self.lines.setdefault(process, []).append(list(line))
@@ -35,21 +29,13 @@ class Recording:
         self.add(process, "call", *call_id, method, begin_s - behind_s, end_s - behind_s, phases, error)
 
     def step(self, number, seconds=None, own_s=0.0, behind_s=0.0):
-        """Add a step; ``seconds`` are of the sampling of each rank, ``behind_s`` of the workers' clocks."""
+        """Add a step of the actor and the rollouts, which sample for ``seconds`` and whose clocks are ``behind_s``."""
         began_s = at_s = self.now_s
-        seconds = seconds or [0.4] * self.rollouts
-        self.add("trainer", "issue", number, 0, "ROLLOUT", list(range(self.rollouts)), "sample", at_s, [])
+        seconds = seconds or [0.4] * (len(self.workers) - 1)
+        self.add("trainer", "issue", number, 0, "ROLLOUT", list(range(len(seconds))), "sample", at_s, [])
         for rank, each_s in enumerate(seconds):
-            self.call(
-                f"ROLLOUT[{rank}]",
-                (number, 0),
-                "sample",
-                at_s + 0.001,
-                at_s + each_s,
-                {"decode": each_s / 2},
-                "",
-                behind_s,
-            )
+            process, phases = f"ROLLOUT[{rank}]", {"decode": each_s / 2}
+            self.call(process, (number, 0), "sample", at_s + 0.001, at_s + each_s, phases, "", behind_s)
         self.add("trainer", "issue", number, 1, "ACTOR", [0], "update", at_s + 0.002, ["ROLLOUT.sample"])
         at_s += max(seconds)
         self.call("ACTOR[0]", (number, 1), "update", at_s + 0.001, at_s + 0.5, None, "", behind_s)
@@ -74,7 +60,7 @@ def labels(lane):
 
 def write_loss(folder, at_s, kind):
     cause = Cause(kind, "ROLLOUT[1]", "it is gone")
-    FileStateStore(folder / "journal.jsonl").append(encode(at_s, MemberLost("ROLLOUT", 1, 1, cause)))
+    append_events(folder, at_s, [(0.0, MemberLost("ROLLOUT", 1, 1, cause))])
 
 
 def lose_rollout(recording, number):

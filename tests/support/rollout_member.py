@@ -15,9 +15,9 @@ SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=
 FOREVER = 1e9
 
 
-def actor(model, engine=ENGINE, optimizer=OptimizerConfig(lr=1e-2)):  # noqa: B008 -- a frozen value
+def actor(model, engine=ENGINE, optimizer=OptimizerConfig(lr=1e-2), algorithm=GRPO()):  # noqa: B008 -- frozen values
     workload = ActorWorkload(None, {})
-    workload.init_model(model, engine, optimizer, GRPO())
+    workload.init_model(model, engine, optimizer, algorithm)
     return workload
 
 

@@ -13,8 +13,8 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from dlrover.python.rl.recipe.roles.rollout import InlineLoop
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
-from dlrover.python.rl.recipe.rollout.stream import InlineLoop
 
 
 class Scripted:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A manager with a store in memory, for tests."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 from dlrover.python.rl.common.errors import ServiceUnavailable
@@ -9,6 +8,7 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
+from tests.support.async_tests import until
 
 WITHIN_S = 20.0
 
@@ -64,9 +64,3 @@ async def begin(manager, name="job", **values):
 
 async def events(manager, *arguments, **options):
     return [event async for page in manager.watch(*arguments, **options) for event in page]
-
-
-async def until(condition, within_s=WITHIN_S):
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -29,13 +29,14 @@ class StandIn:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.lock, self.aborted, self.there = threading.Lock(), set(), set(KINDS)
         self.deaf, self.said = (), []  # ... and every path that was asked for
+        self.updates, self.weight_version = [], "default"  # bodies of updates; SGLang's name for the initial weights
         self.context = self.model.config.max_position_embeddings
         self.longest = min(self.context, CACHE_TOKENS) - 1
 
     def health(self, body):
         return None
 
-    def get_server_info(self, body):
+    def server_info(self, body):
         return {"max_total_num_tokens": CACHE_TOKENS, "max_req_input_len": self.longest - 5}
 
     def generate(self, body):
@@ -53,12 +54,14 @@ class StandIn:
                 reason = self._reason(body["rid"], tokens, how)
             if reason:
                 meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": tokens}
+                meta["weight_version"] = self.weight_version
                 return {"text": "", "output_ids": [token for _, token, _ in tokens], "meta_info": meta}
 
     def abort_request(self, body):
         self.aborted.add(body["rid"])
 
     def update_weights_from_disk(self, body):
+        self.updates.append(body)
         with self.lock, torch.no_grad():
             tensors = load_file(f"{body['model_path']}/model.safetensors")
             own = dict(self.model.named_parameters())
@@ -67,6 +70,7 @@ class StandIn:
             for name, tensor in tensors.items():
                 if name not in self.deaf:
                     own[name].copy_(tensor)
+            self.weight_version = body["weight_version"]
         return {"success": True, "message": "fine", "num_paused_requests": 0}
 
     def get_weights_by_name(self, body):

@@ -12,7 +12,7 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 STEPS, FAULT_STEP = 9, 5
-CALL_S, HANG_AFTER_S = {"ROLLOUT": 0.25, "ACTOR": 0.2}, 2.0
+CALL_S, HANG_AFTER_S = {"ROLLOUT": 0.25, "ACTOR": 0.2}, 3.0
 
 
 def describe(name, folder, fault):

@@ -121,6 +121,12 @@ class Wire:
             each.close()
 
 
+def publish(sender, source):
+    """Offer and send; return the ticket and the stamp."""
+    ticket = sender.offer(source)
+    return ticket, sender.send(ticket, source)
+
+
 def forged(monkeypatch, version):
     """Make senders of this process seal what they send as another version."""
     true = Seal.of

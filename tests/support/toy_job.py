@@ -37,14 +37,24 @@ ROWS = 6
 SETTINGS = ("steps", "step_s", "faults", "ends", "secret_settings", "hold")
 
 
-def toy_text(folder, roles=None, trainer="Loop", actor="Worker", module="tests.support.toy_job", devices=2, **keys):
-    """Return the job's file, and make its folder where it can be made; ``keys``: of the config, or of the file."""
+def toy_text(
+    folder,
+    roles=None,
+    trainer="Loop",
+    actor="Worker",
+    rollout="Worker",
+    module="tests.support.toy_job",
+    devices=2,
+    **keys,
+):
+    """Return the job's file, and make its folder where it can be made; ``rollout``: the class of all roles but the
+    actor; ``keys``: of the config, or of the file."""
     with suppress(FileNotFoundError):
         Path(folder).mkdir(exist_ok=True)
     config = {"folder": str(folder), "steps": 5, "step_s": 0.05}
     config |= {key: keys.pop(key) for key in SETTINGS if key in keys}
     workload = {
-        role: {"module": module, "class": actor if role == "actor" else "Worker", "num": num}
+        role: {"module": module, "class": actor if role == "actor" else rollout, "num": num}
         for role, num in (roles or {"actor": 1}).items()
     }
     about_trainer = {"module": module, "class": trainer, "device_type": "CPU", "device_per_node": devices}

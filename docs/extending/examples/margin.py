@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout engine that reports how sure the policy is of each token, and a loss that trains more on doubtful ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from plain_engine import PlainOptions, PlainRolloutEngine
@@ -33,7 +33,7 @@ class MarginEngine(PlainRolloutEngine):
 class DoubtfulFirst(GRPO):
     @property
     def needs(self) -> Needs:
-        return Needs(super().needs.annotate, super().needs.loss | {"margin"})
+        return replace(super().needs, loss=super().needs.loss | {"margin"})
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         weight = columns["weight"] / (1.0 + columns["margin"])

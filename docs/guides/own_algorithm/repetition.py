@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A role, its column, an algorithm whose loss needs the column, and the trainer that brings them together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -41,7 +41,7 @@ class WithoutRepetition(GRPO):
 
     @property
     def needs(self) -> Needs:
-        return Needs(super().needs.annotate, super().needs.loss | {"repetition"})
+        return replace(super().needs, loss=super().needs.loss | {"repetition"})
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = super().loss(logprobs, columns)

@@ -5,7 +5,6 @@ A host stands in for the device, but in the tests that need CUDA.
 """
 
 import os
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +24,7 @@ from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES, WeightFile
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support import sync_sides
+from tests.support.commands import wait_for
 from tests.support.sync_sides import PATIENT, ToySource, equal, hear, kill, process, step, toy_weights, transport
 
 CUDA = torch.device("cuda")
@@ -174,8 +174,7 @@ def test_weights_on_another_device_are_refused_by_name(connect, tmp_path, monkey
 def test_changed_byte_on_a_device_names_its_tensor(connect):
     wire = connect("cuda_ipc")
     source = ToySource({"first": torch.zeros(10_000), "second": torch.zeros(10_000)}, version=1)
-    ticket = wire.source.offer(source)
-    wire.source.send(ticket, source)
+    ticket, _ = sync_sides.publish(wire.source, source)
     (buffer,) = wire.source._versions._files.values()
     buffer.flat[ticket.table.spans()[1][1] - 1] ^= 4
     with pytest.raises(WeightSyncError, match=r"version 1 from ACTOR\[0\] refused: 'second' came with other bytes"):
@@ -234,9 +233,7 @@ def refuse(*arguments):
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_unopenable_memory_names_the_way_around(connect, monkeypatch, side):
     wire = connect("cuda_ipc")
-    source = ToySource(toy_weights(1), version=1)
-    ticket = wire.source.offer(source)
-    wire.source.send(ticket, source)
+    ticket, _ = sync_sides.publish(wire.source, ToySource(toy_weights(1), version=1))
     monkeypatch.setattr(cuda_ipc, "_versions", {})  # as in another process
     monkeypatch.setattr(cuda_ipc.DeviceBuffer, "handle", refuse if side == "sender" else lambda buffer: (refuse, ()))
     with pytest.raises(EngineError, match="CUDA IPC, use engine.weight_sync 'pull': CUDA error: invalid context$"):
@@ -249,8 +246,7 @@ def test_unopenable_memory_names_the_way_around(connect, monkeypatch, side):
 def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
     wire = connect("cuda_ipc")
     source = ToySource(toy_weights(1), version=1)
-    ticket = wire.source.offer(source)
-    wire.source.send(ticket, source)
+    ticket, _ = sync_sides.publish(wire.source, source)
     with process(sync_sides.receive_side, "cuda_ipc", tmp_path, "cpu", True) as (child, pipe):
         assert hear(pipe) == "up"
         pipe.send(ticket)
@@ -258,9 +254,7 @@ def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
         (buffer,) = wire.source._versions._files.values()
         assert buffer.readers == 1
         kill(child)
-    deadline_s = time.monotonic() + 5.0
-    while buffer.readers:
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: not buffer.readers, 5.0)
 
 
 @pytest.mark.feature(101)
@@ -273,8 +267,7 @@ def test_cuda_ipc_gives_the_same_weights(tmp_path):
         for version in range(3):
             weights = {name: tensor.cuda() for name, tensor in toy_weights(version).items()}
             source = ToySource(weights, version)
-            ticket = sender.offer(source)
-            stamp = sender.send(ticket, source)
+            ticket, stamp = sync_sides.publish(sender, source)
             pipe.send(ticket)
             assert hear(pipe) == stamp == source.stamp("cuda_ipc")
             received = beside.receive(ticket)
@@ -303,8 +296,7 @@ def test_rollout_on_cuda_serves_the_sent_weights(tmp_path, kind, precision, adap
     sender, receiver = (make_transport(kind, {}, settings) for _ in range(2))
     for seed in range(3):
         step(actor, seed)
-        ticket = sender.offer(actor)
-        stamp = sender.send(ticket, actor)
+        ticket, stamp = sync_sides.publish(sender, actor)
         received = receiver.receive(ticket)
         assert (received.stamp, received.adapters is None) == (stamp, lora is None)
         assert lora is None or kind != "pull" or received.lock_pages(CUDA)

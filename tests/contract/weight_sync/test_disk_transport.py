@@ -31,9 +31,7 @@ def source():
 
 @pytest.fixture
 def ticket(wire, source):
-    ticket = wire.source.offer(source)
-    wire.source.send(ticket, source)
-    return ticket
+    return sync_sides.publish(wire.source, source)[0]
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
@@ -196,15 +194,13 @@ def test_kept_version_is_renewed(wire, source, ticket, tmp_path):
 
 def test_runs_sharing_a_folder_keep_their_weights(tmp_path, source):
     sides = [DiskTransport(SyncSettings(folder=tmp_path, channel=f"ACTOR-{run}")) for run in ("one", "two")]
-    tickets = [side.offer(source) for side in sides]
-    for side, ticket in zip(sides, tickets, strict=True):
-        side.send(ticket, source)
+    tickets = [sync_sides.publish(side, source)[0] for side in sides]
     assert [side.receive(ticket).version for side, ticket in zip(sides, tickets, strict=True)] == [1, 1]
     sides[0].close()
     assert sides[1].receive(tickets[1]).version == 1
     (abandoned,) = tmp_path.glob("*.weights")
     os.utime(abandoned, (0, 0))  # of a run that was killed long ago
-    sides[0].send(sides[0].offer(source), source)
+    sync_sides.publish(sides[0], source)
     assert not abandoned.exists() and len(list(tmp_path.glob("*.weights"))) == 1
 
 

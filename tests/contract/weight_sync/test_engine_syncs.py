@@ -27,7 +27,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support import sync_sides
 from tests.support.processes import free_port
-from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, completions, hear, process, stamp_by, step, transport
+from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, completions, hear, process, publish, step, transport
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_rollout_after_a_step_is_one_on_the_saved_weights(kind, wire, tmp_path, 
     actor.save(tmp_path / "saved")
     fresh = TorchRolloutEngine(tmp_path / "saved")
     fresh.receive(actor.publish())
-    assert stamp_by(kind, actor.named_weights(), actor.version) == stamp
+    assert sync_sides.stamp_by(kind, actor.named_weights(), actor.version) == stamp
     assert completions(rollout) == completions(fresh)
     assert completions(rollout)[1] == [1, 1, 1]
     fresh.receive(Fsdp2TrainEngine(model_path, None).publish(), rewind=True)
@@ -74,7 +74,7 @@ def test_bf16_rollouts_get_two_bytes_a_parameter(kind, connect, tmp_path, model_
 def test_engine_can_leave_its_device_after_a_sync(kind, wire, actor):
     """A CPU stands in for the device: numpy's hand on a tensor would keep it there for good."""
     wire.sync(actor)
-    before = stamp_by(kind, actor.named_weights(), actor.version)
+    before = sync_sides.stamp_by(kind, actor.named_weights(), actor.version)
     actor.cpu()
     assert actor.footprint() == {}
     assert wire.sync(actor)[1][0].stamp == before
@@ -252,11 +252,6 @@ class Toy:
         self.flags.clear()
         self.together.wait(LATEST_S)
         return any_flag
-
-
-def publish(sender, source):
-    ticket = sender.offer(source)
-    return ticket, sender.send(ticket, source)
 
 
 def equal(snapshot, source):

@@ -18,6 +18,7 @@ from dlrover.python.rl.common.errors import WeightsLost
 from dlrover.python.rl.engine.weight_sync import pull, weight_server
 from dlrover.python.rl.engine.weight_sync.buckets import CrcTally
 from tests.support import sync_sides
+from tests.support.commands import wait_for
 from tests.support.sync_sides import LATEST_S, PATIENT, ToySource, equal, hear, kill, process, toy_weights, transport
 
 each_kind = pytest.mark.parametrize("kind", ["pull", "pull_copied"], indirect=True)
@@ -29,13 +30,6 @@ def sent(sender, version):
     ticket = sender.offer(source)
     assert sender.send(ticket, source) == source.stamp()
     return ticket
-
-
-def wait_for(condition, seconds=LATEST_S):
-    deadline_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket, Weig
 from dlrover.python.rl.engine.weight_sync.buckets import MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.weight_server import PublishedVersions
 from tests.support import sync_sides
+from tests.support.commands import wait_for
 from tests.support.sync_sides import KINDS, LATEST_S, PATIENT, ToySource, equal, hear, process, toy_weights, transport
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -209,9 +210,7 @@ def test_broadcast_holds_a_bucket_on_each_device(connect, tmp_path):
     assert received.nbytes > 8 * bucket
     assert (source.peak, sink.peak) == (bucket, bucket)
     wire.close()
-    deadline_s = time.monotonic() + 5.0
-    while source.total() + sink.total():  # gloo's own thread lets go of what it has sent
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: not source.total() + sink.total(), 5.0)  # gloo's own thread lets go of what it has sent
 
 
 def test_bucket_size_depends_on_the_device():
@@ -355,8 +354,7 @@ def test_truncated_memory_is_an_error_and_no_signal(is_mapped):
 @pytest.mark.parametrize("kind", ["disk", "pull"])
 def test_last_version_is_there_until_next_is_whole(kind, wire):
     first, second = (ToySource(toy_weights(seed), version=seed) for seed in (1, 2))
-    ticket, received = wire.source.offer(first), []
-    wire.source.send(ticket, first)
+    (ticket, _), received = sync_sides.publish(wire.source, first), []
     second.rounds = 1  # the offer's does not count
     second.halt = lambda number: received.append(wire.sinks[0].receive(ticket)) if number == 3 else None
     wire.source.send(wire.source.offer(second), second)

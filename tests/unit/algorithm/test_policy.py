@@ -175,27 +175,18 @@ def entropies(batch, seed=0):
     return torch.rand(len(batch.ragged("tokens").values), generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.feature(111, 112, 114)
-@pytest.mark.parametrize("name", CONFIGS)
+TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
+UPDATES = [*((name, False) for name in CONFIGS), *((name, True) for name in TRAJECTORIES)]
+
+
+@pytest.mark.feature(88, 111, 112, 114)
+@pytest.mark.parametrize(("name", "trajectories"), UPDATES)
 @pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_equals_a_slow_reference(name, seed):
-    config, batch = CONFIGS[name], ragged_update(seed)
+def test_policy_loss_equals_a_slow_reference(name, trajectories, seed):
+    config, batch = CONFIGS[name], ragged_update(seed, trajectories)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
     actual = outcome(config, batch, logprobs, entropy=entropy)
     assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropy), abs=2e-6)
-
-
-TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
-
-
-@pytest.mark.feature(88)
-@pytest.mark.parametrize("name", TRAJECTORIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_of_trajectories_equals_a_slow_reference(name, seed):
-    config, batch = CONFIGS[name], ragged_update(seed, trajectories=True)
-    logprobs = logprobs_for(batch, seed)
-    actual = outcome(config, batch, logprobs)
-    assert actual.loss == pytest.approx(slow_loss(config, batch, logprobs, entropies(batch)), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not isinstance(config, CISPO)])
@@ -220,6 +211,32 @@ def test_policy_needs_follow_from_the_configuration():
     assert in_reward == Needs(frozenset({"action_mask", "old_logprobs", "ref_logprobs"}), frozenset({"old_logprobs"}))
     assert ReinforcePlusPlus().needs.annotate == {"action_mask"}
     assert PPO().needs.annotate == {"action_mask", "values"}
+
+
+SEQUENCES = {"correction_level": "sequence"}
+
+
+@pytest.mark.parametrize(
+    ("config", "recomputes", "shares"),
+    [
+        (GRPO(), False, False),
+        (GRPO(correction="truncate"), True, True),
+        (GRPO(**MASK), True, True),
+        (GRPO(correction="truncate", **SEQUENCES), True, False),
+        (GRPO(**MASK, **SEQUENCES), True, False),
+        (GSPO(), True, False),
+        (GSPO(**MASK), True, False),
+        (PPO(**MASK), True, True),
+        (PPO(**MASK, **SEQUENCES), True, False),
+        (Distillation(correction="truncate"), True, True),
+        (Distillation(correction="truncate", **SEQUENCES), True, False),
+        (VocabularyDistillation(), False, False),
+    ],
+)
+def test_forward_is_shared_by_single_updates_on_tokens(config, recomputes, shares):
+    assert config.needs.recomputes == recomputes
+    assert config.needs.shares_forward(1) == shares
+    assert not config.needs.shares_forward(2)
 
 
 @pytest.mark.parametrize("config", [GRPO(), DrGRPO(), DAPO(), RLOO(), ReinforcePlusPlusBaseline(), GSPO(), CISPO()])
@@ -308,28 +325,16 @@ def candidates(batch):
 
 
 @pytest.mark.feature(122)
-@pytest.mark.parametrize("name", ON_SAMPLES)
+@pytest.mark.parametrize("name", [*ON_SAMPLES, *ON_PAIRS])
 @pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_layout_of_samples_changes_nothing(name, ranks, budget):
-    algorithm, batch = ON_SAMPLES[name], ragged_update(9)
+def test_layout_of_samples_and_pairs_changes_nothing(name, ranks, budget):
+    algorithm, batch = {**ON_SAMPLES, **ON_PAIRS}[name], pairs_update(9) if name in ON_PAIRS else ragged_update(9)
     logprobs = logprobs_for(batch, 9)
     extra = {"entropy": entropies(batch), "candidate_logprobs": candidates(batch)}
     order = np.random.default_rng(ranks).permutation(len(batch))
     whole = outcome(algorithm, batch, logprobs, **extra)
     assert whole.gradient.abs().max() > 1e-3
     assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget, **extra), whole)
-
-
-@pytest.mark.feature(122)
-@pytest.mark.parametrize("name", ON_PAIRS)
-@pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_layout_of_pairs_changes_nothing(name, ranks, budget):
-    algorithm, batch = ON_PAIRS[name], pairs_update(5)
-    logprobs = logprobs_for(batch, 5)
-    order = np.random.default_rng(ranks).permutation(len(batch))
-    whole = outcome(algorithm, batch, logprobs)
-    assert whole.gradient.abs().max() > 1e-3
-    assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget), whole)
 
 
 @pytest.mark.feature(122)

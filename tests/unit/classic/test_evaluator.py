@@ -148,7 +148,7 @@ def test_without_vllm_the_extra_is_named(model, tmp_path):
 
 
 COUNTS = ("max_new_tokens", "batch_size", "num_batches", "sampling_temperature")
-OWN = {"max_model_len": 64, "logprobs_mode": "raw_logprobs", "async_scheduling": True}
+OWN = {"max_model_len": 64, "logprobs_mode": "raw_logprobs", "enable_sleep_mode": True}
 
 
 @pytest.mark.feature(147)
@@ -160,7 +160,7 @@ OWN = {"max_model_len": 64, "logprobs_mode": "raw_logprobs", "async_scheduling":
         ({"engine": "sglang"}, "engine: input should be 'hf' or 'vllm', got 'sglang'"),
         ({"generation_args": {"topk": 3}}, "generation_args has no 'topk'; did you mean 'top_k'"),
         ({"vllm_args": {"dtype": "auto"}}, "vllm_args need engine='vllm'"),
-        ({"engine": "vllm", "vllm_args": OWN}, "cannot be given: async_scheduling, logprobs_mode"),
+        ({"engine": "vllm", "vllm_args": OWN}, "cannot be given: enable_sleep_mode, logprobs_mode"),
     ],
 )
 def test_evaluator_refuses_a_wrong_argument(arguments, message):

@@ -210,6 +210,7 @@ def test_submitted_file_may_have_its_classes_beside_it(shell):
         ("run --local job.yaml stepz=1", "unknown key 'stepz'; did you mean 'steps'? (write +stepz=... to add it)"),
         ("run --local job.yaml job_dir=/proc/nowhere/out", "job_dir: cannot be created: "),
         ("run --local --address auto job.yaml", "--address: names a cluster, but --local runs without Ray"),
+        ("run --supervise --detach --address x:1 job.yaml", "--supervise: cannot be used with --detach"),
         ("resume --local earlier name=other", "name: cannot be changed"),
         ("resume --local earlier job_dir=elsewhere", "job_dir: cannot be changed"),
         ("eval --local earlier +name=other", "name: cannot be changed"),

@@ -65,7 +65,6 @@ def test_samples_chooses_rows(run_verb, options, rewards):
         ("lineage", ("--step", "7"), "--step: the run has saved no sample that step 7 trained on"),
         ("stacks", (), "has no running process in its journal"),
         ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
-        ("trace", ("--steps", "x"), "--steps: must be FIRST:LAST, such as 10:12, got 'x'"),
     ],
 )
 def test_look_verb_refuses_a_step_that_is_missing(run_verb, verb, options, message):

@@ -46,10 +46,12 @@ def test_trace_of_wrong_arguments_is_refused(ran, arguments, message):
     assert code == 2 and message in err
 
 
-def test_trace_without_spans_says_why(shell):  # noqa: F811 -- the fixture
+@pytest.mark.parametrize("steps", [[], ["--steps", "2:3"]], ids=["last", "named"])
+def test_trace_without_spans_says_why(shell, steps):  # noqa: F811 -- the fixture
     assert shell("run", write(), "--local", "job_dir=out", "spans_mb=0")[0] == 0
     assert not Path("out/spans").exists()
-    assert "the run has none: spans_mb was 0 or it is too old" in shell("trace", "out")[2]
+    code, _, err = shell("trace", "out", *steps)
+    assert code == 2 and "out: has no spans: it ran with spans_mb: 0" in err and " to " not in err
 
 
 def test_explain_names_what_made_steps_slow(ran):

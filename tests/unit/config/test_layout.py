@@ -6,24 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config import spec
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.spec import (
-    RUNS,
-    CheckpointSpec,
-    LivenessSpec,
-    MasterSpec,
-    RestartSpec,
-    TrainerSpec,
-    WorkloadSpec,
-)
 
 
 def layout(**changes):
@@ -56,18 +48,18 @@ def trainer(**fields):
 
 def test_layout_defaults():
     job = read(workload=actor())
-    assert job.trainer == TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
-    assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
-    assert (job.name, job.job_dir) == ("default", RUNS)
+    assert job.trainer == spec.TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
+    assert job.workloads == {RLRoleType.ACTOR: spec.WorkloadSpec("m", "A", 1, None, {}, {})}
+    assert (job.name, job.job_dir) == ("default", spec.RUNS)
     with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
         job_from_mapping(OmegaConf.create(layout()), "Bad Name")
     assert (job.groups, job.env, job.config) == ((), {}, {})
     assert job.preferred_ports("ACTOR") == ()
     assert read(workload_group=[{"actor": 2}]).collocation_of("ACTOR") == ()
-    assert job.restart == RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
-    assert job.checkpoint == CheckpointSpec(every=10, keep=2, resume="never")
-    assert job.liveness == LivenessSpec(beat_s=0.5, lease_s=60.0, start_timeout_s=300.0)
-    assert job.master == MasterSpec(cpu=0.0, memory=0.0, max_restart=-1)
+    assert job.restart == spec.RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
+    assert job.checkpoint == spec.CheckpointSpec(every=10, keep=2, resume="never")
+    assert job.liveness == spec.LivenessSpec(beat_s=0.5, lease_s=60.0, start_timeout_s=300.0)
+    assert job.master == spec.MasterSpec(cpu=0.0, memory=0.0, max_restart=-1)
     assert job.trainer.hang_after_s == 3600.0
     assert job.workloads["ACTOR"].hang_after_s == 600.0
     assert (job.placement_timeout_s, job.scheduling_strategy) == (120.0, "AUTO")
@@ -92,17 +84,17 @@ def test_layout_of_a_whole_job():
         master={"cpu": 1, "memory": 256, "max_restart": 0},
         scheduling_strategy="SIMPLE",
     )
-    assert job.trainer == TrainerSpec("m", "T", 2, "CPU", 4, (2001, 2002), hang_after_s=90.0)
-    assert job.workloads["ACTOR"] == WorkloadSpec("m", "A", 2, 1, {"cpu": 2.0, "memory": 512.0}, {"A": "1"})
+    assert job.trainer == spec.TrainerSpec("m", "T", 2, "CPU", 4, (2001, 2002), hang_after_s=90.0)
+    assert job.workloads["ACTOR"] == spec.WorkloadSpec("m", "A", 2, 1, {"cpu": 2.0, "memory": 512.0}, {"A": "1"})
     assert job.groups == ({"ACTOR": 1, "JUDGE": 1},)
     assert job.collocation_of("JUDGE") == ("ACTOR", "JUDGE")
     assert list(job.members()) == [("ACTOR", 0), ("ACTOR", 1), ("JUDGE", 0), ("JUDGE", 1)]
     assert [job.preferred_ports(role) for role in job.workloads] == [(2001,), (2002,)]
-    assert job.workloads["JUDGE"] == WorkloadSpec("j", "J", 2, standby=1, hang_after_s=30.0)
-    assert job.restart == RestartSpec(0, 10, {"judge": 5}, 0.5, 60.0, 1)
-    assert job.checkpoint == CheckpointSpec(5, 3, "latest")
-    assert job.liveness == LivenessSpec(0.1, 5.0, 20.0)
-    assert job.master == MasterSpec(1.0, 256.0, 0)
+    assert job.workloads["JUDGE"] == spec.WorkloadSpec("j", "J", 2, standby=1, hang_after_s=30.0)
+    assert job.restart == spec.RestartSpec(0, 10, {"judge": 5}, 0.5, 60.0, 1)
+    assert job.checkpoint == spec.CheckpointSpec(5, 3, "latest")
+    assert job.liveness == spec.LivenessSpec(0.1, 5.0, 20.0)
+    assert job.master == spec.MasterSpec(1.0, 256.0, 0)
     assert load_job_text(job_to_yaml(job), job.name, search_path=()) == job
     assert job.job_dir == Path("/tmp/out")
 
@@ -179,7 +171,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(NAMES, VALUES, max_size=4), st.floats(10.1, 1e6), NAMES)
 def test_job_written_to_a_file_reads_back_as_itself(config, number, word):
     own = actor(resource={"cpu": number}, hang_after_s=number)
@@ -216,18 +207,18 @@ def test_builder_makes_a_whole_job():
     builder.rollout("mod", "Rollout").total(2).standby().enable_ray_auto_visible_device()
     builder.reference("mod", "Reference").reward("mod", "Reward").critic("mod", "Critic").role("judge", "mod", "Judge")
     job = builder.spec("my-job", ("here",))
-    assert job.trainer == TrainerSpec("mod", "Trainer", 2, "CPU", 4, hang_after_s=90.0)
+    assert job.trainer == spec.TrainerSpec("mod", "Trainer", 2, "CPU", 4, hang_after_s=90.0)
     assert list(job.workloads) == ["ACTOR", "ROLLOUT", "REFERENCE", "REWARD", "CRITIC", "JUDGE"]
     resource = {"cpu": 0.5, "memory": 256.0}
-    assert job.workloads["ACTOR"] == WorkloadSpec("mod", "Actor", 4, 2, resource, {"C": "3"}, 2, 30.0)
+    assert job.workloads["ACTOR"] == spec.WorkloadSpec("mod", "Actor", 4, 2, resource, {"C": "3"}, 2, 30.0)
     assert (job.workloads["ROLLOUT"].standby, job.workloads["ROLLOUT"].hang_after_s) == (1, 600.0)
     assert job.workloads["ROLLOUT"].env == {"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"}
     assert job.env == {"A": "1", "B": "2"}
-    assert job.restart == RestartSpec(3, 10, {"rollout": 5}, window_s=60.0, node_max_failures=2)
-    assert job.checkpoint == CheckpointSpec(5, 3, "latest", "job_dir")
-    assert job.liveness == LivenessSpec(0.1, 9.0)
+    assert job.restart == spec.RestartSpec(3, 10, {"rollout": 5}, window_s=60.0, node_max_failures=2)
+    assert job.checkpoint == spec.CheckpointSpec(5, 3, "latest", "job_dir")
+    assert job.liveness == spec.LivenessSpec(0.1, 9.0)
     assert job.config == {"lr": 1e-6, "nothing": None, "path": "a\\b"}
-    assert (job.name, job.job_dir, job.search_path) == ("my-job", RUNS, ("here",))
+    assert (job.name, job.job_dir, job.search_path) == ("my-job", spec.RUNS, ("here",))
     assert load_job_text(job_to_yaml(job), "my-job", search_path=("here",)) == job
 
 
@@ -277,4 +268,4 @@ def test_builder_lists_all_problems():
 
 def test_builder_takes_a_role_named_twice_as_one():
     job = minimal().total(3).rollout("m", "R").actor("m2", "A2").env({"A": "1"}).spec("j")
-    assert job.workloads["ACTOR"] == WorkloadSpec("m2", "A2", 3, None, {}, {"A": "1"})
+    assert job.workloads["ACTOR"] == spec.WorkloadSpec("m2", "A2", 3, None, {}, {"A": "1"})

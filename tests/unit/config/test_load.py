@@ -5,7 +5,7 @@ import time
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import InvalidJob
@@ -236,7 +236,6 @@ JOBS = st.fixed_dictionaries({}, optional={"trainer": TREES, "workload": TREES, 
 OVERRIDE = st.text(max_size=12) | st.from_regex(r"\+?[a-z.]{1,8}=[a-z0-9\[\{:\$ ]{0,8}", fullmatch=True)
 
 
-@settings(deadline=None)
 @example({"[": None}, [])
 @given(JOBS | TREES, st.lists(OVERRIDE, max_size=3))
 def test_any_tree_and_overrides_are_a_job_or_an_invalid_job(tree, overrides):

@@ -12,26 +12,15 @@ from dlrover.python.rl.common import log
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control import events
-from dlrover.python.rl.control.events import (
-    MOST_DETAIL,
-    Cause,
-    CauseKind,
-    Event,
-    Failed,
-    Placed,
-    Process,
-    RecoveryScope,
-    RoleSettings,
-)
 from dlrover.python.rl.control.journal import decode, encode
 
-GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "words ü \u2028", "line 1\nline 2")
-WHERE = Process("f00d", 42, "host", "10.0.0.1", 29500, 3)
-ROLES = {RLRoleType.ACTOR: RoleSettings(2, RecoveryScope.GROUP, 1, 5), "JUDGE": RoleSettings(1)}
+GONE = events.Cause(events.CauseKind.PROCESS_DIED, "ROLLOUT[1]", "words ü \u2028", "line 1\nline 2")
+WHERE = events.Process("f00d", 42, "host", "10.0.0.1", 29500, 3)
+ROLES = {RLRoleType.ACTOR: events.RoleSettings(2, events.RecoveryScope.GROUP, 1, 5), "JUDGE": events.RoleSettings(1)}
 EVENTS = [
     events.Submitted("job", ROLES, "0a1b", 3, 2, 0.25, 60.0, 2),
     events.MasterStarted("node", 7),
-    Placed(1),
+    events.Placed(1),
     events.MemberStarted(RLRoleType.ROLLOUT, 3, 2, WHERE, 4),
     events.MemberLost("ROLLOUT", 3, 2, GONE, "f00d"),
     events.StandbyReady("ROLLOUT", 4, WHERE),
@@ -42,7 +31,7 @@ EVENTS = [
     events.TrainerFinished(1),
     events.TrainerLost(1, GONE),
     events.NodeLost("f00d", GONE),
-    *(Failed(2, Cause(kind, "job", "words")) for kind in CauseKind),
+    *(events.Failed(2, events.Cause(kind, "job", "words")) for kind in events.CauseKind),
     events.Released(2),
     events.WaitOver("ROLLOUT[1]#3"),
     events.Resized("ROLLOUT", 3),
@@ -57,7 +46,7 @@ def line_of(fields):
 
 
 def test_every_kind_of_event_is_tried_here():
-    assert {type(event) for event in EVENTS} == set(Event.__subclasses__())
+    assert {type(event) for event in EVENTS} == set(events.Event.__subclasses__())
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
@@ -71,46 +60,47 @@ def test_an_event_is_one_line_there_and_back(event):
 
 def test_event_fields_decoded_have_their_types():
     ((_, submitted), (_, lost), (_, up)) = decode(encode(1.0, event) for event in (EVENTS[0], EVENTS[4], EVENTS[3]))
-    assert submitted.roles["ACTOR"].scope is RecoveryScope.GROUP
-    assert (lost.cause.kind, lost.cause.retryable) == (CauseKind.PROCESS_DIED, True)
-    assert type(up.process) is Process
+    assert submitted.roles["ACTOR"].scope is events.RecoveryScope.GROUP
+    assert (lost.cause.kind, lost.cause.retryable) == (events.CauseKind.PROCESS_DIED, True)
+    assert type(up.process) is events.Process
 
 
 def test_cause_with_a_secret_hides_it():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "_secrets", ())
         log.hide_values(["hunter2000"])
-        line = encode(1.0, Failed(1, Cause(CauseKind.USER_ERROR, "trainer", "of hunter2000", "key = 'hunter2000'")))
+        cause = events.Cause(events.CauseKind.USER_ERROR, "trainer", "of hunter2000", "key = 'hunter2000'")
+        line = encode(1.0, events.Failed(1, cause))
     assert b"hunter2000" not in line
 
 
-@given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(CauseKind), st.floats(0, 1e12))
+@given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(events.CauseKind), st.floats(0, 1e12))
 def test_any_words_survive(name, message, detail, number, kind, at_s):
-    event = Failed(number, Cause(kind, name, message, detail))
+    event = events.Failed(number, events.Cause(kind, name, message, detail))
     line = encode(at_s, event)
     assert line.splitlines() == [line]
     assert decode([line]) == [(at_s, event)]
 
 
 def test_of_long_details_the_beginning_and_the_end_are_kept():
-    cause = Cause(CauseKind.HUNG, "ACTOR[0]", "hangs", "first" + "x" * 5 * MOST_DETAIL + "last")
-    assert len(cause.detail) <= MOST_DETAIL
-    long = Cause(CauseKind.USER_ERROR, "ACTOR[0]", "first\n" + "x" * 10_000 + "last")
+    cause = events.Cause(events.CauseKind.HUNG, "ACTOR[0]", "hangs", "first" + "x" * 5 * events.MOST_DETAIL + "last")
+    assert len(cause.detail) <= events.MOST_DETAIL
+    long = events.Cause(events.CauseKind.USER_ERROR, "ACTOR[0]", "first\n" + "x" * 10_000 + "last")
     assert long.message.startswith("first x") and long.message.endswith("last")
     assert len(long.message) <= 600 and "\n" not in long.message
     assert (cause.detail[:5], cause.detail[-4:]) == ("first", "last")
     assert "[...]" in cause.detail
-    assert decode([encode(1.0, Failed(1, cause))]) == [(1.0, Failed(1, cause))]
+    assert decode([encode(1.0, events.Failed(1, cause))]) == [(1.0, events.Failed(1, cause))]
 
 
 def test_encode_of_nan_time_raises():
     with pytest.raises(ValueError, match="not JSON compliant"):
-        encode(float("nan"), Placed(1))
+        encode(float("nan"), events.Placed(1))
 
 
 @pytest.mark.parametrize("event", EVENTS[:8], ids=lambda event: type(event).__name__)
 def test_one_flipped_bit_anywhere_is_seen(event):
-    lines = [encode(1.0, Placed(1)), encode(2.0, event)]
+    lines = [encode(1.0, events.Placed(1)), encode(2.0, event)]
     for bit in range(8 * len(lines[1])):
         flipped = bytearray(lines[1])
         flipped[bit // 8] ^= 1 << bit % 8
@@ -147,7 +137,7 @@ def test_a_line_of_an_older_format_says_which():
         decode([line_of(WHOLE), line_of({"v": 1, "event": "Placed", "incarnation": 1})])
 
 
-@pytest.mark.parametrize("line", [b"", b" ", b"{}", b"00000000 {}", encode(1.0, Placed(1))[:-1]])
+@pytest.mark.parametrize("line", [b"", b" ", b"{}", b"00000000 {}", encode(1.0, events.Placed(1))[:-1]])
 def test_a_line_without_its_checksum_is_refused(line):
     with pytest.raises(JournalCorrupt, match="line 1 does not match its checksum"):
         decode([line])

@@ -57,32 +57,24 @@ def test_odd_one_out_of_none_one_or_idle_ranks_is_none(signs):
     assert odd(*signs) is None
 
 
-def test_the_silent_one_is_odd():
-    culprit, why_odd = odd(sign("ACTOR[0]", at_s=99.9), sign("ACTOR[1]", at_s=80.0), sign("ACTOR[2]", method="other"))
-    assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", "silent for 20.0 s while other ranks report")
+ODD_RANKS = [
+    ({"at_s": 80.0}, {"method": "other"}, "silent for 20.0 s while other ranks report"),
+    ({"method": "", "step": -1}, {}, "idle while 2 of 3 ranks are in update of step 3"),
+    ({"method": "save"}, {}, "in save of step 3 while 2 of 3 ranks are in update of step 3"),
+    ({"step": 2}, {}, "in update of step 2 while 2 of 3 ranks are in update of step 3"),
+    ({"since_s": 80.0}, {}, "in update without progress for 20.0 s, the longest"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "step", "why"),
-    [
-        ("", -1, "idle while 2 of 3 ranks are in update of step 3"),
-        ("save", 3, "in save of step 3 while 2 of 3 ranks are in update of step 3"),
-        ("update", 2, "in update of step 2 while 2 of 3 ranks are in update of step 3"),
-    ],
-)
-def test_odd_one_out_is_the_rank_in_another_call(method, step, why):
-    culprit, why_odd = odd(sign("ACTOR[0]"), sign("ACTOR[1]", method=method, step=step), sign("ACTOR[2]"))
+@pytest.mark.parametrize(("second", "third", "why"), ODD_RANKS)
+def test_odd_one_out_is_the_rank_that_differs(second, third, why):
+    culprit, why_odd = odd(sign("ACTOR[0]"), sign("ACTOR[1]", **second), sign("ACTOR[2]", **third))
     assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", why)
 
 
 def test_odd_one_out_of_several_is_furthest_behind():
     ahead = [sign(f"ACTOR[{rank}]") for rank in range(3)]
     assert odd(*ahead, sign("ACTOR[3]", step=2), sign("ACTOR[4]", step=1))[0].process_id == ProcessId("ACTOR", 4)
-
-
-def test_of_those_in_the_same_call_the_longest_is_odd():
-    culprit, why_odd = odd(sign("ACTOR[0]", since_s=90.0), sign("ACTOR[1]", since_s=80.0))
-    assert (str(culprit.process_id), why_odd) == ("ACTOR[1]", "in update without progress for 20.0 s, the longest")
 
 
 def test_when_all_are_silent_where_they_were_decides():

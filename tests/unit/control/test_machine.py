@@ -43,32 +43,22 @@ from tests.support.control_runs import (
 # -- a run that nothing disturbs --------------------------------------------------------------------------------------
 
 
-def test_submitting_places_the_first_incarnation():
+def test_job_is_placed_then_its_members_then_its_trainer_start():
     run = Run()
     assert (run.state.phase, run.state.incarnation, run.commands) == (Phase.CREATED, 1, (Place(1),))
-
-
-def test_placed_resources_let_all_members_start():
-    run = Run(Placed(1))
+    run(Placed(1))
     assert run.state.phase is Phase.PLACED
     assert run.commands == (StartMembers("ACTOR", ((0, 1), (1, 1))), StartMembers("ROLLOUT", ((0, 1), (1, 1))))
-
-
-def test_last_member_up_starts_trainer_and_standbys():
-    run = Run(Placed(1))
     for event in members_up()[:-1]:
         assert run(event).commands == ()
     assert run(members_up()[-1]).commands == (StartTrainer(1, fresh=True), StartStandby("ROLLOUT", 0))
     assert run.state.members[ProcessId("ROLLOUT", 1)].process == Process("b", 1)
+    run(TrainerStarted(1, Process("c", 1)))
+    assert (run.state.phase, run.state.trainer.process, run.state.opened) == (Phase.RUNNING, Process("c", 1), False)
 
 
 def test_a_job_without_members_starts_its_trainer_at_once():
     assert Run(Placed(1), terms=replace(TERMS, roles={})).commands == (StartTrainer(1, fresh=True),)
-
-
-def test_the_job_runs_once_the_trainer_is_up():
-    run = Run(*up())
-    assert (run.state.phase, run.state.trainer.process, run.state.opened) == (Phase.RUNNING, Process("c", 1), False)
 
 
 def test_finished_trainer_releases_all_and_ends_job():

@@ -7,17 +7,8 @@ import pytest
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Kill, StartMembers, StartTrainer
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    MasterStarted,
-    Placed,
-    Resized,
-    StopRequested,
-    TrainerStarted,
-    Unplaced,
-)
 from dlrover.python.rl.control.machine import can_resize, outstanding, replay, step
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import MemberPhase, Phase
@@ -31,7 +22,7 @@ def of(kind, commands):
 
 
 def test_growing_role_restarts_only_it_and_trainer():
-    run = Run(*OPEN)(Resized("ROLLOUT", 3))
+    run = Run(*OPEN)(events.Resized("ROLLOUT", 3))
     assert of(Kill, run.commands) == ALL_OF_ROLLOUT
     (start,) = of(StartMembers, run.commands)
     assert start.members == ((0, 2), (1, 2), (2, 1)) and start.standbys == {0: 0}
@@ -42,7 +33,7 @@ def test_growing_role_restarts_only_it_and_trainer():
 
 
 def test_shrinking_role_loses_its_last_ranks():
-    run = Run(*OPEN)(Resized("ROLLOUT", 1))
+    run = Run(*OPEN)(events.Resized("ROLLOUT", 1))
     assert ProcessId("ROLLOUT", 1) not in run.state.members
     assert of(Kill, run.commands) == ALL_OF_ROLLOUT
     assert of(StartMembers, run.commands)[0].members == ((0, 2),)
@@ -54,7 +45,7 @@ def test_no_process_has_the_number_of_an_earlier_one():
     run = Run(*OPEN)
     seen = {("ROLLOUT", rank, 1) for rank in range(2)} | {("ACTOR", rank, 1) for rank in range(2)}
     for num in (3, 2, 3, 1, 4):
-        run(Resized("ROLLOUT", num))
+        run(events.Resized("ROLLOUT", num))
         (start,) = of(StartMembers, run.commands)
         new = {("ROLLOUT", rank, number) for rank, number in start.members}
         assert len(new) == num and not new & seen
@@ -64,47 +55,47 @@ def test_no_process_has_the_number_of_an_earlier_one():
 
 
 @pytest.mark.parametrize(
-    ("events", "event"),
+    ("history", "event"),
     [
-        (OPEN, Resized("ROLLOUT", 2)),
-        (OPEN, Resized("ROLLOUT", 0)),
-        (OPEN, Resized("JUDGE", 2)),
-        (OPEN, Resized("ACTOR", 3)),  # its workers meet in collectives
-        (up(), Resized("ROLLOUT", 3)),  # before steps()
-        ([*OPEN, StopRequested("enough")], Resized("ROLLOUT", 3)),
+        (OPEN, events.Resized("ROLLOUT", 2)),
+        (OPEN, events.Resized("ROLLOUT", 0)),
+        (OPEN, events.Resized("JUDGE", 2)),
+        (OPEN, events.Resized("ACTOR", 3)),  # its workers meet in collectives
+        (up(), events.Resized("ROLLOUT", 3)),  # before steps()
+        ([*OPEN, events.StopRequested("enough")], events.Resized("ROLLOUT", 3)),
     ],
 )
-def test_impossible_resize_changes_nothing(events, event):
-    assert Run(*events).ignores(event)
+def test_impossible_resize_changes_nothing(history, event):
+    assert Run(*history).ignores(event)
 
 
 def test_resize_ends_back_off_of_member():
     run = Run(*OPEN, lost("ROLLOUT", 1), started("ROLLOUT", 1, 2, standby=0), lost("ROLLOUT", 1, 2))
     assert any(timer.startswith("ROLLOUT[1]") for timer in run.state.waits)
-    run(Resized("ROLLOUT", 3))
+    run(events.Resized("ROLLOUT", 3))
     assert not any(timer.startswith("ROLLOUT[") for timer in run.state.waits)
     assert run.phase("ROLLOUT[1]") == MemberPhase.STARTING
 
 
 def test_a_trainer_in_its_back_off_starts_after_that():
-    run = Run(*OPEN, trainer_lost(1), TrainerStarted(2), trainer_lost(2))
+    run = Run(*OPEN, trainer_lost(1), events.TrainerStarted(2), trainer_lost(2))
     epoch, waits = run.state.epoch, dict(run.state.waits)
     assert waits
-    run(Resized("ROLLOUT", 3))
+    run(events.Resized("ROLLOUT", 3))
     assert run.state.epoch == epoch and run.state.waits == waits and not of(StartTrainer, run.commands)
 
 
 def test_master_back_starts_resized_role():
-    run = Run(*OPEN)(Resized("ROLLOUT", 3))
-    state, commands = step(run.state, MasterStarted(), 99.0)
+    run = Run(*OPEN)(events.Resized("ROLLOUT", 3))
+    state, commands = step(run.state, events.MasterStarted(), 99.0)
     (start,) = of(StartMembers, commands)
     assert [rank for rank, _ in start.members] == [0, 1, 2]
     assert any(isinstance(command, StartMembers) for command in outstanding(state))
 
 
 def test_a_restart_of_the_job_keeps_the_size():
-    events = [TERMS, *OPEN, Resized("ROLLOUT", 3)]
-    state = replay([(float(at), event) for at, event in enumerate(events)])
+    history = [TERMS, *OPEN, events.Resized("ROLLOUT", 3)]
+    state = replay([(float(at), event) for at, event in enumerate(history)])
     assert state.settings.roles["ROLLOUT"].num == 3 and can_resize(state, "ROLLOUT")
     assert not can_resize(state, "ACTOR")
 
@@ -138,7 +129,8 @@ ELASTIC = replace(TERMS, roles={**TERMS.roles, "ROLLOUT": replace(TERMS.roles["R
 
 
 def no_place(rank, incarnation, role="ROLLOUT"):
-    return Unplaced(role, rank, incarnation, Cause(CauseKind.NO_RESOURCES, "job", "there is no node"))
+    cause = events.Cause(events.CauseKind.NO_RESOURCES, "job", "there is no node")
+    return events.Unplaced(role, rank, incarnation, cause)
 
 
 def test_role_without_place_shrinks_and_grows_again():
@@ -148,24 +140,24 @@ def test_role_without_place_shrinks_and_grows_again():
     assert of(Kill, run.commands)[-2] == Kill(ProcessId("ROLLOUT", 1), 1), "its ranks are counted again"
     assert "no place" in of(StartTrainer, run.commands)[0].reason
     assert not run.state.history.get("job"), "nothing is charged for it"
-    run(started("ROLLOUT", 0, 3), TrainerStarted(2, run.state.trainer.process), Resized("ROLLOUT", 2, 2))
+    run(started("ROLLOUT", 0, 3), events.TrainerStarted(2, run.state.trainer.process), events.Resized("ROLLOUT", 2, 2))
     assert len(of(StartMembers, run.commands)[0].members) == 2 and run.state.wanted == {}
 
 
 def test_users_resize_of_lacking_role_decides():
-    run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), Resized("ROLLOUT", 2), no_place(1, 2), terms=ELASTIC)
+    run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), events.Resized("ROLLOUT", 2), no_place(1, 2), terms=ELASTIC)
     assert run.state.wanted == {"ROLLOUT": 2}
-    assert run(Resized("ROLLOUT", 3)).state.wanted == {}
+    assert run(events.Resized("ROLLOUT", 3)).state.wanted == {}
 
 
 def test_role_below_its_least_fails_job():
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), no_place(0, 3), terms=ELASTIC)
-    assert run.state.outcome is Phase.FAILED and run.state.failure.kind is CauseKind.NO_RESOURCES
+    assert run.state.outcome is Phase.FAILED and run.state.failure.kind is events.CauseKind.NO_RESOURCES
     assert Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2)).state.outcome is Phase.FAILED, "a role that needs all"
 
 
 def test_a_job_may_begin_with_fewer_members():
-    run = Run(Placed(1), *members_up()[:3], no_place(1, 1), terms=ELASTIC)
+    run = Run(events.Placed(1), *members_up()[:3], no_place(1, 1), terms=ELASTIC)
     assert run.state.phase is Phase.PLACED and of(StartTrainer, run.commands) == []
     assert of(StartTrainer, run(started("ROLLOUT", 0, 2)).commands)
 
@@ -186,7 +178,7 @@ def test_roles_second_missing_place_wants_both_back():
 def test_resize_keeps_back_offs_of_standbys_and_other_roles():
     run = Run(*OPEN, standby_lost(0), standby_lost(1), lost("ACTOR", 0), lost("ACTOR", 0, 2))
     before = dict(run.state.waits)
-    assert len(before) == 2 and run(Resized("ROLLOUT", 3)).state.waits == before
+    assert len(before) == 2 and run(events.Resized("ROLLOUT", 3)).state.waits == before
 
 
 def test_outdated_missing_place_is_ignored():

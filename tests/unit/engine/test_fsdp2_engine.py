@@ -111,7 +111,7 @@ def test_the_first_column_with_nan_is_named(model_path):
         ([[1, 2]], [[False]], "different lengths"),
         ([[1, 2]], [[False, False]], "no row of the batch has an action token"),
         ([[1], [1, 700]], [[False], [False, True]], "row 1 of the batch has the id 700, .* has ids 0 to 258"),
-        ([[1] * 65], [[False] * 64 + [True]], "row 0 of the batch has 65 tokens and does not fit .* 64 positions"),
+        ([[1] * 129], [[False] * 128 + [True]], "row 0 of the batch has 129 tokens and does not fit .* 128 positions"),
     ],
 )
 def test_batches_unfit_for_training_are_refused(model_path, tokens, mask, message):

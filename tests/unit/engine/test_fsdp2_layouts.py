@@ -193,7 +193,7 @@ def uneven(rank, world_size, port, path):
     """Rank 1 has no action token, then a row that does not fit; then rank 0 has losses that are not finite."""
     skipping = dataclasses.replace(CONFIG, skip_nonfinite=1)
     engine = make_engine(rank, world_size, port, path, TrainSettings(max_tokens_per_microbatch=10), skipping)
-    batch, long = make_batch(), make_batch(lengths=(9, 65))
+    batch, long = make_batch(), make_batch(lengths=(9, 129))
     if rank == 1:
         batch = batch.with_columns(action_mask=batch.ragged("tokens").like(np.zeros(36, dtype=bool)))
     results = [engine.step(batch, token_loss)]
@@ -223,7 +223,7 @@ def test_faults_and_empty_rows_of_one_rank_are_known_to_all(two):
     first, (kind, message), skipped, (refusal, reason), _ = results
     assert first.metrics == {"tokens": 28.0}
     assert kind is EngineError
-    assert message == "rank 1: row 1 of the batch has 65 tokens and does not fit the model's 64 positions"
+    assert message == "rank 1: row 1 of the batch has 129 tokens and does not fit the model's 128 positions"
     assert (skipped, refusal) == (True, NonFiniteUpdate)
     assert "the loss is nan (first in:" in reason
 

@@ -25,7 +25,7 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config, write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config
 from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
@@ -33,11 +33,6 @@ from tests.support import sglang_stand_in
 from tests.support.commands import is_alive
 from tests.support.rollout_cases import drain, snapshot
 from tests.support.served import until
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
 
 
 @pytest.fixture
@@ -159,6 +154,36 @@ def test_exchanged_files_are_removed(connect, model_path, tmp_path):
     engine.receive(snapshot(model_path, 3))
     engine.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.feature(104)
+def test_each_load_is_asked_for_under_its_own_version(engine, served, model_path):
+    for version in (0, 0, 1):
+        engine.receive(snapshot(model_path, version), rewind=True)
+    engine.cpu()
+    engine.cuda()
+    folders = [Path(body["model_path"]) for body in served[0].updates]
+    for folder, body in zip(folders, served[0].updates, strict=True):
+        assert body == {"model_path": str(folder), "flush_cache": True, "weight_version": folder.name}
+    assert [folder.name.partition("-")[0] for folder in folders] == ["0", "0", "1", "1"]
+    assert (len(set(folders)), folders[2]) == (3, folders[3])
+
+
+@pytest.mark.feature(104)
+@pytest.mark.parametrize("cause", ["restart", "second worker"])
+def test_tokens_of_other_weights_are_refused(cause, connect, served, model_path):
+    engine = connect()
+    engine.receive(snapshot(model_path, 3))
+    if cause == "restart":
+        served[0].__init__(model_path)
+    else:
+        connect().receive(snapshot(model_path, 3))
+    for _ in range(2):
+        with pytest.raises(EngineDied, match=r"has the weights '.*', not '3-.*': it was restarted, or another worker"):
+            engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))
+        assert engine.running == 0
+    engine.receive(snapshot(model_path, 3))
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [3] * 3
 
 
 @pytest.mark.parametrize(("ranks", "cache_bytes"), [(1, 256_000), (2, 128_000)])

@@ -242,11 +242,6 @@ def test_rounding_leaves_few_sizes():
     assert len({rounded_length(length, 32768) for length in range(1, 32769)}) == 8 + 5 * 8
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
-
-
 # -- an engine that begins the next step before it has the tokens of one -----------------------------------------------
 class Counted:
     def __init__(self, model_path, ahead, rows=4, forward="fused", device="cpu"):

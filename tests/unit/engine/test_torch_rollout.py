@@ -16,7 +16,7 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import as_causal_lm
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
@@ -30,11 +30,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
 
 
 def make(model, memory=None, **settings):

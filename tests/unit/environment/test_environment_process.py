@@ -11,13 +11,14 @@ import threading
 import time
 
 import pytest
-from test_turns import play, run
+from test_turns import play
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 from tests.support import user_environments
+from tests.support.async_tests import until
 from tests.support.processes import is_alive, wait_until_gone
 
 
@@ -139,65 +140,50 @@ SCRIPT = user_environments.__file__
 
 @pytest.mark.slow
 @pytest.mark.feature(98)
-def test_isolated_process_stuck_in_arithmetic_is_replaced():
-    async def bombed():
-        guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
-        before = await play(guard, ["done"])
-        async with asyncio.timeout(10):
-            bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
-        guard._timeout_s = 60.0  # a new process has to start
-        await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
-        after = await play(guard, ["done"])
-        await guard.shutdown()
-        return before, bombed, other, after
-
-    before, bombed, other, after = run(bombed())
+async def test_isolated_process_stuck_in_arithmetic_is_replaced():
+    guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
+    before = await play(guard, ["done"])
+    async with asyncio.timeout(10):
+        bombed, other = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
+    guard._timeout_s = 60.0  # a new process has to start
+    await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
+    after = await play(guard, ["done"])
+    await guard.shutdown()
     assert bombed.failure == "step gave no answer within 0.5 s"
     assert other.failure is not None
     assert (before.done, after.done) == (True, True)
-    wait_until_gone(after.extra_info["pid"])
+    await asyncio.to_thread(wait_until_gone, after.extra_info["pid"])
 
 
-def test_isolated_process_ending_fails_its_calls():
-    async def ended():
-        guard = Guard(IsolatedEnvironment(SCRIPT))
-        async with asyncio.timeout(20):
-            failed = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
-        after = await play(guard, ["done"])
-        await guard.shutdown()
-        return failed, after
-
-    failed, after = run(ended())
+async def test_isolated_process_ending_fails_its_calls():
+    guard = Guard(IsolatedEnvironment(SCRIPT))
+    async with asyncio.timeout(20):
+        failed = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
+    after = await play(guard, ["done"])
+    await guard.shutdown()
     assert all("the environment's process ended" in episode.failure for episode in failed)
     assert after.done
 
 
-def test_isolated_values_not_sendable_are_refused():
-    async def sent():
-        guard = Guard(IsolatedEnvironment(SCRIPT))
-        back = await play(guard, ["object"])
-        environment = guard._environment
-        with pytest.raises(EnvironmentFailed, match="step cannot be sent"):
-            await environment.step("s", "a", {"f": lambda: 0})
-        await guard.shutdown()
-        with pytest.raises(EnvironmentFailed, match="has been shut down"):
-            await environment.step("s", "a", {})
-        return back
-
+async def test_isolated_values_not_sendable_are_refused():
+    guard = Guard(IsolatedEnvironment(SCRIPT))
+    back = await play(guard, ["object"])
+    environment = guard._environment
+    with pytest.raises(EnvironmentFailed, match="step cannot be sent"):
+        await environment.step("s", "a", {"f": lambda: 0})
+    await guard.shutdown()
+    with pytest.raises(EnvironmentFailed, match="has been shut down"):
+        await environment.step("s", "a", {})
     message = "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
-    assert message in run(sent()).failure
+    assert message in back.failure
 
 
 @pytest.mark.slow
-def test_isolated_sync_calls_hanging_block_no_others():
-    async def hung():
-        guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
-        assert guard._open_slots is not None
-        episodes = await asyncio.gather(*(play(guard, ["hang"]) for _ in range(4)), play(guard, ["4", "9"]))
-        await guard.shutdown()
-        return episodes
-
-    *stuck, fine = run(hung())
+async def test_isolated_sync_calls_hanging_block_no_others():
+    guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
+    assert guard._open_slots is not None
+    *stuck, fine = await asyncio.gather(*(play(guard, ["hang"]) for _ in range(4)), play(guard, ["4", "9"]))
+    await guard.shutdown()
     assert [episode.failure for episode in stuck] == ["step gave no answer within 1 s"] * 4
     assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)
 
@@ -221,48 +207,37 @@ class World:
 """
 
 
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-def test_isolated_process_of_returned_calls_stays():
+async def test_isolated_process_of_returned_calls_stays():
     environment = IsolatedEnvironment(SCRIPT)
     child, environment._abandoned = environment._child, 9
     environment._replace_if_idle()
     assert (environment._child, environment._abandoned) == (child, 0)
-    run(environment.shutdown())
+    await environment.shutdown()
 
 
-def test_isolated_process_of_stuck_calls_is_replaced_when_idle(tmp_path):
+async def test_isolated_process_of_stuck_calls_is_replaced_when_idle(tmp_path):
     (tmp_path / "stiff.py").write_text(STIFF)
-
-    async def replaced():
-        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
-        guard = Guard(environment)
-        old, *episodes = environment._child, *[await guard.reset("prompt ", {"seed": seed}) for seed in range(16)]
-        last, *stuck = episodes
-        steps = [asyncio.create_task(guard.step(episode, "60")) for episode in stuck]
-        await until(lambda: len(list(tmp_path.glob("asleep*"))) == len(steps))
-        for step in steps:
-            step.cancel()
-        await asyncio.wait(steps)
-        await until(lambda: environment._abandoned > 8)
-        for episode in stuck:
-            await guard.close(episode)
-        await guard.step(last, "0")
-        assert last.failure is None and environment._child is old
-        environment._grace_s = 0.1
-        await guard.close(last)
-        await asyncio.to_thread(wait_until_gone, old.pid)
-        assert [path.name for path in tmp_path.glob("shut*")] == [f"shut down {old.pid}"]
-        after = await play(guard, ["0"], seed=16)
-        await guard.shutdown()
-        return last.extra_info["pid"], after
-
-    pid, after = run(replaced())
-    assert after.failure is None and after.extra_info["pid"] != pid
+    environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
+    guard = Guard(environment)
+    old = environment._child
+    last, *stuck = [await guard.reset("prompt ", {"seed": seed}) for seed in range(16)]
+    steps = [asyncio.create_task(guard.step(episode, "60")) for episode in stuck]
+    await until(lambda: len(list(tmp_path.glob("asleep*"))) == len(steps))
+    for step in steps:
+        step.cancel()
+    await asyncio.wait(steps)
+    await until(lambda: environment._abandoned > 8)
+    for episode in stuck:
+        await guard.close(episode)
+    await guard.step(last, "0")
+    assert last.failure is None and environment._child is old
+    environment._grace_s = 0.1
+    await guard.close(last)
+    await asyncio.to_thread(wait_until_gone, old.pid)
+    assert [path.name for path in tmp_path.glob("shut*")] == [f"shut down {old.pid}"]
+    after = await play(guard, ["0"], seed=16)
+    await guard.shutdown()
+    assert after.failure is None and after.extra_info["pid"] != last.extra_info["pid"]
 
 
 WORLDS = """
@@ -298,30 +273,24 @@ def worlds(tmp_path):
     return lambda name: IsolatedEnvironment(f"{tmp_path}/worlds.py:{name}", {"folder": str(tmp_path)}, grace_s=30.0)
 
 
-def test_isolated_world_after_the_deadline_is_given_back(worlds, tmp_path):
-    async def abandoned():
-        guard = Guard(worlds("Late"), timeout_s=0.3)
-        episode = await guard.reset("prompt ", {"world": 3})
-        assert episode.failure is not None
-        await until((tmp_path / "given back 3").exists)
-        await guard.shutdown()
-
-    run(abandoned())
+async def test_isolated_world_after_the_deadline_is_given_back(worlds, tmp_path):
+    guard = Guard(worlds("Late"), timeout_s=0.3)
+    episode = await guard.reset("prompt ", {"world": 3})
+    assert episode.failure is not None
+    await until((tmp_path / "given back 3").exists)
+    await guard.shutdown()
 
 
-def test_isolated_world_of_a_cancelled_reset_is_given_back(worlds, tmp_path):
-    async def abandoned():
-        environment = worlds("Early")
-        asking = asyncio.ensure_future(environment.reset({}))
-        while not environment._child._pending:  # until the request is on its way; this loop takes no answer
-            await asyncio.sleep(0)
-        while environment._child._pending:
-            time.sleep(0.001)
-        asking.cancel()
-        await until((tmp_path / "given back 7").exists)
-        await environment.shutdown()
-
-    run(abandoned())
+async def test_isolated_world_of_a_cancelled_reset_is_given_back(worlds, tmp_path):
+    environment = worlds("Early")
+    asking = asyncio.ensure_future(environment.reset({}))
+    while not environment._child._pending:  # until the request is on its way; this loop takes no answer
+        await asyncio.sleep(0)
+    while environment._child._pending:
+        time.sleep(0.001)
+    asking.cancel()
+    await until((tmp_path / "given back 7").exists)
+    await environment.shutdown()
 
 
 class StuckWorld:

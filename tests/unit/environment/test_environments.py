@@ -26,23 +26,19 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def played(*actions, extra_info=None, **options):
-    """Texts that the policy saw after the actions, and the episode."""
-
-    async def play():
-        guard = Guard(load_environment(TOOL_ENVIRONMENT, OPTIONS | options), 30.0)
-        episode = await guard.reset("Q: ", {"answer": 5, **(extra_info or {})})
-        seen = []
-        for action in actions:
-            state = episode.state
-            await guard.step(episode, action)
-            if episode.state is not None:
-                assert episode.state.startswith(state + action)
-                seen.append(episode.state[len(state + action) :])
-        await guard.close(episode)
-        return seen, episode
-
-    return asyncio.run(asyncio.wait_for(play(), 60))
+async def played(*actions, extra_info=None, **options):
+    """Return the texts that the policy saw after the actions, and the episode."""
+    guard = Guard(load_environment(TOOL_ENVIRONMENT, OPTIONS | options), 30.0)
+    episode = await guard.reset("Q: ", {"answer": 5, **(extra_info or {})})
+    seen = []
+    for action in actions:
+        state = episode.state
+        await guard.step(episode, action)
+        if episode.state is not None:
+            assert episode.state.startswith(state + action)
+            seen.append(episode.state[len(state + action) :])
+    await guard.close(episode)
+    return seen, episode
 
 
 def response(text):
@@ -50,26 +46,28 @@ def response(text):
 
 
 @pytest.mark.feature(89)
-def test_tool_call_is_answered_and_the_answer_judged():
-    seen, episode = played(f"I add: {call('add', first=2, second=3)}", "it is 5")
+async def test_tool_call_is_answered_and_the_answer_judged():
+    seen, episode = await played(f"I add: {call('add', first=2, second=3)}", "it is 5")
     assert seen == [response("5")]
     assert (episode.done, episode.reward, episode.score, episode.turns, episode.failure) == (True, 0.75, 0.75, 2, None)
-    assert played("5")[1].reward == 1.0
-    assert played("6")[1].reward == 0.0
-    seen, episode = played(call("gone"), extra_info={"answer": "5"})
+    assert (await played("5"))[1].reward == 1.0
+    assert (await played("6"))[1].reward == 0.0
+    seen, episode = await played(call("gone"), extra_info={"answer": "5"})
     assert (seen, episode.failure) == ([], "the server of the tool is gone")
 
 
-def test_tool_calls_may_be_several_async_and_unclosed():
-    seen, episode = played(call("search", query="Beijing") + call("add", first=1), call("add", first=3)[:-13], "5")
+async def test_tool_calls_may_be_several_async_and_unclosed():
+    seen, episode = await played(
+        call("search", query="Beijing") + call("add", first=1), call("add", first=3)[:-13], "5"
+    )
     both = '{"found": "Beijing: ü"}\n</tool_response>\n<tool_response>\n2'
     assert seen == [response(both), response("4")]
     assert episode.extra_info["tool_calls"] == 3
     assert episode.reward == 0.25
 
 
-def test_tool_call_with_half_a_character_is_replaced():
-    seen, episode = played(call("search", query="Bei\ud83d"), call("\ud83d"), "5")
+async def test_tool_call_with_half_a_character_is_replaced():
+    seen, episode = await played(call("search", query="Bei\ud83d"), call("\ud83d"), "5")
     assert seen[0] == response('{"found": "Bei\ufffd: ü"}')
     assert "error: there is no tool '\ufffd'" in seen[1]
     assert (episode.failure, episode.reward) == (None, 0.5)
@@ -90,29 +88,29 @@ def test_tool_call_with_half_a_character_is_replaced():
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object, not list"),
     ],
 )
-def test_tool_call_with_a_fault_is_answered_with_an_error(action, message):
+async def test_tool_call_with_a_fault_is_answered_with_an_error(action, message):
     some_tools.calls.clear()
-    seen, episode = played(action, "5")
+    seen, episode = await played(action, "5")
     assert message in seen[0]
     assert (episode.failure, episode.reward) == (None, 0.75)
     assert some_tools.calls in ([], [("x", 1)])
 
 
-def test_tool_results_and_calls_are_limited():
-    seen, _ = played(call("long"), "5", longest_result=7)
+async def test_tool_results_and_calls_are_limited():
+    seen, _ = await played(call("long"), "5", longest_result=7)
     assert seen == [response("xxxxxxx\n(cut: 7 of 10000 characters)")]
     one = call("add", first=1)
-    seen, episode = played(one + one + one, f"{one} 5", max_calls=2)
+    seen, episode = await played(one + one + one, f"{one} 5", max_calls=2)
     assert seen[0].count("2\n</tool_response>") == 2
     assert "error: no call is left: answer now" in seen[0]
     assert (episode.done, episode.reward) == (True, 0.5)
 
 
 @pytest.mark.feature(87)
-def test_tool_responses_are_not_trained():
+async def test_tool_responses_are_not_trained():
     turn = "<end>\n<user>{responses}<end>\n<assistant>"
     action = call("add", first=2)
-    (seen,), _ = played(action, "5", turn=turn)
+    (seen,), _ = await played(action, "5", turn=turn)
     assert seen == "<end>\n<user><tool_response>\n3\n</tool_response><end>\n<assistant>"
     trajectory = Trajectory(lambda text: list(text.encode()), "Q: ")
     for state, text in (("Q: " + action + seen, action), (None, "5")):
@@ -167,10 +165,6 @@ def _none_counted():
     Countdown.count = 0
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 90))
-
-
 async def play(guard, action, max_turns=9, **info):
     episode = await guard.reset("", info)
     while episode.state is not None and episode.turns < max_turns:
@@ -181,51 +175,40 @@ async def play(guard, action, max_turns=9, **info):
 
 
 @pytest.mark.feature(92)
-def test_worlds_of_a_pool_serve_more_samples():
-    async def all_of_them():
-        guard = Guard(GymEnvironment(Countdown, size=2))
-        played = await asyncio.gather(*(play(guard, "x", max_turns=2 if at % 2 else 9) for at in range(8)))
-        await guard.shutdown()
-        return played
-
-    for at, (episode, _) in enumerate(run(all_of_them())):
+async def test_worlds_of_a_pool_serve_more_samples():
+    guard = Guard(GymEnvironment(Countdown, size=2))
+    played = await asyncio.gather(*(play(guard, "x", max_turns=2 if at % 2 else 9) for at in range(8)))
+    await guard.shutdown()
+    for at, (episode, _) in enumerate(played):
         assert episode.failure is None
         assert (episode.turns, episode.done) == ((2, False) if at % 2 else (3, True))
     assert Countdown.count == 2
 
 
-def test_worlds_states_continue_each_other():
+async def test_worlds_states_continue_each_other():
     worlds = GymEnvironment(Countdown, opening="<{observation}>", turn="[{observation}]")
-    episode, cut = run(play(Guard(worlds), "a", 2, seed=5))
+    episode, cut = await play(Guard(worlds), "a", 2, seed=5)
     assert cut == "<3 left\nbegin>a[2 left]a[1 left]"
     assert (episode.reward, episode.score) == (2.0, 2.0)
 
 
 @pytest.mark.feature(92)
-def test_hanging_world_is_not_used_again():
-    async def hung():
-        guard = Guard(GymEnvironment(Countdown, size=1), timeout_s=0.5)
-        stuck, _ = await play(guard, "hang")
-        after = [await play(guard, "x") for _ in range(2)]
-        return stuck, [episode for episode, _ in after]
-
-    stuck, after = run(hung())
+async def test_hanging_world_is_not_used_again():
+    guard = Guard(GymEnvironment(Countdown, size=1), timeout_s=0.5)
+    stuck, _ = await play(guard, "hang")
+    after = [await play(guard, "x") for _ in range(2)]
     assert stuck.failure == "step gave no answer within 0.5 s"
-    assert all(episode.done for episode in after)
+    assert all(episode.done for episode, _ in after)
     assert Countdown.count == 2
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_world_failing_to_start_leaves_its_place(isolated):
-    async def fail_often():
-        worlds = IsolatedEnvironment(f"{__file__}:Pool", {"size": 2}) if isolated else GymEnvironment(Broken, 2)
-        guard = Guard(worlds, episodes=2)
-        try:
-            return [(await play(guard, "x"))[0].failure for _ in range(5)]
-        finally:
-            await guard.shutdown()
-
-    assert all("it is broken" in failure for failure in run(fail_often()))
+async def test_world_failing_to_start_leaves_its_place(isolated):
+    worlds = IsolatedEnvironment(f"{__file__}:Pool", {"size": 2}) if isolated else GymEnvironment(Broken, 2)
+    guard = Guard(worlds, episodes=2)
+    episodes = [(await play(guard, "x"))[0] for _ in range(5)]
+    await guard.shutdown()
+    assert all("it is broken" in episode.failure for episode in episodes)
 
 
 class Broken:
@@ -238,24 +221,20 @@ class Pool(GymEnvironment):
         super().__init__(Broken, size)
 
 
-def test_closed_episode_has_no_world_and_frees_no_others():
+async def test_closed_episode_has_no_world_and_frees_no_others():
     with pytest.raises(ValueError, match="at least one environment, not 0"):
         GymEnvironment(Countdown, size=0)
-
-    async def over():
-        worlds, info = GymEnvironment(Countdown, size=1), {}
-        await worlds.reset(info)
-        with pytest.raises(EnvironmentFailed, match="all 1 environments are in use"):
-            await worlds.reset({})
-        await worlds.close(info)
-        other = {}
-        await worlds.reset(other)
-        await worlds.close(info)
-        with pytest.raises(EnvironmentFailed, match="has no environment"):
-            await worlds.step("s", "a", info)
-        return (await worlds.step("s", "a", other)).reward
-
-    assert run(over()) == 1.0
+    worlds, info = GymEnvironment(Countdown, size=1), {}
+    await worlds.reset(info)
+    with pytest.raises(EnvironmentFailed, match="all 1 environments are in use"):
+        await worlds.reset({})
+    await worlds.close(info)
+    other = {}
+    await worlds.reset(other)
+    await worlds.close(info)
+    with pytest.raises(EnvironmentFailed, match="has no environment"):
+        await worlds.step("s", "a", info)
+    assert (await worlds.step("s", "a", other)).reward == 1.0
 
 
 def halving(state):
@@ -271,37 +250,27 @@ def halving(state):
 
 @pytest.mark.feature(92)
 @pytest.mark.slow
-def test_game_of_gem_is_played_to_its_end():
+async def test_game_of_gem_is_played_to_its_end():
     pytest.importorskip("gem")
-
-    async def games():
-        guard = Guard(IsolatedEnvironment(f"{WORLDS}:gem", {"name": "game:GuessTheNumber-v0-easy", "size": 2}))
-        assert guard._open_slots is not None
-        won = await asyncio.gather(*(play(guard, halving, seed=seed) for seed in (0, 1, 7, 7)))
-        cut = await play(guard, halving, max_turns=1, seed=11)
-        await guard.shutdown()
-        return [episode for episode, _ in won], cut[0]
-
-    won, cut = run(games())
-    assert [(episode.failure, episode.done, episode.reward) for episode in won] == [(None, True, 1.0)] * 4
+    guard = Guard(IsolatedEnvironment(f"{WORLDS}:gem", {"name": "game:GuessTheNumber-v0-easy", "size": 2}))
+    assert guard._open_slots is not None
+    won = await asyncio.gather(*(play(guard, halving, seed=seed) for seed in (0, 1, 7, 7)))
+    cut, _ = await play(guard, halving, max_turns=1, seed=11)
+    await guard.shutdown()
+    assert [(episode.failure, episode.done, episode.reward) for episode, _ in won] == [(None, True, 1.0)] * 4
     assert cut.failure is None
-    assert won[2].turns == won[3].turns
+    assert won[2][0].turns == won[3][0].turns
 
 
 @pytest.mark.feature(92)
-def test_game_of_gymnasium_is_played_to_its_end():
+async def test_game_of_gymnasium_is_played_to_its_end():
     pytest.importorskip("gymnasium")
-
-    async def game():
-        options = {"name": "FrozenLake-v1", "size": 1, "make": {"is_slippery": False}, "unread": -1.0}
-        guard = Guard(load_environment(f"{WORLDS}:gymnasium", options))
-        moves = iter([1, 1, 2, 1, 2, 2])  # down, down, right, down, right, right
-        won, _ = await play(guard, lambda state: f"I go \\boxed{{{next(moves)}}}", seed=1)
-        unread = [(await play(guard, action))[0] for action in ("I go nowhere", "I go 7")]
-        await guard.shutdown()
-        return won, unread
-
-    won, unread = run(game())
+    options = {"name": "FrozenLake-v1", "size": 1, "make": {"is_slippery": False}, "unread": -1.0}
+    guard = Guard(load_environment(f"{WORLDS}:gymnasium", options))
+    moves = iter([1, 1, 2, 1, 2, 2])  # down, down, right, down, right, right
+    won, _ = await play(guard, lambda state: f"I go \\boxed{{{next(moves)}}}", seed=1)
+    unread = [(await play(guard, action))[0] for action in ("I go nowhere", "I go 7")]
+    await guard.shutdown()
     assert (won.done, won.reward, won.turns) == (True, 1.0, 6)
     assert [(episode.done, episode.reward, episode.failure) for episode in unread] == [(True, -1.0, None)] * 2
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_turns import run
 
 from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError
@@ -29,23 +28,23 @@ MODULE = "tests.support.user_environments"
 
 @pytest.mark.feature(86)
 @pytest.mark.parametrize("where", [str(SCRIPT), MODULE])
-def test_environment_is_a_script_or_a_module(where):
+async def test_environment_is_a_script_or_a_module(where):
     environment = load_environment(where)
     info = {"first": "begin "}
-    assert run(environment.reset(info)) == "begin "
+    assert await environment.reset(info) == "begin "
     assert info["began"]
-    result = run(environment.step("begin ", "go ", info))
+    result = await environment.step("begin ", "go ", info)
     assert (result.next_state, result.reward, result.score) == ("begin go seen ", 1.0, 0.5)
     assert result.extra_info["turns"] == 1
-    run(environment.close(info))
-    run(environment.shutdown())
+    await environment.close(info)
+    await environment.shutdown()
 
 
-def test_environment_is_a_class_with_options():
+async def test_environment_is_a_class_with_options():
     environment = load_environment(f"{MODULE}:Counting", {"start": 3})
     assert environment.traits == EnvironmentTraits(episodes=2)
-    assert run(environment.reset({})) == "3"
-    assert run(environment.step("3", "4", {"k": 1})) == StepResult("7", 7.0, 7.0, False, {"k": 1})
+    assert await environment.reset({}) == "3"
+    assert await environment.step("3", "4", {"k": 1}) == StepResult("7", 7.0, 7.0, False, {"k": 1})
 
 
 @pytest.mark.parametrize(
@@ -93,18 +92,18 @@ def test_step_result_of_a_wrong_type_is_refused(returned, message):
     assert message in str(caught.value)
 
 
-def test_environment_script_may_import_and_fail(tmp_path):
+async def test_environment_script_may_import_and_fail(tmp_path):
     (tmp_path / "some_neighbour_of_it.py").write_text("answer = 42\n")
     (tmp_path / "it.py").write_text("from some_neighbour_of_it import answer\ndef step(s, a, e):\n    return answer\n")
     with pytest.raises(EnvironmentFailed, match="step returned int"):
-        run(load_environment(str(tmp_path / "it.py")).step("", "", {}))
+        await load_environment(str(tmp_path / "it.py")).step("", "", {})
     (tmp_path / "bad.py").write_text("import sys\nsys.exit(3)\n")
     for _ in range(2):
         with pytest.raises(EnvironmentFailed, match=r"bad.py cannot be loaded: SystemExit: 3"):
             load_environment(str(tmp_path / "bad.py"))
 
 
-def test_sync_call_is_interrupted_when_cancelled():
+async def test_sync_call_is_interrupted_when_cancelled():
     ended = threading.Event()
 
     def compute():
@@ -114,15 +113,12 @@ def test_sync_call_is_interrupted_when_cancelled():
         finally:
             ended.set()
 
-    async def give_up():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await functions.run_in_thread(compute)
-        assert await asyncio.to_thread(ended.wait, 20)
-
-    asyncio.run(give_up())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await functions.run_in_thread(compute)
+    assert await asyncio.to_thread(ended.wait, 20)
     with pytest.raises(RuntimeError, match="SystemExit: no config"):
-        asyncio.run(functions.call_async(sys.exit, "no config"))
+        await functions.call_async(sys.exit, "no config")
 
 
 @pytest.mark.feature(89)

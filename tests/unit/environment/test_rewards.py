@@ -53,19 +53,16 @@ def test_rewards_run_functions_side_by_side():
     assert time.monotonic() - began < 1.0
 
 
-def test_rewards_abandoned_block_no_others_and_are_counted():
+async def test_rewards_abandoned_block_no_others_and_are_counted():
     stop, before = threading.Event(), count_abandoned()
     hanging = WeightedRewards({"hangs": lambda *_: float(stop.wait(60))}, {"hangs": 1.0})
     fine = WeightedRewards({"length": length}, {"length": 1.0})
-
-    async def many():
-        scores = (asyncio.wait_for(hanging.score(Completed("x")), 0.2) for _ in range(50))
+    scores = (asyncio.wait_for(hanging.score(Completed("x")), 0.2) for _ in range(50))
+    try:
         gone = await asyncio.gather(*scores, return_exceptions=True)
         async with asyncio.timeout(20):
-            return {*map(type, gone)}, count_abandoned() - before, (await fine.score(Completed("four"))).total
-
-    try:
-        assert asyncio.run(many()) == ({TimeoutError}, 50, 4.0)
+            assert (await fine.score(Completed("four"))).total == 4.0
+        assert ({*map(type, gone)}, count_abandoned() - before) == ({TimeoutError}, 50)
     finally:
         stop.set()
 

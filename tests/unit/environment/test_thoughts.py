@@ -170,20 +170,17 @@ def test_user_functions_get_thoughts_unless_decorated(function, rewards):
     assert [reward.total for reward in weighted.now([*samples, samples[0]._replace(think_prefix=None)])] == rewards
 
 
-def test_game_gets_the_move_behind_thoughts():
+async def test_game_gets_the_move_behind_thoughts():
     moves = []
 
     class World:
         reset = staticmethod(lambda seed: ("go", {}))
         step = staticmethod(lambda move: (moves.append(move) or "on", 0.0, False, False, {}))
 
-    async def play():
-        pool, info = GymEnvironment(World, 1), {}
-        state = await pool.reset(info)
-        await pool.step(state, "<think>left?</think>right", info)
-        await pool.step(f"{state}<think>\n", "left?", info)
-
-    asyncio.run(play())
+    pool, info = GymEnvironment(World, 1), {}
+    state = await pool.reset(info)
+    await pool.step(state, "<think>left?</think>right", info)
+    await pool.step(f"{state}<think>\n", "left?", info)
     assert moves == ["right", ""]
 
 

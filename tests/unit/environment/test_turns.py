@@ -145,10 +145,6 @@ WORDS = {
 }
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
 async def play(guard, actions, max_turns=4, **info):
     episode = await guard.reset("prompt ", info)
     try:
@@ -174,13 +170,13 @@ def environment(request):
 
 
 @pytest.mark.feature(91)
-def test_guard_fails_faulty_samples_and_finishes_the_group(environment):
+async def test_guard_fails_faulty_samples_and_finishes_the_group(environment):
     guard = Guard(environment, timeout_s=1.0)
     faults = dict(WORDS)
     if isinstance(environment, IsolatedEnvironment):  # it can end a call that ignores cancellation
         faults["deaf"] = "step gave no answer within 1 s"
     began = time.monotonic()
-    episodes = run(group(guard, [[fault] for fault in faults] + [["go ", "done"]] * 4))
+    episodes = await group(guard, [[fault] for fault in faults] + [["go ", "done"]] * 4)
     assert time.monotonic() - began < 20
     for episode, expected in zip(episodes, faults.values(), strict=False):
         assert expected in episode.failure
@@ -192,22 +188,18 @@ def test_guard_fails_faulty_samples_and_finishes_the_group(environment):
     assert guard.failures["step raised RuntimeError"] == 1
 
 
-def test_guard_logs_failures_of_a_kind_once(environment, caplog):
-    run(group(Guard(environment, timeout_s=5.0), [["raise"]] * 3))
+async def test_guard_logs_failures_of_a_kind_once(environment, caplog):
+    await group(Guard(environment, timeout_s=5.0), [["raise"]] * 3)
     (text,) = [text for text in caplog.messages if "out of order" in text]
     assert "user_environments.py" in text and "in step" in text
 
 
 @pytest.mark.feature(91)
-def test_guard_survives_failing_resets_and_closes(environment):
-    async def all_of_them():
-        guard = Guard(environment, timeout_s=1.5)
-        habits = ({"reset": "raise"}, {"reset": "hang"}, {"close": "raise"}, {})
-        episodes = [await play(guard, ["done"], **habit) for habit in habits]
-        await guard.shutdown()
-        return guard, *episodes
-
-    guard, raising, hanging, late, fine = run(all_of_them())
+async def test_guard_survives_failing_resets_and_closes(environment):
+    guard = Guard(environment, timeout_s=1.5)
+    habits = ({"reset": "raise"}, {"reset": "hang"}, {"close": "raise"}, {})
+    raising, hanging, late, fine = [await play(guard, ["done"], **habit) for habit in habits]
+    await guard.shutdown()
     assert "reset raised KeyError: 'no such game'" in raising.failure
     assert hanging.failure == "reset gave no answer within 1.5 s"
     assert (late.failure, late.done, fine.done) == (None, True, True)
@@ -215,39 +207,30 @@ def test_guard_survives_failing_resets_and_closes(environment):
 
 
 @pytest.mark.feature(90)
-def test_guard_closes_episodes_done_or_at_the_turn_limit():
+async def test_guard_closes_episodes_done_or_at_the_turn_limit():
     user_environments.log.clear()
     guard = Guard(load_environment(MODULE))
-    done = run(play(guard, ["go ", "done", "never"]))
-    cut = run(play(guard, ["go "] * 9, max_turns=3))
+    done = await play(guard, ["go ", "done", "never"])
+    cut = await play(guard, ["go "] * 9, max_turns=3)
     assert (done.turns, done.done) == (2, True)
     assert (cut.turns, cut.done, cut.failure, cut.state) == (3, False, None, None)
     assert [closed["turns"] for closed in user_environments.log] == [2, 3]
-
-    async def late():
-        with pytest.raises(ValueError, match="the episode is over"):
-            await guard.step(cut, "go ")
-        await guard.close(cut)
-
-    run(late())
+    with pytest.raises(ValueError, match="the episode is over"):
+        await guard.step(cut, "go ")
+    await guard.close(cut)
     assert len(user_environments.log) == 2
 
 
 @pytest.mark.feature(86)
-def test_guard_passes_data_of_a_row_unchanged(environment):
+async def test_guard_passes_data_of_a_row_unchanged(environment):
     row = {"answer": "x", "nested": {"list": [1, (2, 3)], 5: None}, "first": "begin "}
     original = deepcopy(row)
-
-    async def one():
-        guard = Guard(environment)
-        episode = await guard.reset("prompt", row)
-        first = episode.state
-        result = await guard.step(episode, "go ")
-        await guard.close(episode)
-        await guard.shutdown()
-        return first, result
-
-    first, result = run(one())
+    guard = Guard(environment)
+    episode = await guard.reset("prompt", row)
+    first = episode.state
+    result = await guard.step(episode, "go ")
+    await guard.close(episode)
+    await guard.shutdown()
     assert (first, result.next_state) == ("begin ", "begin go seen ")
     assert row == original
     assert {key: result.extra_info[key] for key in original} == original
@@ -255,23 +238,20 @@ def test_guard_passes_data_of_a_row_unchanged(environment):
 
 
 @pytest.mark.feature(93)
-def test_guard_runs_eight_samples_at_once(environment):
-    async def timed():
-        guard = Guard(environment)
-        took_s = []
-        for _ in range(3):  # the machine may be busy in one of them
-            began = time.monotonic()
-            episodes = await asyncio.gather(*(play(guard, ["nap", "done"]) for _ in range(8)))
-            took_s.append(time.monotonic() - began)
-            assert all(episode.done for episode in episodes)
-        await guard.shutdown()
-        return min(took_s)
-
-    assert run(timed()) < 0.6  # 8 naps of 0.2 s
+async def test_guard_runs_eight_samples_at_once(environment):
+    guard = Guard(environment)
+    took_s = []
+    for _ in range(3):  # the machine may be busy in one of them
+        began = time.monotonic()
+        episodes = await asyncio.gather(*(play(guard, ["nap", "done"]) for _ in range(8)))
+        took_s.append(time.monotonic() - began)
+        assert all(episode.done for episode in episodes)
+    await guard.shutdown()
+    assert min(took_s) < 0.6  # 8 naps of 0.2 s
 
 
 @pytest.mark.feature(92)
-def test_guard_opens_no_more_episodes_than_it_may():
+async def test_guard_opens_no_more_episodes_than_it_may():
     class Watched:
         episodes = 2
 
@@ -296,23 +276,19 @@ def test_guard_opens_no_more_episodes_than_it_may():
         with pytest.raises(ValueError, match="need a positive timeout_s and episodes"):
             Guard(Watched(), **limits)
     watched = Watched()
-    episodes = run(group(Guard(watched), [["a", "b"]] * 8))
+    episodes = await group(Guard(watched), [["a", "b"]] * 8)
     assert [episode.turns for episode in episodes] == [2] * 8
     assert (watched.open, watched.most) == (0, 2)
 
 
-def test_guard_closes_episodes_of_a_cancelled_rollout():
+async def test_guard_closes_episodes_of_a_cancelled_rollout():
     user_environments.log.clear()
-
-    async def cancelled():
-        guard = Guard(load_environment(MODULE))
-        task = asyncio.create_task(play(guard, ["sleep"]))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        await asyncio.wait({task}, timeout=5)
-        return task.cancelled()
-
-    assert run(cancelled())
+    guard = Guard(load_environment(MODULE))
+    task = asyncio.create_task(play(guard, ["sleep"]))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled()
     assert len(user_environments.log) == 1
 
 
@@ -325,17 +301,12 @@ def test_guard_closes_episodes_of_a_cancelled_rollout():
     ],
 )
 @pytest.mark.parametrize("isolated", [False, True])
-def test_guard_step_without_a_next_state_follows_the_rules(tmp_path, step, rules, reward, isolated):
+async def test_guard_step_without_a_next_state_follows_the_rules(tmp_path, step, rules, reward, isolated):
     path = tmp_path / "rl2.py"
     path.write_text(f"def step(state, action, extra_info):\n    return {step}\n")
-
-    async def one_step():
-        guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), **rules)
-        episode = await guard.reset("a ", {})
-        await guard.step(episode, "b")
-        await guard.close(episode)
-        await guard.shutdown()
-        return episode
-
-    episode = asyncio.run(one_step())
+    guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), **rules)
+    episode = await guard.reset("a ", {})
+    await guard.step(episode, "b")
+    await guard.close(episode)
+    await guard.shutdown()
     assert (episode.failure, episode.reward, episode.done) == (None, reward, True)

@@ -101,19 +101,6 @@ def test_event_without_effect_is_not_saved():
     assert saved(store) == [SUBMITTED, Placed(1)]
 
 
-def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
-    brain = Brain(FileStateStore(tmp_path / "journal"))
-    for event in (*RUNNING, StepsOpened(1), LOST):
-        brain.handle(event)
-    brain.store.close()
-    again = Brain(FileStateStore(tmp_path / "journal"))
-    assert again.state == brain.state
-    assert outstanding(again.state) == (StartMembers("ACTOR", ((0, 2),)),)
-    again.handle(MemberStarted("ACTOR", 0, 2, HERE))
-    assert outstanding(again.state) == ()
-    again.store.close()
-
-
 DAY_S = 86400.0
 
 

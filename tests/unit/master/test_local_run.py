@@ -107,11 +107,6 @@ def test_on_end_has_the_outcome_of_an_unfinished_run(run, monkeypatch, trainer, 
     assert outcomes == expected
 
 
-def test_error_of_on_end_does_not_hide_the_first(run, monkeypatch):
-    monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: self.nothing)
-    assert run("DataFault").cause.message == "DataError: data: row 3 is empty"
-
-
 def test_workload_failing_to_close_lets_the_others_close(run):
     status = run(actor="FailingClose")
     assert status.phase is Phase.FINISHED
@@ -210,13 +205,6 @@ def builder(trainer="Loop"):
     return draft.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", "Adder").total(2)
 
 
-def test_a_described_job_has_its_spec_and_nothing_is_started(empty_folder):
-    job = builder().rollout("tests.support.toy_jobs", "Adder").total(2).with_collocation("actor", "rollout").build()
-    spec = job.spec("my-job")
-    assert (spec.name, dict(spec.groups[0])) == ("my-job", {"ACTOR": 2, "ROLLOUT": 2})
-    assert list(empty_folder.iterdir()) == []
-
-
 def test_building_reports_every_error():
     with pytest.raises(InvalidJob, match="2 errors"):
         RLJobBuilder().trainer("m", "T").node_num(0).build()
@@ -255,13 +243,6 @@ def test_submit_without_options_keeps_those_of_the_job(empty_folder):
 def test_submit_without_waiting_needs_an_address():
     with pytest.raises(CallError, match=r"submit\(blocking=False\) needs address="):
         builder().build().submit("my-job", blocking=False)
-
-
-def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
-    checked = check_job(toy_job(tmp_path / "out"), local=True)
-    assert len(checked.placement.bundles) == 2
-    assert "add" in checked.inspection.methods["REWARD"]
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def test_start_waits_for_a_lost_owner_on_another_machine(desk):
     (record,) = (desk.folder / "out").glob("owner.*.json")
     record.write_text(json.dumps({**desk.owner("out"), "machine": "elsewhere", "host": "node-7"}))
     process = desk.start("run", "job.yaml", HERE, "job_dir=out", "checkpoint.resume=latest", "hold=0")
-    while "waiting up to 13 s" not in desk.said(process):  # however long it takes to start
-        assert process.poll() is None, desk.said(process)
+    while "waiting up to 13 s" not in process.said():  # however long it takes to start
+        assert process.poll() is None, process.said()
         os.utime(record, (time.time() - 7, time.time() - 7))  # on a loaded machine it may be late by 6 s, or early
     output = desk.end(process)
     assert process.returncode == 0 and "on node-7" in output

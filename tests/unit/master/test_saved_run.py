@@ -27,16 +27,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory
 from dlrover.python.rl.runtime.checkpoint.runs import CODE
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
 from dlrover.python.rl.runtime.member.inspection import Inspection
-from dlrover.python.rl.runtime.run.folder import (
-    FAILED,
-    FINISHED,
-    IN_PROCESS,
-    begin,
-    claim,
-    encode_owner,
-    in_use,
-    newest_owner,
-)
+from dlrover.python.rl.runtime.run import folder as run_folder
 from tests.support.commands import is_alive
 from tests.support.toy_jobs import toy_job
 
@@ -48,13 +39,13 @@ def started(tmp_path, monkeypatch):
     """A job whose run has begun in ``out``."""
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     monkeypatch.chdir(tmp_path)
-    return begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    return run_folder.begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
 
 
 @pytest.fixture
 def ended(started):
     """The job ``started``, failed."""
-    claim(started, IN_PROCESS, bound=True).end(FAILED)
+    run_folder.claim(started, run_folder.IN_PROCESS, bound=True).end(run_folder.FAILED)
     return started
 
 
@@ -96,7 +87,7 @@ def test_advice_names_the_last_commit_and_the_command(ended, monkeypatch, commit
 
 @pytest.mark.parametrize("content", [b"", b'{\n "job": "jo'])
 def test_find_saved_run_with_damaged_record_resumes(started, content):
-    record = claim(started, IN_PROCESS, bound=True).record
+    record = run_folder.claim(started, run_folder.IN_PROCESS, bound=True).record
     commits = CheckpointStore(started.job_dir / "commits" / started.run, started.run, durable=True)
     commits.claim(1)
     commit(commits, 10)
@@ -149,12 +140,12 @@ def test_advice_with_a_dead_disk_names_memory(ended):
 
 def test_find_saved_run_of_a_name_is_its_last_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for state in (FINISHED, FAILED):
-        job = begin(load_job_text(JOB, "job"))
-        claim(job, IN_PROCESS, bound=True).end(state)
+    for state in (run_folder.FINISHED, run_folder.FAILED):
+        job = run_folder.begin(load_job_text(JOB, "job"))
+        run_folder.claim(job, run_folder.IN_PROCESS, bound=True).end(state)
     run = find_saved_run("job")
     assert run.folder == job.job_dir.resolve() and run.owner.run == job.run
-    claim(begin(load_job_text(JOB, "job")), IN_PROCESS, bound=True)
+    run_folder.claim(run_folder.begin(load_job_text(JOB, "job")), run_folder.IN_PROCESS, bound=True)
     assert run.folder.resolve() == job.job_dir.resolve()
 
 
@@ -195,16 +186,16 @@ def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, comm
 def test_finished_run_without_commits_is_not_resumed(ended):
     run = find_saved_run("out")
     with pytest.raises(InvalidJob, match="there is nothing to resume"):
-        resume.describe_start(replace(run, owner=replace(run.owner, state=FINISHED)), ended, "job")
+        resume.describe_start(replace(run, owner=replace(run.owner, state=run_folder.FINISHED)), ended, "job")
 
 
 @pytest.mark.parametrize(("machine", "waits"), [("another", True), (None, False)])
 def test_an_owner_elsewhere_is_waited_for_as_long_as_its_lease(tmp_path, monkeypatch, machine, waits):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    job = begin(replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), job_dir=tmp_path / "out"))
-    claimed = claim(job, IN_PROCESS, bound=True)
+    job = run_folder.begin(replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), job_dir=tmp_path / "out"))
+    claimed = run_folder.claim(job, run_folder.IN_PROCESS, bound=True)
     owner = replace(claimed.owner, lease_s=30.0, machine=machine or claimed.owner.machine)
-    claimed.record.write_bytes(encode_owner(owner))
+    claimed.record.write_bytes(run_folder.encode_owner(owner))
     slept = []
 
     def sleep(seconds):
@@ -215,7 +206,7 @@ def test_an_owner_elsewhere_is_waited_for_as_long_as_its_lease(tmp_path, monkeyp
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
     resume.wait_for_lost_owner(job)
-    assert (29.0 < sum(slept) < 31.0 and not in_use(job.job_dir)) if waits else not slept
+    assert (29.0 < sum(slept) < 31.0 and not run_folder.in_use(job.job_dir)) if waits else not slept
 
 
 # -- the supervisor ---------------------------------------------------------------------------------------------------
@@ -311,7 +302,7 @@ def test_supervisor_survives_lost_children(tmp_path, monkeypatch):
     assert status.phase is Phase.FINISHED and lines == ["resuming from the beginning"] * 2
     pids = tries.read_text().split()
     assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
-    assert newest_owner(job.job_dir).state == FINISHED
+    assert run_folder.newest_owner(job.job_dir).state == run_folder.FINISHED
 
 
 def test_pump_reads_on_after_its_output_was_closed(monkeypatch):

@@ -11,7 +11,7 @@ from tests.support.recorded_spans import Recording, lose_rollout, write_loss
 
 @pytest.fixture
 def recording(tmp_path):
-    return Recording(tmp_path, rollouts=3)
+    return Recording(tmp_path, ["ACTOR[0]", "ROLLOUT[0]", "ROLLOUT[1]", "ROLLOUT[2]"])
 
 
 def causes_of(recording, first=1, last=99, **options):
@@ -59,6 +59,14 @@ def test_lost_worker_costs_the_time_until_its_call_runs_again(recording, cause, 
     write_loss(recording.folder, began_s + 1.0, cause)
     recording.step(3)
     assert causes_of(recording) == [(kind, "ROLLOUT[1]", "sample", 2.6)]
+
+
+def test_lines_that_a_killed_worker_did_not_write_add_no_cost(recording):
+    recording.step(1)
+    began_s = lose_rollout(recording, 2)
+    write_loss(recording.folder, began_s + 1.0, CauseKind.PROCESS_DIED)
+    del recording.lines["ROLLOUT[1]"][1]  # the call of step 1
+    assert causes_of(recording) == causes_of(recording, 2, 2) == [("lost_member", "ROLLOUT[1]", "sample", 2.6)]
 
 
 def test_ranks_that_restart_with_a_lost_one_are_not_accused(recording):

@@ -12,14 +12,12 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.control import events
-from dlrover.python.rl.control.journal import encode
 from dlrover.python.rl.page import curves, samples
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from tests.support import control_runs
 from tests.support.run_files import write_rows
-from tests.support.run_folder import BEGAN_S, STEP_S, metrics_of, sample_of, write_run
+from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_run
 
 
 @pytest.fixture
@@ -144,11 +142,8 @@ def test_timeline_of_a_loss_without_progress_is_under_way(tmp_path):
 
 
 def test_timeline_marks_a_resize_with_its_cost_and_step(tmp_path):
-    store = FileStateStore(tmp_path / "journal.jsonl")
     recorded = [control_runs.TERMS, *control_runs.OPEN, events.Resized("ROLLOUT", 3), events.Resized("ROLLOUT", 3)]
-    recorded.append(events.Progressed(2, 5))
-    store.append(*(encode(BEGAN_S + at_s, event) for at_s, event in enumerate(recorded)))
-    store.close()
+    append_events(tmp_path, BEGAN_S, enumerate([*recorded, events.Progressed(2, 5)]))
     timeline = read_timeline(tmp_path)
     (mark,) = timeline.marks
     assert (mark.kind, mark.process, mark.cost_s, mark.step) == ("resize", "ROLLOUT", 2.0, 5)

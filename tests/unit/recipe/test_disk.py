@@ -4,7 +4,6 @@
 import logging
 import os
 import shutil
-import subprocess
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +15,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.runtime.run.progress import redraw
+from tests.support.disks import small_disk
 from tests.support.rollout_member import actor
 from tests.support.run_files import read_json, read_lines
 
@@ -24,7 +24,7 @@ NONE = DiskWait(limit_s=0.05, pause_s=0.01)
 
 
 class SmallDisk:
-    """A disk of 1 MB that something else fills up, and leaves when the run says that it waits."""
+    """A disk of 2 MB that something else fills up, and leaves when the run says that it waits."""
 
     def __init__(self, folder):
         self.folder, self._filler = folder, folder / "filler"
@@ -57,13 +57,8 @@ class Relief(logging.Handler):
 
 @pytest.fixture
 def disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.decode().strip()}")
-    yield SmallDisk(folder)
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "disk") as folder:
+        yield SmallDisk(folder)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job, launch
 from dlrover.python.rl.runtime.run.folder import FAILED, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from tests.support.commands import wait_for
 from tests.support.launching import (
     ADD,
     DEADLINE_S,
@@ -207,10 +208,8 @@ def steps_done(desk, folder="runs/toy/latest"):
 
 def wait_for_steps(count, steps, child=None):
     """Wait until a run has taken as many steps."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(steps()) < count:
-        assert time.monotonic() < deadline_s and (child is None or child.poll() is None)
-        time.sleep(0.05)
+    wait_for(lambda: len(steps()) >= count or (child is not None and child.poll() is not None), DEADLINE_S)
+    assert len(steps()) >= count
 
 
 def test_error_of_one_rank_ends_all_in_a_collective(desk):

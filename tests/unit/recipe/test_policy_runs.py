@@ -159,7 +159,8 @@ def test_unknown_ids_are_masked_on_both_sides_or_on_none(settings, masks):
 
 
 def test_grpo_with_the_mask_begins_at_ratio_1(padded):
-    _, rows = finished(policy_job(padded, "grpo", steps=2, algorithm={"correction": "truncate"}))
+    algorithm = {"correction": "truncate", "correction_level": "sequence"}  # with a pass before the loss
+    _, rows = finished(policy_job(padded, "grpo", steps=2, algorithm=algorithm))
     assert not any("completions/unknown_ids" in row for row in rows)
     for row in rows:
         assert row["policy/mismatch_kl"] < 1e-9

@@ -2,12 +2,8 @@
 """``dlrover-rl eval``, and ``check`` of the jobs under ``examples/recipes`` without weights, data, GPUs or network."""
 
 import math
-import os
 import resource
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +11,19 @@ from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.runtime.member.inspection import inspect_job
+from tests.support import commands
+from tests.support.commands import ROOT
 from tests.support.example_jobs import EXAMPLES, PAIRS
 from tests.support.policy_jobs import policy_job, write_inputs
 from tests.support.run_files import read_json, read_lines, write_rows
 
-CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
-REPOSITORY = Path(__file__).parents[3]
-RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples/recipes").glob("*.yaml"))
 PAGES = {"qwen2.5-7b-math-apart": "qwen2.5-7b-math"}
 
 
 def cli(folder, *arguments, code=0):
     """The output of the command line."""
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
-    done = subprocess.run([*CLI, *arguments], cwd=folder, env=env, **options)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = commands.run(folder, *commands.CLI, *arguments, code=code, within_s=120)
     return done.stdout + done.stderr
 
 
@@ -81,7 +74,7 @@ config: {{model: {tmp_path / "model"}, {config}}}
 
 @pytest.mark.slow
 def test_eval_of_a_users_trainer_is_refused(tmp_path):
-    shutil.copytree(REPOSITORY / "examples/first_trainer", tmp_path / "own")
+    shutil.copytree(ROOT / "examples/first_trainer", tmp_path / "own")
     cli(tmp_path / "own", "run", "job.yaml", "--local")
     output = cli(tmp_path / "own", "eval", "first-trainer", "+config.model=x", code=2)
     assert "first-trainer: its trainer cannot evaluate without training" in output
@@ -101,7 +94,7 @@ def checked(recipe, changes=()):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_has_no_error_and_its_page_shows_its_memory(recipe, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(ROOT)
     inspection, table = checked(recipe)
     assert "\n".join(table) in page_of(recipe)
     rows = [line for line in table[2:] if "passes of" not in line]
@@ -110,8 +103,8 @@ def test_recipe_has_no_error_and_its_page_shows_its_memory(recipe, monkeypatch):
 
 
 def test_recipe_of_7_billion_fits_on_one_gpu_as_its_page_says(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    recipe = REPOSITORY / "examples/recipes/qwen2.5-7b-sft.yaml"
+    monkeypatch.chdir(ROOT)
+    recipe = ROOT / "examples/recipes/qwen2.5-7b-sft.yaml"
     changes = ["workload.actor.num=1", "engine.train_options.optimizer_on_host=true", "engine.threads=16"]
     assert "\n".join(checked(recipe, changes)[1]) in page_of(recipe)
     assert all(change in page_of(recipe) for change in changes)
@@ -125,7 +118,7 @@ def test_recipes_have_every_size_and_kind():
 @pytest.mark.slow
 def test_largest_recipe_is_checked_in_ten_seconds():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    output = cli(REPOSITORY, "check", "examples/recipes/qwen2.5-72b-math.yaml")
+    output = cli(ROOT, "check", "examples/recipes/qwen2.5-72b-math.yaml")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10, "of processor time"
     assert "ACTOR x48" in output and "commits: ACTOR 48 x 18.2 GB" in output

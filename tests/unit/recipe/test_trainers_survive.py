@@ -32,6 +32,7 @@ STEPS = 3
 COLLECTING = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
 RECIPES = {
     "grpo": (GRPOTrainer, {}),
+    "grpo, corrected": (GRPOTrainer, {}),
     "ppo": (PPOTrainer, {"CRITIC": (CriticWorkload, 1), "REFERENCE": (ReferenceWorkload, 1)}),
     "distill": (DistillationTrainer, {"TEACHER": (TeacherWorkload, 2), "CODER": (TeacherWorkload, 1)}),
 }
@@ -40,7 +41,8 @@ RECIPES = {
 def stage(folder, inputs, recipe="grpo", roles=COLLECTING, **changes):
     """A job of PPO has a critic, a reference, corrections, several updates and a warm-up; distillation two teachers."""
     config = policy_config(inputs) | {"rollout": {"samples_per_prompt": 2, "max_new_tokens": 3}}
-    if recipe == "grpo":
+    if recipe.startswith("grpo"):
+        config["algorithm"] = {"name": "grpo", "correction": "truncate" if "corrected" in recipe else "none"}
         config |= {"eval_every": 2, "rollout": {"samples_per_prompt": 4, "max_new_tokens": 3}}
     elif recipe == "ppo":
         config["algorithm"] = {"name": "openai_ppo", "correction": "truncate"}

@@ -167,14 +167,9 @@ def process(code):
             child.kill()
 
 
-def test_stack_names_the_function_of_a_process():
+def test_process_shows_its_stack_and_continues_if_stopped():
     with process(READING) as child:
         assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)
-        assert child.poll() is None
-
-
-def test_stopped_process_shows_its_stack_and_continues():
-    with process(READING) as child:
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
         assert "reads_here" in stacks_of(child.pid, deadline_s=10.0)

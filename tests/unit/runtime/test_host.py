@@ -11,13 +11,6 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common import errors
-from dlrover.python.rl.common.errors import (
-    CallSkipped,
-    InvocationError,
-    ReplayDiverged,
-    ResultLost,
-    StaleCall,
-)
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.spans import SpanFile, phase
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest
@@ -51,7 +44,7 @@ class Work(BaseWorkload):
 
     def fetch(self, ticket):
         if ticket == "old":
-            raise ResultLost("it is gone", role=self.role, rank=self.rank, method="fetch")
+            raise errors.ResultLost("it is gone", role=self.role, rank=self.rank, method="fetch")
         return ticket
 
     def wait(self):
@@ -103,9 +96,9 @@ def test_repeated_call_has_the_same_answer_and_does_not_run(host):
 
 
 def test_call_whose_argument_is_gone_has_not_run(host):
-    with pytest.raises(ResultLost, match=r"ACTOR\[1\].fetch: it is gone"):
+    with pytest.raises(errors.ResultLost, match=r"ACTOR\[1\].fetch: it is gone"):
         call(host, 1, 0, "fetch", "old")
-    with pytest.raises(CallSkipped):
+    with pytest.raises(errors.CallSkipped):
         call(host, 1, 1, "add", 2, after=(1, 0))
     assert call(host, 1, 0, "fetch", "new") == "new"
     assert call(host, 1, 1, "add", 2, after=(1, 0)).tolist() == [2.0] * 3
@@ -149,7 +142,7 @@ class Restless(BaseWorkload):
 def test_host_keeps_one_loop_and_survives_exits():
     host = started(Restless, MemberContext(role=RLRoleType.ROLLOUT))
     assert [call(host, 1, n, "use_loop") for n in range(2)] == [True, True]
-    with pytest.raises(InvocationError, match="SystemExit: 3"):
+    with pytest.raises(errors.InvocationError, match="SystemExit: 3"):
         call(host, 1, 2, "exit")
     with pytest.raises(OSError, match="the device is busy"):
         host.close()
@@ -172,9 +165,9 @@ def test_failed_call_without_a_state_runs_again_in_a_later_epoch():
     host = started(Once, MemberContext(role=RLRoleType.ROLLOUT))
     host.workload.failed = []
     for _ in range(2):
-        with pytest.raises(InvocationError, match="503"):
+        with pytest.raises(errors.InvocationError, match="503"):
             call(host, 1, 0, "act", 7, epoch=1)
-    with pytest.raises(InvocationError, match="503"):
+    with pytest.raises(errors.InvocationError, match="503"):
         call(host, 1, 1, "act", 8, epoch=1)
     assert host.executed == {"act": 2}
     assert [call(host, 1, n, "act", 7 + n, epoch=2) for n in range(2)] == [7, 8]
@@ -182,7 +175,7 @@ def test_failed_call_without_a_state_runs_again_in_a_later_epoch():
 
 def test_failed_call_of_a_stateful_worker_does_not_run_again(host):
     for epoch in (1, 2):
-        with pytest.raises(InvocationError, match="the user's own words"):
+        with pytest.raises(errors.InvocationError, match="the user's own words"):
             call(host, 1, 0, "refuse", epoch=epoch)
     assert host.executed == {"refuse": 1}
 
@@ -193,36 +186,37 @@ def test_results_are_kept_until_the_commit_and_of_init_for_ever(host):
     call(host, 2, 0, "add", 1, settled=1)
     assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3
     assert call(host, 2, 0, "add", 1).tolist() == [3.0] * 3
-    with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) is too late: call \(2, 0\) has already run"):
+    with pytest.raises(errors.ReplayDiverged, match=r"call \(1, 0\) is too late: call \(2, 0\) has already run"):
         call(host, 1, 0, "add", 1)
     assert host.executed == {"add": 3}
 
 
 def test_calls_out_of_place_are_refused(host):
     call(host, 1, 0, "add", 1, epoch=2)
-    with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: attempt 1 of the trainer has been replaced"):
+    with pytest.raises(errors.StaleCall, match=r"ACTOR\[1\].add: attempt 1 of the trainer has been replaced"):
         call(host, 1, 1, "add", 1, epoch=1)
-    with pytest.raises(StaleCall, match="meant for attempt 4 of the worker, this is 3"):
+    with pytest.raises(errors.StaleCall, match="meant for attempt 4 of the worker, this is 3"):
         call(host, 1, 1, "add", 1, incarnation=4)
     with pytest.raises(errors.WorkloadDied, match="joins them") as died:
         call(host, 1, 1, "add", 1, incarnation=2)
     assert died.value.incarnation == 2
-    with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) was 'add' the first time"):
+    with pytest.raises(errors.ReplayDiverged, match=r"call \(1, 0\) was 'add' the first time"):
         call(host, 1, 0, "later", 1)
-    with pytest.raises(CallSkipped, match=r"call \(1, 3\) has not run"):
+    with pytest.raises(errors.CallSkipped, match=r"call \(1, 3\) has not run"):
         call(host, 1, 4, "add", 1, after=(1, 3))
     assert host.executed == {"add": 1}
 
 
 def test_call_that_cancels_itself_has_an_error_with_its_origin(host):
-    with pytest.raises(InvocationError, match="CancelledError: by itself") as caught:
+    with pytest.raises(errors.InvocationError, match="CancelledError: by itself") as caught:
         call(host, 1, 0, "cancelled")
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("ACTOR", 1, "cancelled")
     assert "Traceback" in caught.value.remote_traceback
 
 
 def test_wrong_arguments_have_no_traceback_of_the_worker(host):
-    with pytest.raises(InvocationError, match=r"add\(\) takes .* positional arguments but .* were given") as caught:
+    message = r"add\(\) takes .* positional arguments but .* were given"
+    with pytest.raises(errors.InvocationError, match=message) as caught:
         call(host, 1, 0, "add", 4, 5, 6)
     assert not caught.value.remote_traceback
 
@@ -316,9 +310,9 @@ def test_calls_are_recorded_with_their_phases_and_errors(tmp_path):
 
     host = started(Phased, MemberContext(role=RLRoleType.ACTOR, rank=1), now_s=clock, spans=spans)
     assert [call(host, 4, 0, "train"), call(host, 4, 0, "train")] == [1, 1]
-    with pytest.raises(InvocationError):
+    with pytest.raises(errors.InvocationError):
         call(host, 4, 1, "missing")
-    with pytest.raises(CallSkipped):
+    with pytest.raises(errors.CallSkipped):
         call(host, 4, 3, "train", after=(4, 2))
     host.close()
     lines = [json.loads(line) for line in (tmp_path / "spans" / "actor-1.jsonl").read_text().splitlines()]

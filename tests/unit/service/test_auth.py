@@ -4,7 +4,7 @@
 import ast
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -169,17 +169,6 @@ def test_prepare_refuses_a_folder_for_others(folder, mode):
     folder.chmod(mode)
     with pytest.raises(CallError, match="can be read by others: chmod 700"):
         prepare(folder)
-
-
-@pytest.mark.parametrize(
-    ("role", "own", "foreign"),
-    [(AccessRole.READ, False, False), (AccessRole.SUBMIT, True, False), (AccessRole.ADMIN, True, True)],
-)
-def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
-    caller = auth.Caller("ann", role)
-    for owner, is_allowed in (("ann", own), ("bob", foreign)):
-        with nullcontext() if is_allowed else pytest.raises(AccessDenied, match=f"role '{role}'"):
-            caller.check_owner(owner)
 
 
 # -- failures of an address -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord
 from dlrover.python.rl.service.ray_runner import RayJobRunner, _Driven, _load_job
-from tests.support.service_stage import until
+from tests.support.async_tests import until
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 WITHIN_S = 20.0

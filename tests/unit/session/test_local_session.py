@@ -316,14 +316,6 @@ def test_methods_are_called_through_the_engine(session, model):
 
 
 @pytest.mark.feature(24)
-def test_error_of_a_method_names_engine_rank_and_cause(layers):
-    with pytest.raises(InvocationError, match=r"TRAIN_1\[0\]\.fail on \S+: ValueError: no luck") as caught:
-        layers.fail("no luck")
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert caught.value.node
-
-
-@pytest.mark.feature(24)
 def test_module_method_wins_over_internal_names(session):
     names = ("send", "take", "open", "offer", "receive", "publish", "place", "call", "users_method", "in_training")
     with building(rl.TrainEngine(empty(Unlucky))) as engine:

@@ -156,16 +156,10 @@ def test_calls_of_two_threads_are_sent_in_order_of_numbers():
     assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_rank0_alone_has_a_list_of_one_whole():
-    assert trainer_of(actor=3).RG_ACTOR.first([1]) == [(0, [1])]
-
-
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
     assert group.prepared(x=4) == 150
-    assert group.swapped("a", "b") == [("b", "a")] * 3
     assert group.at_least_10(4) == [10] * 3
-    assert group.counted_later([1, 2, 3]).result() == 3
     assert group.same.options(post_func=lambda results: results[-1], pre_func=lambda: [7, 8, 9])() == 9
 
 

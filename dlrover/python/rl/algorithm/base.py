@@ -41,13 +41,16 @@ class Algorithm(Protocol):
 
 
 class EngineLoss:
-    """An algorithm's loss, with the metric ``entropy`` of the policy if it ``logs_entropy``."""
+    """An algorithm's loss, with the metric ``entropy`` of the policy if it ``logs_entropy``. If it ``shares_forward``,
+    rows without ``old_logprobs`` get the detached outputs (:meth:`Needs.shares_forward`)."""
 
-    def __init__(self, algorithm: Algorithm, logs_entropy: bool = False) -> None:
-        self._algorithm, self._logs_entropy = algorithm, logs_entropy
+    def __init__(self, algorithm: Algorithm, logs_entropy: bool = False, shares_forward: bool = False) -> None:
+        self._algorithm, self._logs_entropy, self._shares_forward = algorithm, logs_entropy, shares_forward
         self.wants_entropy = logs_entropy or "entropy" in algorithm.needs.loss
 
     def __call__(self, outputs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
+        if self._shares_forward:
+            columns = {"old_logprobs": outputs.detach(), **columns}
         value, metrics = self._algorithm.loss(outputs, columns)
         if self._logs_entropy and "entropy" not in metrics:
             metrics = {**metrics, "entropy": (columns["weight"] * columns["entropy"].detach()).sum()}

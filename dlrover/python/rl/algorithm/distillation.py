@@ -13,7 +13,7 @@ token); all other ids are one more outcome, the tail:
 Merging outcomes only lowers a KL: this is a lower bound, exact for k = vocabulary. Unlike a sum that stops at k it is a
 KL, never negative, and it moves mass away from ids that the teacher does not send."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -64,7 +64,7 @@ class Distillation(PolicyGradient):
     def needs(self) -> Needs:
         """``teacher_logprobs``: ``[seq]`` or ``[seq, teachers]``; dense ``[rows, teachers]`` ``teacher_weights``."""
         needs = super().needs
-        return Needs(needs.annotate, needs.loss | {"teacher_logprobs"})
+        return replace(needs, loss=needs.loss | {"teacher_logprobs"})
 
     def annotate(self, rows: Batch) -> Batch:
         return add_token_weights(rows, self.averaging)

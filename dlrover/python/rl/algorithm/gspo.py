@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSPO: ratios of whole sequences, which rewards are for (Zheng et al., arXiv:2507.18071)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -27,7 +27,7 @@ class GSPO(GroupRelative):
     def needs(self) -> Needs:
         """Add the train engine's log-probs: over a sequence, the rollout engine's rounding exceeds the clip range."""
         needs = super().needs
-        return Needs(needs.annotate, needs.loss | {"rollout_logprobs"})
+        return replace(needs, loss=needs.loss | {"rollout_logprobs"}, whole_sequences=True)
 
     def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
         units = TokenUnits.of(columns)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PPO (Schulman et al., arXiv:1707.06347) with a critic and generalised advantage estimation, token by token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
@@ -32,7 +32,7 @@ class PPO(PolicyGradient):
     @property
     def needs(self) -> Needs:
         needs = super().needs
-        return Needs(needs.annotate | {"values"}, needs.loss)
+        return replace(needs, annotate=needs.annotate | {"values"})
 
     @property
     def value_loss(self) -> ValueLoss:

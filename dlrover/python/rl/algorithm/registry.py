@@ -61,7 +61,7 @@ def option_names(name: str) -> frozenset[str]:
 def always_recomputes(name: str) -> bool:
     """Return True if an algorithm always needs the train engine's log-probs from before the update."""
     try:
-        return "rollout_logprobs" in make_algorithm(name).needs.loss
+        return make_algorithm(name).needs.recomputes
     except InvalidJob:  # it has required options
         return False
 

@@ -84,12 +84,15 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     if steps and numbers is None:
         raise InvalidJob([ConfigError("--steps", f"must be FIRST:LAST, such as 10:12, got {steps!r}")])
     latest = last_step(folder)
+    if not latest:
+        why = "has no spans: it ran with spans_mb: 0 or an earlier version, or has only begun"
+        raise InvalidJob([ConfigError(name_or_dir, why)])
     first = int(numbers[1]) if numbers is not None else max(latest - _LAST + 1, 1)
     last = int(numbers[2] or first) if numbers is not None else latest
     recorded = read_steps(folder, first, last)
     if not recorded:
-        why = f"the last step with spans is {latest}" if latest else "the run has none: spans_mb was 0 or it is too old"
-        raise InvalidJob([ConfigError("--steps", f"there are no spans of steps {first} to {last}; {why}")])
+        why = f"there are no spans of steps {first} to {last}; the last step with spans is {latest}"
+        raise InvalidJob([ConfigError("--steps", why)])
     output = output or Path(f"steps-{first}-{last}.pftrace")
     try:
         output.write_bytes(trace_file(recorded))

@@ -53,8 +53,8 @@ class SpanFile:
         self, call_id: tuple[int, int], method: str, seconds: float, phases: dict[str, float], error: str
     ) -> None:
         """Add a call that has just ended after ``seconds``."""
-        now_s = time.time()
-        self.add("call", *call_id, method, now_s - seconds, now_s, phases or None, error)
+        now_s, rounded = time.time(), {name: round(each, 6) for name, each in phases.items()}
+        self.add("call", *call_id, method, now_s - seconds, now_s, rounded or None, error)
 
     def flush(self) -> None:
         """Write all lines now; drop and count them if the disk does not take them."""
@@ -101,14 +101,8 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    return "".join(f"{_JSON.encode([*map(_rounded, line)])}\n" for line in lines).encode()
-
-
-def _rounded(value: Any) -> Any:
-    """Round times to microseconds."""
-    if isinstance(value, dict):
-        return {name: round(seconds, 6) for name, seconds in value.items()}
-    return round(value, 6) if isinstance(value, float) else value
+    rounded = ([round(value, 6) if isinstance(value, float) else value for value in line] for line in lines)
+    return "".join(f"{_JSON.encode(line)}\n" for line in rounded).encode()
 
 
 class _Phases:

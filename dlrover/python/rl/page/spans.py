@@ -314,10 +314,12 @@ def _issues_by_worker(rows: Iterable[_Row]) -> dict[tuple[str, int], _Issues]:
 
 
 def _waiting_issue(issues: _Issues, calls: Iterable[CallSpan], end_s: float) -> _Issue | None:
-    """Return the first call that was issued before ``end_s``, and after all ``calls`` that had begun by then."""
+    """Return the first call that was issued before ``end_s`` in the newest step, and after all ``calls`` that had begun
+    by then. The calls of earlier steps have ended, even if a killed process has lost their lines."""
+    sent = [each for same in issues.values() for each in same if each.begin_s < end_s]
+    step = max(sent, key=_end_of).step if sent else -1
     last = max(((call.step, call.n) for call in calls if call.n >= 0 and call.begin_s < end_s), default=(-1, -1))
-    later = (sent[0] for call_id, sent in issues.items() if call_id > last and sent[0].begin_s < end_s)
-    return min(later, key=_end_of, default=None)
+    return min((each for each in sent if each.step == step and (step, each.n) > last), key=_end_of, default=None)
 
 
 def _worker(

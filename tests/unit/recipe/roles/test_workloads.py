@@ -78,15 +78,17 @@ def saved(workload):
     return state_tree.load(skeleton, [memoryview(buffer) for buffer in buffers])
 
 
-def test_replaced_actor_trains_on_bit_for_bit(model):
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
-    first, server = actor(model, optimizer=optimizer), member(model)
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_replaced_actor_trains_on_bit_for_bit(model, correction):
+    settings = {"optimizer": OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)}
+    settings["algorithm"] = GRPO(correction=correction)
+    first, server = actor(model, **settings), member(model)
     for step in (1, 2, 3):
         train(first, server, step)
     state = saved(first)
     torch.rand(3)  # What comes after the commit does not come back.
     expected = [train(first, server, step) for step in (4, 5)]
-    second, other = actor(model, optimizer=optimizer), member(model)
+    second, other = actor(model, **settings), member(model)
     second.load_state_dict(state)
     assert [train(second, other, step) for step in (4, 5)] == expected
     assert bits(second)[1][1:] == bits(first)[1][1:]

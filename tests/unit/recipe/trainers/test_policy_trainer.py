@@ -49,28 +49,39 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         algorithm=SimpleNamespace(annotate=lambda rows: weighted),
         update=lambda *_: done.append("update") or {"loss": 1.0},
         plan_updates=lambda rows: (rows, None),
-        sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
+        sample_log=SimpleNamespace(
+            write_step=lambda *_: done.append("samples"), write_failed_step=lambda *_: nullcontext()
+        ),
         policy_ranks=lambda step: range(1),
     )
     metrics = PolicyTrainer.train(trainer, 3, step_of(samples_of(rewards)))
     assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
 
 
-def test_samples_are_written_before_an_error_of_the_step():
+@pytest.mark.parametrize("fails_too", [False, True], ids=["written", "not written"])
+def test_samples_are_written_before_an_error_of_the_step(fails_too, caplog):
     done = []
 
     def refuse(batch):
         raise DataError("no log-probs")
 
+    def write(step, batch):
+        done.append("samples")
+        if fails_too:
+            raise OSError("no space")
+
+    log = object.__new__(SampleLog)
+    log.write_step = write
     trainer = SimpleNamespace(
         run_log=SimpleNamespace(write_refused=None),
         offending_samples=lambda batch: [],
         compute_aux_outputs=refuse,
-        sample_log=SimpleNamespace(write_step=lambda *_: done.append("samples")),
+        sample_log=log,
     )
     with pytest.raises(DataError, match="no log-probs"):
         PolicyTrainer.train(trainer, 3, step_of(samples_of([0.0, 1.0])))
     assert done == ["samples"]
+    assert ("the samples of step 3 could not be written: no space" in caplog.text) == fails_too
 
 
 @pytest.mark.parametrize(("step", "ranks"), [(2, []), (3, [0, 2])])

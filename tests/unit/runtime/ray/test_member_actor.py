@@ -18,7 +18,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import device_of
-from dlrover.python.rl.recipe.rollout.stream import ThreadLoop
+from dlrover.python.rl.recipe.roles.rollout import ThreadLoop
 from dlrover.python.rl.recipe.workloads import ReferenceWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat

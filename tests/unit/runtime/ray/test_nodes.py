@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch, closed, in_daemon_thread
-from tests.support.memory_cluster import until
+from tests.support.async_tests import until
 
 DEADLINE_S = 10.0
 

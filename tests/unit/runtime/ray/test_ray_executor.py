@@ -26,7 +26,8 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
-from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method, until
+from tests.support.async_tests import until
+from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}

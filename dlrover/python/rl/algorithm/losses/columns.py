@@ -34,14 +34,27 @@ class Needs:
     rollout engine; ``rollout_logprobs`` are the rollout engine's, ``ref_logprobs`` a frozen reference's,
     ``teacher_logprobs`` a teacher's, ``values`` (before each action) a critic's. A column that the rollout engine
     declares (``EngineInfo.columns``) has its own name; one per sample is dense, and repeated over the tokens of a loss.
+
+    ``whole_sequences``: the loss weights or clips whole sequences, so ``old_logprobs`` need a separate forward pass.
     """
 
     annotate: frozenset[str] = frozenset()
     loss: frozenset[str] = frozenset()
+    whole_sequences: bool = False
 
     @property
     def all(self) -> frozenset[str]:
         return self.annotate | self.loss
+
+    @property
+    def recomputes(self) -> bool:
+        """Return True if ``old_logprobs`` are the train engine's: the rollout engine's have a separate column."""
+        return "rollout_logprobs" in self.all
+
+    def shares_forward(self, updates: int) -> bool:
+        """Return True if the loss's own log-probs, detached, are the ``old_logprobs`` of a step with this number of
+        ``updates``: before the only one the policy is the old policy, so no separate forward pass is needed."""
+        return updates == 1 and self.recomputes and not self.whole_sequences
 
 
 def column(columns: TokenColumns, name: str) -> torch.Tensor:

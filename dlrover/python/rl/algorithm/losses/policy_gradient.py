@@ -179,7 +179,8 @@ class PolicyGradient:
     #: importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
     #: before the update
     correction: Correction = "none"
-    correction_level: CorrectionLevel = "token"  #: correct single tokens or whole sequences
+    #: correct single tokens or whole sequences; if a step has one update, ``token`` needs no further forward pass
+    correction_level: CorrectionLevel = "token"
     #: lower bound of the correction's weight, for ``mask``; None: 0
     correction_low: Annotated[float, Ge(0.0)] | None = None
     correction_high: Annotated[float, Gt(0.0)] | None = None  #: upper bound of the correction's weight; None: 2
@@ -210,7 +211,7 @@ class PolicyGradient:
             loss.add("rollout_logprobs")
         if self.entropy_coef > 0:
             loss.add("entropy")
-        return Needs(frozenset(annotate), frozenset(loss))
+        return Needs(frozenset(annotate), frozenset(loss), whole_sequences=self.correction_level == "sequence")
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         if self.compares_samples and samples_per_prompt < 2:

@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -103,7 +103,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     SGLang's limit on prompts: 6 tokens below the model's context or the size of the cache, whichever is less.
 
     Weights reach the server as a folder in Hugging Face format. The engine keeps the last folder, from which SGLang
-    reads released weights again.
+    reads released weights again. The folder's name is SGLang's ``weight_version``, which comes back with all tokens.
 
     Raises:
         EngineError: there is no such model or option, or the server does not start.
@@ -131,7 +131,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
                 server = SglangServer(options.url, timeout_s=options.timeout_s)
             self._server = owned.enter_context(closing(server))
             server.wait_until_up(options.start_timeout_s)
-            limits = self._server.call("GET", "/get_server_info")
+            limits = self._server.call("GET", "/server_info")
             cache_bytes = int(limits["max_total_num_tokens"]) * spec.count_cache_bytes_per_token(self._lm, self._dtype)
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
             # SGLang refuses a prompt of this many tokens, but completes shorter ones beyond that length.
@@ -169,11 +169,18 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         new_tokens: list[NewToken] = []
         for number, answer in answers.items():  # their tokens may go beyond the request's end
             logprobs = answer["meta_info"]["output_token_logprobs"]
+            self._check_weights(answer["meta_info"])
             if not logprobs:
                 raise EngineError("the SGLang server generated nothing: it aborted a request by itself")
             for logprob, token, *_ in logprobs:
                 new_tokens.append((number, int(token), math.nan if logprob is None else float(logprob)))
         return self._requests.append(new_tokens, self.version)
+
+    def _check_weights(self, meta_info: Mapping[str, Any]) -> None:
+        """Raise EngineDied if the server has generated with other weights than it has loaded last for this engine."""
+        if self._folder is not None and (served := meta_info["weight_version"]) != self._folder.name:
+            cause = "it was restarted, or another worker uses it too"
+            raise EngineDied(f"the SGLang server has the weights '{served}', not '{self._folder.name}': {cause}")
 
     def _abort_calls(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
         for number, call in calls.items():
@@ -243,7 +250,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _serve(self, folder: Path | None) -> None:
         """Have the server load a folder, or the initial model. Raises WeightSyncError if it fails, or if the server has
         other weights afterwards."""
-        body = {"model_path": str(folder or self._model), "flush_cache": True}
+        path = folder or Path(self._model)
+        body = {"model_path": str(path), "flush_cache": True, "weight_version": path.name}
         try:
             answer = self._server.call("POST", "/update_weights_from_disk", body)
             if not answer["success"]:

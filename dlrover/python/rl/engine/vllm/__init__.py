@@ -4,7 +4,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
@@ -16,10 +16,9 @@ from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fa
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 _OWN_ARGUMENTS = {
-    "model", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_ids",
-    "distributed_executor_backend", "enable_sleep_mode", "worker_extension_cls", "moe_backend",
-    "async_scheduling", "speculative_config", "spec_method", "spec_model", "spec_tokens",
-    "logprobs_mode", "logits_processors",
+    "model", "tensor_parallel_size", "device_ids", "enable_sleep_mode", "moe_backend", "weight_transfer_config",
+    "speculative_config", "spec_method", "spec_model", "spec_tokens", "logprobs_mode", "logits_processors",
+    "skip_tokenizer_init",
 }  # fmt: skip
 """Arguments of vLLM on which the engine's devices, weight syncs and sampling depend."""
 
@@ -36,12 +35,18 @@ class VllmOptions:
     compile: bool = True
     """Compile the model and record CUDA graphs, which makes the start slower; a CPU always runs eagerly."""
 
-    own_process: bool | None = None
-    """Run vLLM in a separate process, which sees this engine's devices only. None: only on CUDA. False on CUDA needs
-    the first visible device, and for float32 ``TRITON_F32_DEFAULT`` in the environment."""
+    sampler: Literal["positions", "vllm"] = "positions"
+    """``positions``: tokens are sampled by the same rule as in the ``torch`` engine. ``vllm``: by vLLM's own sampler
+    and seeds, which needs its second model runner (not on a CPU), and cannot give the policy's log-probs of tokens from
+    a distribution cut by ``top_k`` or ``top_p``."""
+
+    keep_kv: bool = False
+    """Running requests keep their key-value cache over a weight update, instead of reading their tokens again with the
+    new weights. New requests never use cached prompts of older weights."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs``; arguments on which the engine depends are refused."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, ``data_parallel_size`` and ``pipeline_parallel_size`` among
+    them; arguments on which the engine depends are refused."""
 
     def __post_init__(self) -> None:
         if fixed := sorted(_OWN_ARGUMENTS & self.engine_args.keys()):

@@ -1,51 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine on vLLM, which runs in this process on a CPU and in a child process on CUDA."""
+"""The rollout engine on vLLM's asynchronous engine."""
 
 import itertools
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
+from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
+from dlrover.python.rl.engine.api.base import Finish, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
-from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
+from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
+from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
-from dlrover.python.rl.engine.vllm.child import ChildRunner, start_here
 
 if find_spec("vllm") is None:
     raise MissingExtra("vllm", "vllm")
 
 if TYPE_CHECKING:
-    from dlrover.python.rl.engine.vllm.runner import RestartingRunner, SleepingRunner
+    from dlrover.python.rl.engine.vllm.server import NewTokens, Server
 
-    OffloadableRunner: TypeAlias = ChildRunner | RestartingRunner | SleepingRunner
-
-_PACKAGE = "dlrover.python.rl.engine.vllm"
 _BLOCK = 128
 """Tokens of vLLM's largest cache block: a sequence may leave as many unused."""
 
 
 class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
-    """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
+    """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`. vLLM generates in separate
+    processes, also between the calls of this engine.
 
-    Tokens are sampled by the same rule and from the same random numbers as in the ``torch`` engine (see
-    ``vllm/worker.py``): a sample depends neither on its batch nor on interruptions, beyond the rounding of its logits.
-    vLLM's own loader writes weights in place; before they are served they are read back, bit for bit.
+    Unless the option ``sampler`` is ``vllm``, tokens are sampled by the same rule and from the same random numbers as
+    in the ``torch`` engine (see ``vllm/sampling.py``): a sample depends neither on its batch nor on interruptions,
+    beyond the rounding of its logits. vLLM's own loader writes weights in place; before they are served they are read
+    back, bit for bit.
 
-    On a GPU ``cpu()`` and ``meta()`` put vLLM to sleep (see ``SleepingRunner``). On a CPU vLLM cannot sleep: it is
-    ended, and ``cuda()`` starts it again, which takes seconds.
+    On a GPU ``cpu()`` and ``meta()`` put vLLM to sleep. On a CPU vLLM cannot sleep: ``cpu()`` frees nothing, ``meta()``
+    ends it, and ``cuda()`` starts it again, which takes seconds. A failure of vLLM ends it too.
 
     Raises:
         MissingExtra: vLLM is not installed (when this module is imported).
@@ -56,96 +51,195 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     info = INFO
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
-        options = read_options(VllmOptions, settings.backend)
+        self._options = options = read_options(VllmOptions, settings.backend)
         self._lm, folder = spec.load_meta_causal_lm(model)
         self._lm = self._lm.masked(settings.mask_unknown_ids)
-        arguments = _engine_arguments(folder, self._lm, settings, options)
-        self._requests = RunningRequests(self._lm, arguments["max_model_len"], self.info.columns)
-        self._names: dict[int, str] = {}
+        self._settings = settings
+        self._arguments = _engine_arguments(folder, self._lm, settings, options)
+        self._requests = RunningRequests(self._lm, self._arguments["max_model_len"], self.info.columns)
+        self._submitted: dict[int, tuple[str, int]] = {}  # name in vLLM and tokens before, by number
         self._submissions = itertools.count()
+        self._server: Server | None = None
+        self._asleep: set[Kind] = set()
+        self._snapshot: WeightSnapshot | None = None  # that waits until vLLM has the weights on its device
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
-        nbytes = spec.count_weight_bytes(self._lm, DTYPES[settings.precision])
-        self._offload.bring("weights", divide_bytes(nbytes, settings.tensor_parallel_size))
+        dtype, ranks = DTYPES[settings.precision], settings.tensor_parallel_size
+        self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, dtype), ranks))
         with ExitStack() as undo:
-            undo.callback(self._offload.leave, "meta")
-            with self._offload.computing():
-                self._offloadable = self._start(arguments, settings, options)
-            undo.callback(self._offloadable.close)
-            self._offload.bring("kv_cache", self._offloadable.runner.cache_bytes())
+            undo.callback(self.close)
+            server = self._start()
+            token_bytes = divide_bytes(spec.count_cache_bytes_per_token(self._lm, dtype), ranks)
+            self._offload.bring("kv_cache", server.cache_bytes(token_bytes))
             undo.pop_all()
 
-    def _start(self, arguments: dict[str, Any], settings: RolloutSettings, options: VllmOptions) -> "OffloadableRunner":
-        on_cpu = settings.device == "cpu"
-        has_own_process = not on_cpu if options.own_process is None else options.own_process
-        if on_cpu:
-            from dlrover.python.rl.engine.vllm.runner import check_head_width
+    def _start(self) -> "Server":
+        """Start vLLM with the weights of the model's folder."""
+        from dlrover.python.rl.engine.vllm.server import Server, check_head_width  # imports vLLM, which takes seconds
 
+        env = {}
+        if self._is_on_cpu:
             check_head_width(spec.get_head_width(self._lm))
-        if has_own_process:
-            env = device_environment(settings)
-            if settings.precision == "fp32":
+        else:
+            env = device_environment(self._settings)
+            if self._settings.precision == "fp32":
                 env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
-            return ChildRunner(arguments, on_cpu, env)
-        if not on_cpu:
-            _check_shared_process(settings)
-        return start_here(arguments, on_cpu)
+        with self._offload.computing():
+            self._server = Server(self._arguments, env, self._options)
+        return self._server
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._settings.device == "cpu"
+
+    def check(self, tokens: Any, sampling: SamplingParams) -> None:
+        super().check(tokens, sampling)
+        is_cut = sampling.top_k is not None or sampling.top_p < 1.0
+        if self._options.sampler == "vllm" and is_cut and sampling.logprobs == "policy":
+            raise EngineError(
+                "vLLM's own sampler gives the log-probs of the distribution that is cut to top_k and top_p: set"
+                " sampling.logprobs to 'sampled', or leave out the option sampler"
+            )
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Submit new requests and run one step of vLLM: a token for each scheduled sequence, or part of a prompt."""
-        runner = self._offloadable.runner
+        """Submit new requests, and wait for tokens of any request."""
+        server = self._running_server()
         try:
             with self._offload.computing():
-                for number in sorted(self._requests.by_number.keys() - self._names.keys()):
-                    self._names[number] = str(next(self._submissions))
-                    runner.submit(self._names[number], self._requests.by_number[number], self._lm.eos_ids)
-                numbers = {name: number for number, name in self._names.items()}
-                new_tokens = [(numbers[name], token, logprob) for name, token, logprob in runner.step()]
-            return self._requests.append(new_tokens, self.version)
-        except BaseException:
+                for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
+                    self._submit(server, number)
+                numbers = {name: number for number, (name, _) in self._submitted.items()}
+                items: list[NewTokens] = []
+                while not items:
+                    items = [item for item in server.take() if item.name in numbers]  # not of withdrawn requests
+            return self._append([(numbers[item.name], item) for item in items])
+        except BaseException as error:
             with suppress(EngineError):
                 self._withdraw(self._requests.by_number)  # the next step generates this one's tokens again
+            if isinstance(error, EngineDied):
+                self._fail("cuda")
             raise
+
+    def _append(self, items: Sequence[tuple[int, "NewTokens"]]) -> dict[int, Finish]:
+        """Append new tokens. vLLM gives the exact versions of their weights once a request has ended."""
+        new_tokens: list[NewToken] = []
+        for number, item in items:
+            if item.error is not None:
+                raise item.error
+            if item.finish not in ("", "stop", "length"):
+                raise EngineError(f"vLLM ended a request by itself: {item.finish}")
+            pairs = zip(item.tokens, item.logprobs, strict=True)
+            new_tokens += [(number, token, logprob, {"versions": item.version}) for token, logprob in pairs]
+        finished = self._requests.append(new_tokens, self.version)
+        for number, item in items:
+            if item.finish:
+                before, columns = self._submitted[number][1], self._requests.by_number[number].columns.values
+                columns["versions"][before:] = item.versions[: len(columns["versions"]) - before]
+        return finished
+
+    def _submit(self, server: "Server", number: int) -> None:
+        running, name = self._requests.by_number[number], str(next(self._submissions))
+        count, eos_ids = len(running.tokens), () if running.sampling.ignore_eos else self._lm.eos_ids
+        self._submitted[number] = name, count
+        server.submit(name, running.sequence.tolist(), self._sampling_params(running, count, eos_ids))
 
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Abort requests in vLLM; they keep their tokens and can be submitted again."""
-        names = [self._names.pop(number) for number in list(numbers) if number in self._names]
-        if names:
-            self._offloadable.runner.abort(names)
+        names = [self._submitted.pop(number)[0] for number in list(numbers) if number in self._submitted]
+        if names and self._server is not None:
+            with suppress(EngineDied):  # it runs no requests
+                self._server.abort(names)
 
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
-        """Verify and load new weights; while the old ones are offloaded, they wait in host memory."""
+        """Verify and load new weights. While there are none on the device, they wait in host memory."""
         self._lm.check(weights, serving=-1 if rewind else self.version)
-        self._withdraw(self._requests.by_number)
-        # Remains if loading fails midway: a mixture has no version.
-        self.version, self._offload.unready_reason = -1, BROKEN_OFF
-        with self._offload.computing():
-            self._offloadable.load(weights)
-        if self._offload.place == "meta":
-            self._offload.place = "cpu"
+        if self._offload.place == "cuda":
+            self._load(weights)
+        else:
+            self._snapshot, self._offload.place = weights, "cpu"
         self.version, self._offload.unready_reason = weights.version, ""
 
-    def close(self) -> None:
-        self._requests.by_number.clear()
-        self._names.clear()
-        self._offloadable.close()
-        self._offload.leave("meta")
+    def _load(self, weights: WeightSnapshot) -> None:
+        """Load weights into vLLM, which is ended if that fails: it cannot repair a mixture."""
+        try:
+            with self._offload.computing():
+                (self._server or self._start()).load(weights)
+        except BaseException:
+            self._fail("cuda")
+            raise
+
+    def _fail(self, place: DeviceKind) -> None:
+        """End vLLM, which has no whole weights any more, or does not answer."""
+        self._end()
+        if place != "cuda":
+            self._offload.leave(place)
+        self.version, self._offload.unready_reason = -1, BROKEN_OFF
 
     def _wake(self, kind: Kind) -> None:
         self._offload.bring(kind)
         try:
             with self._offload.computing():
-                self._offloadable.wake(kind)
+                if self._server is None:
+                    self._start()
+                elif kind in self._asleep:
+                    self._server.wake(kind)
+            self._asleep.discard(kind)
+            if kind == "weights" and (weights := self._snapshot) is not None:
+                self._load(weights)
+                self._snapshot = None
         except BaseException:
-            has_weights = self._offloadable.has_weights
-            self._offload.leave("cpu" if has_weights else "meta")
-            if not has_weights:
-                self.version, self._offload.unready_reason = -1, self._offload.unready_reason or BROKEN_OFF
+            self._fail("meta")
             raise
 
     def _sleep(self, place: DeviceKind) -> None:
         self._withdraw(self._requests.by_number)
-        self._offloadable.sleep(keep_weights=place == "cpu")
+        self._snapshot = self._snapshot if place == "cpu" else None
+        is_whole = not self._offload.missing_kinds("all")
+        try:
+            if self._server is not None and not self._is_on_cpu and is_whole:
+                self._server.sleep(1 if place == "cpu" and self._snapshot is None else 2)
+                self._asleep = {"weights", "kv_cache"}
+            elif place == "meta" or not self._is_on_cpu:
+                self._end()  # vLLM does not release what sleeps already, nor a part
+                if self._snapshot is None:
+                    place, self.version, self._offload.unready_reason = "meta", -1, RELEASED
+        except BaseException:
+            self._fail("meta")
+            raise
         self._offload.leave(place)
+
+    def _end(self) -> None:
+        server, self._server = self._server, None
+        self._submitted.clear()
+        self._asleep.clear()
+        if server is not None:
+            server.close()
+
+    def close(self) -> None:
+        self._requests.by_number.clear()
+        self._end()
+        self._offload.leave("meta")
+
+    def _sampling_params(self, running: RunningRequest, count: int, eos_ids: Sequence[int]) -> Any:
+        # Imported on demand: both import vLLM, which takes seconds.
+        from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of, seed_of
+        from dlrover.python.rl.engine.vllm.server import sampling_params
+
+        sampling, limit = running.sampling, running.sampling.max_new_tokens - count
+        if self._options.sampler == "positions":
+            return sampling_params(limit, eos_ids, temperature=0.0, extra_args={EXTRA: plan_of(running)})
+        return sampling_params(
+            limit,
+            eos_ids,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p,
+            seed=seed_of(running),
+            extra_args={EXTRA: {"known_ids": running.known_ids}},
+        )
+
+    def _running_server(self) -> "Server":
+        assert self._server is not None, "used while asleep"
+        return self._server
 
 
 def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:
@@ -161,8 +255,6 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
         "max_model_len": longest,
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",  # never Ray's actors
-        "async_scheduling": False,  # the sampler needs the number of generated tokens
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": on_cpu or not options.compile,
@@ -171,24 +263,7 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # not the model's own: requests have sampling parameters
-        "logprobs_mode": "processed_logits",
-        "logits_processors": [f"{_PACKAGE}.worker:PositionSampler"],
-        "worker_extension_cls": f"{_PACKAGE}.worker.WeightLoader",
+        "logprobs_mode": "processed_logits" if options.sampler == "positions" else "processed_logprobs",
         "disable_log_stats": True,
         **options.engine_args,
     }
-
-
-def _check_shared_process(settings: RolloutSettings) -> None:
-    """Refuse settings that vLLM would ignore on CUDA in this process, whose devices and environment it shares."""
-    first = settings.devices[0] if settings.devices else torch.device(settings.device).index or 0
-    if first != 0 or settings.tensor_parallel_size > 1:
-        raise EngineError(
-            f"with own_process false vLLM uses the first visible device only, not device {first} of"
-            f" {settings.tensor_parallel_size}: leave own_process out"
-        )
-    if settings.precision == "fp32" and "TRITON_F32_DEFAULT" not in os.environ:
-        raise EngineError(
-            "vLLM's attention computes float32 in TF32 in this process: leave own_process out, use bf16, or set"
-            " TRITON_F32_DEFAULT=ieee in the environment, for all Triton kernels of this process"
-        )

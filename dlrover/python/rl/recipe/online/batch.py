@@ -2,6 +2,7 @@
 """The batch of a step, the columns that further roles compute for it, and its samples in the run's folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView, find_masked, find_varied_groups
 from dlrover.python.rl.common.disk_space import retry_io
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
@@ -18,6 +20,8 @@ from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, 
 from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
+
+_LOG = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
     column = rows["advantage"] if "advantage" in rows else np.full(len(rows), np.nan)
     if not isinstance(column, Ragged):
         return np.asarray(column, dtype=np.float64)
-    sums = np.array([row.sum() for row in column], dtype=np.float64)
+    sums = np.bincount(column.spread(np.arange(len(rows))), column.values, len(rows))
     tokens = rows.dense("action_tokens")
     means: npt.NDArray[np.float64] = np.divide(sums, tokens, out=np.full(len(rows), np.nan), where=tokens > 0)
     return means
@@ -287,6 +291,18 @@ class SampleLog:
         (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *detailed)
         self._end = written.end
         self._run_log.show_samples(step, written)
+
+    @contextmanager
+    def write_failed_step(self, step: int, batch: StepBatch) -> Iterator[None]:
+        """Write the rows of the step if the block raises an error, which is raised even if they cannot be written."""
+        try:
+            yield
+        except Exception:
+            try:
+                self.write_step(step, batch)
+            except Exception as error:  # noqa: BLE001 -- the first error says why the step failed
+                _LOG.warning("the samples of step %d could not be written: %s", step, error)
+            raise
 
     def write_held_out(self, step: int, answers: StepBatch) -> None:
         """Write the answers of the evaluation after ``step``."""

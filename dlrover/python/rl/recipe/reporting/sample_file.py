@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -66,16 +67,17 @@ def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> It
     ``tokens``, whose rows are in the same order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
     joined = {**numbers.columns, **texts.columns}
+    token_names = [name for name in joined if name.startswith("token_")]
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
-    names = [*first, *(name for name in joined if name not in (*first, "digest"))]
+    names = [*first, *(name for name in joined if name not in (*first, *token_names, "digest", "detailed"))]
     columns = [each.tolist() if isinstance(each := joined[name], np.ndarray) else each for name in names]
-    token_names = [name for name in names if name.startswith("token_")]
-    detail = iter(tokens.row(row) for row in range(len(tokens))) if tokens is not None else None
-    for row in zip(*columns, strict=True):
-        values = dict(zip(names, row, strict=True))
-        lists = {name: value for name in token_names if (value := values.pop(name)) is not None}
-        if values.pop("detailed", False) and detail is not None:
-            values |= _of_tokens(lists, next(detail))
+    detailed = np.flatnonzero(numbers.dense("detailed")).tolist() if "detailed" in numbers else []
+    detail = {row: tokens.row(at) for at, row in enumerate(detailed)} if tokens is not None else {}
+    for row, cells in enumerate(zip(*columns, strict=True)):
+        values = dict(zip(names, cells, strict=True))
+        if row in detail:
+            lists = {name: value for name in token_names if (value := joined[name][row]) is not None}
+            values |= _of_tokens(lists, detail[row])
         yield values
 
 
@@ -106,7 +108,7 @@ def write_step(
             _end_part(file)
         at = 0
     first = (row for row in samples if row.get("trajectory", 0) < excerpt.samples)
-    lines = b"".join(format_line({"step": step, **row}) for row in first)
+    lines = format_lines(step, first)
     end = append(file, lines, disk_wait, at)
     drop_superseded(file, step)
     if at is not None and end < at + len(lines):
@@ -119,7 +121,7 @@ def write_evaluation(
     file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
 ) -> None:
     """Replace ``file``, the answers of the last evaluation, and write those after ``step`` to a separate file."""
-    content = b"".join(format_line({"step": step, **row}) for row in rows)
+    content = format_lines(step, rows)
     folder = file.with_name(EVALUATIONS)
     retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
     replace(folder / f"step-{step:06}.jsonl", content, wait)
@@ -230,6 +232,34 @@ def format_line(row: Mapping[str, Any]) -> bytes:
     except ValueError:  # a number that is not finite: few rows have one
         line = _JSON.encode(replace_non_finite(row))
     return _encode(f"{line}\n")
+
+
+def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Encode the rows of a step as lines, those with the same columns together: column by column is faster than row by
+    row."""
+    lines: list[str] = []
+    for names, same in groupby(rows, tuple):
+        keys = "".join(f", {_JSON.encode(name.replace('%', '%%'))}: %s" for name in names)
+        line = f'{{"step": {step}{keys}}}\n'
+        columns = zip(*(row.values() for row in same), strict=True)
+        lines += [line % cells for cells in zip(*map(_encode_column, columns), strict=True)]
+    return _encode("".join(lines))
+
+
+def _encode_column(values: tuple[Any, ...]) -> Iterable[str]:
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return map(repr, values)
+    if kinds == {float}:
+        return [repr(value) if math.isfinite(value) else "null" for value in values]
+    return ["null" if value is None else _encode_value(value) for value in values]
+
+
+def _encode_value(value: Any) -> str:
+    try:
+        return _JSON.encode(value)
+    except ValueError:  # a number that is not finite
+        return _JSON.encode([*map(_finite, value)] if isinstance(value, list) else _finite(value))
 
 
 def _encode(text: str) -> bytes:

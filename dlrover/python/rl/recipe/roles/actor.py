@@ -56,13 +56,17 @@ class ActorWorkload(TrainedWorkload):
         """Take the optimizer steps on this rank's share of a step's rows. ``rows`` are the algorithm's columns and
         ``update``, ``aux`` ragged columns from other roles. Raises RowsDiffer if other rows were scored."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
-        needs = self._algorithm.needs.loss | {"rollout_logprobs"}
+        needs = self._algorithm.needs
         batch = updates.join_columns(
-            generated, rows, [updates.cast_columns(columns, plan.dtypes) for columns in aux], needs
+            generated,
+            rows,
+            [updates.cast_columns(columns, plan.dtypes) for columns in aux],
+            needs.loss | {"rollout_logprobs"},
         )
-        if "old_logprobs" not in batch:
+        shares_forward = needs.shares_forward(plan.updates * plan.epochs)
+        if "old_logprobs" not in batch and not shares_forward:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
-        loss = EngineLoss(self._algorithm, logs_entropy=True)
+        loss = EngineLoss(self._algorithm, logs_entropy=True, shares_forward=shares_forward)
         self.wait_until_written()
         return self._measured(
             updates.run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
@@ -77,7 +81,7 @@ class ActorWorkload(TrainedWorkload):
             rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:
             return rollouts.select(*names)
-        with self._turn() if self._recomputes else nullcontext():
+        with self._turn() if self._algorithm.needs.recomputes else nullcontext():
             return rollouts.with_columns(old_logprobs=self._old_logprobs(rollouts, temperature)).select(*names)
 
     @trainer_invocation(blocking=False)
@@ -89,13 +93,9 @@ class ActorWorkload(TrainedWorkload):
                 {"ref_logprobs": self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]}
             )
 
-    @property
-    def _recomputes(self) -> bool:
-        return "rollout_logprobs" in self._algorithm.needs.all
-
     def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
         """Return the rollouts' log-probs, or this engine's if the algorithm distinguishes them."""
-        if not self._recomputes:
+        if not self._algorithm.needs.recomputes:
             return rollouts["logprobs"]
         return self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]
 

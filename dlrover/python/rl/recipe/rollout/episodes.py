@@ -22,10 +22,10 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.engine.api.rollout_server import PendingRequest, RolloutServer
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
-from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _LOG = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class Group:
     extra_info: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = SamplingParams()
     seed: tuple[int, ...] = ()  # seeds the random numbers, with the prompt id and the sample index
-    priority: bool = False  # runs before other groups, see ``EngineStream.exclusive``
+    priority: bool = False  # runs before other groups, see ``RolloutServer.exclusive``
     samples: list[Sample] = field(default_factory=list)
     failure: BaseException | None = None  # an exception that ended one of its samples
 
@@ -197,11 +197,11 @@ class EpisodeRunner:
     the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(
-        self, stream: EngineStream, guard: Guard | None, max_turns: int, arguments_of_template: Callable[..., Any]
+        self, server: RolloutServer, guard: Guard | None, max_turns: int, arguments_of_template: Callable[..., Any]
     ) -> None:
-        self._stream, self._guard, self._max_turns = stream, guard, max_turns
-        self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
-        declared = getattr(getattr(stream.engine, "info", None), "columns", {})
+        self._server, self._guard, self._max_turns = server, guard, max_turns
+        self._tokenizer, self._arguments_of_template = server.tokenizer, arguments_of_template
+        declared = server.columns
         self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
         self.generating = 0
 
@@ -269,8 +269,8 @@ class EpisodeRunner:
         seed = group.seed  # turn 0 has the seed of a sample without further turns
         if sample.turns:
             seed = (*seed, *([0] * (3 - len(seed))), sample.turns)
-        sample.pending = self._stream.submit(request, group.sampling, seed, group.priority)
-        completion = await self._stream.wait(sample.pending)
+        sample.pending = self._server.submit(request, group.sampling, seed, group.priority)
+        completion = await self._server.wait(sample.pending)
         versions = completion.request.versions
         sample.versions = sample.merge_versions((int(versions.min()), int(versions.max())))
         sample.pending = None
@@ -279,7 +279,7 @@ class EpisodeRunner:
 
     def _fits(self, sampling: SamplingParams, tokens: list[int]) -> bool:
         try:
-            self._stream.engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
+            self._server.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
         except EngineError:
             return False
         return True

@@ -17,10 +17,10 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import NO_KWARGS, arguments_of_template, encode_prompt, prompt_text
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
+from dlrover.python.rl.engine.api.rollout_server import RolloutServer, Wakeup
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
-from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 
 _LOG = get_logger(__name__)
 
@@ -55,8 +55,8 @@ class RolloutScheduler:
         declared = guard.traits.chat_template_kwargs if guard is not None else NO_KWARGS
         self._template_kwargs = {**declared, **template_kwargs}
         self._max_generating, self._wakeup = max_generating, Wakeup()
-        self._stream = EngineStream(engine, self._wakeup)
-        self._runner = EpisodeRunner(self._stream, guard, max_turns, self.arguments_of_template)
+        self._server = RolloutServer(engine, self._wakeup)
+        self._runner = EpisodeRunner(self._server, guard, max_turns, self.arguments_of_template)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
@@ -110,7 +110,7 @@ class RolloutScheduler:
         ]
         # Only priority requests run, unless the number of episodes is limited: running ones then have to end first.
         is_limited = self.guard is not None and self.guard.episodes is not None
-        with nullcontext() if is_limited else self._stream.exclusive():
+        with nullcontext() if is_limited else self._server.exclusive():
             try:
                 return await self._complete(groups)
             finally:
@@ -134,15 +134,17 @@ class RolloutScheduler:
 
     def _version_range(self, sample: Sample) -> tuple[int, int]:
         pending = sample.pending
-        return sample.merge_versions(self._stream.version_range(pending) if pending is not None else (-1, -1))
+        return sample.merge_versions(self._server.version_range(pending) if pending is not None else (-1, -1))
 
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. Older weights, or others of the same version, restart groups with tokens of
         later ones. Weights that are not newer repeat a step: unless rollouts run ahead, all groups then restart if any
-        is incomplete, since a sample that is resumed, or runs in another batch, has other last bits in its log-probs.
+        is incomplete, since log-probs of a sample that is resumed, or runs in another batch, differ in the last bits.
         Raises WeightSyncError if the weights differ from the sent ones; the old ones keep serving."""
-        self._stream.preempt()
         stamp, groups = weights.stamp, self._groups.values()
+        runs_on = self._driver is not None and stamp.version > self.engine.version >= 0
+        if not runs_on:
+            self._server.preempt()
         if self._copies is not None:
             self._copies.note(stamp)
         is_known = self._stamps.get(stamp.version, stamp) == stamp
@@ -156,10 +158,9 @@ class RolloutScheduler:
                 cause = f"they have tokens of later weights than version {last}"
                 _LOG.warning("restarting %d groups: %s", len(later), cause)
             self._restart(later)
-        self.engine.receive(weights, rewind=True)
+        self._server.update(weights, "keep" if runs_on else "abort", rewind=True)
         self._stamps = {version: earlier for version, earlier in self._stamps.items() if version < stamp.version}
         self._stamps[stamp.version] = stamp
-        self._wakeup.notify()
 
     def _restart(self, groups: Sequence[Group]) -> None:
         self._cancel(groups)
@@ -200,13 +201,13 @@ class RolloutScheduler:
         deadline_s = loop.time() + patience_s
         while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
             queued = len(self._queue)
-            while self._queue and self._runner.generating < self._max_generating and not self._stream.is_exclusive:
+            while self._queue and self._runner.generating < self._max_generating and not self._server.is_exclusive:
                 self._start_group(self._queue.popleft())
             if len(self._queue) < queued:
                 await asyncio.sleep(0)  # the new tasks submit the requests of the next step
                 if should_stop():  # copies of earlier samples were enough
                     return
-            if self._stream.step():
+            if self._server.step():
                 await asyncio.sleep(0)
             else:  # waits: for an environment, whose calls have deadlines, or for the next call
                 await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)

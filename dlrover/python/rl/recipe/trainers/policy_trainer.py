@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import DataError, EngineError, InvalidJob
+from dlrover.python.rl.common.errors import EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
@@ -171,23 +171,17 @@ class PolicyTrainer(RecipeTrainer):
     def count_failures(self, step: int, batch: StepBatch, rows: Batch) -> None:
         """Count the step if none of its ``rows`` has a reward. Writes the step's samples and raises DataError after too
         many such steps."""
-        try:
+        with self.sample_log.write_failed_step(step, batch):
             self.reward_failures.update(step, rows)
-        except DataError:
-            self.sample_log.write_step(step, batch)
-            raise
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. Raises NonFiniteUpdate with the samples' names."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
         with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
             if not rewards.is_unscored(batch.train_rows).all():
-                try:
+                with self.sample_log.write_failed_step(step, batch):
                     aux = self.compute_aux_outputs(batch)
                     rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
-                except Exception:
-                    self.sample_log.write_step(step, batch)
-                    raise
                 if rows.dense("weight").any():
                     planned, _ = self.plan_updates(rows)
                     self.sample_log.write_step(step, batch, planned, self.policy_ranks(step))
@@ -276,7 +270,7 @@ class PolicyTrainer(RecipeTrainer):
         results = self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0]
         metrics = average_metrics(results)
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
-        if "approx_kl" in first and not self.uses("rollout_logprobs"):
+        if "approx_kl" in first and not self.algorithm.needs.recomputes:
             metrics["mismatch_kl"] = first["approx_kl"]  # before the first update: the KL to the rollouts' policy
         return {_log_name(name): value for name, value in metrics.items()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine shared by many coroutines, each of which waits for its own completion; and their event loops.
+"""One rollout engine behind a port for many coroutines, each of which waits for its own completion.
 
 ::
 
@@ -9,104 +9,19 @@
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import ColumnSpec
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, Completion, Request, SamplingParams
-from dlrover.python.rl.engine.model.ranks import use_device
-from dlrover.python.rl.recipe.base.engine_workload import use_threads
+from dlrover.python.rl.engine.api.weights import Part, WeightSnapshot
 
-T = TypeVar("T")
-
-_JOIN_S, _CANCEL_S = 10.0, 1.0
-
-
-class InlineLoop:
-    """Runs in the caller's thread, within calls only. Unfinished tasks continue in the next call."""
-
-    runs_between_calls = False
-
-    def __init__(self) -> None:
-        self._loop = _PausableLoop()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._loop.run_until_complete(coroutine)
-        pool = ThreadPoolExecutor(1, "rollouts")  # A notebook's cell has a running loop; a thread has one at most.
-        try:
-            return pool.submit(self._loop.run_until_complete, coroutine).result()  # waits: the trainer bounds the call
-        finally:
-            pool.shutdown(wait=False)
-
-    def close(self) -> None:
-        self.run(_cancel_all())
-        self._loop.close()
-
-
-class ThreadLoop:
-    """Runs in a background thread, also between calls, with its own ``threads`` of torch and current ``device``."""
-
-    runs_between_calls = True
-
-    def __init__(self, threads: int | None = None, device: str = "cpu") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, args=(threads, device), name="rollouts", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()  # waits: the trainer bounds the call
-
-    def close(self) -> None:
-        self.run(_cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    def _serve(self, threads: int | None, device: str) -> None:
-        use_threads(threads)
-        use_device(device)
-        self._loop.run_forever()
-
-
-class _PausableLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stops between calls, so that no timeout expires there."""
-
-    def __init__(self) -> None:
-        self._paused_s = 0.0
-        self._paused_at: float | None = None
-        super().__init__()
-
-    def time(self) -> float:
-        return (super().time() if self._paused_at is None else self._paused_at) - self._paused_s
-
-    def run_forever(self) -> None:
-        if self._paused_at is not None:
-            self._paused_s += super().time() - self._paused_at
-            self._paused_at = None
-        try:
-            super().run_forever()
-        finally:
-            self._paused_at = super().time()
-
-    def __del__(self) -> None:  # no ResourceWarning for a workload that was not closed
-        if not self.is_closed():
-            self.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_CANCEL_S)
+UpdateMode: TypeAlias = Literal["keep", "abort"]
+"""What new weights do to running requests. ``keep``: they continue where they are. ``abort``: they are taken back from
+the engine and handed over again, as if they began with their tokens so far."""
 
 
 class Wakeup:
@@ -136,19 +51,47 @@ class PendingRequest:
     seed: tuple[int, ...]
     priority: bool
     result: "asyncio.Future[Completion]"
-    added_at: int | None = None  # the stream's step count when the engine took it
+    added_at: int | None = None  # the server's step count when the engine took it
+    added_version: int = -1  # of the engine's weights then
 
 
 @dataclass(eq=False)
-class EngineStream:
-    """Many requests to one engine without other users; ``wakeup`` is notified of new requests."""
+class RolloutServer:
+    """The interface of schedulers, sessions and endpoints to an engine that nothing else uses. It generates while
+    :meth:`step` is called; ``wakeup`` is notified of new requests."""
 
     engine: BaseRolloutEngine
-    wakeup: Wakeup
+    wakeup: Wakeup = field(default_factory=Wakeup)
     _waiting: list[PendingRequest] = field(default_factory=list)
     _running: dict[tuple[int, int], PendingRequest] = field(default_factory=dict)
     is_exclusive: bool = False
+    is_paused: bool = False
     _steps: int = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; -1 before the first update."""
+        return self.engine.version
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        """The columns that the engine declares."""
+        declared: Mapping[str, ColumnSpec] = getattr(getattr(self.engine, "info", None), "columns", {})
+        return declared
+
+    def check(self, tokens: Any, sampling: SamplingParams) -> None:
+        """Raise an ``EngineError`` if the engine would refuse these prompts (ragged)."""
+        self.engine.check(tokens, sampling)
+
+    async def generate(
+        self, request: Request, sampling: SamplingParams, seed: tuple[int, ...], priority: bool = False
+    ) -> Completion:
+        """Complete one request; see :meth:`wait`."""
+        return await self.wait(self.submit(request, sampling, seed, priority))
 
     def submit(
         self, request: Request, sampling: SamplingParams, seed: tuple[int, ...], priority: bool = False
@@ -172,7 +115,7 @@ class EngineStream:
 
     def step(self) -> bool:
         """Advance the engine; return False if there is nothing to generate. Requests survive an EngineError."""
-        if self.engine.version < 0:
+        if self.engine.version < 0 or self.is_paused:
             return False
         self._hand_over()
         if not self._running:
@@ -184,6 +127,37 @@ class EngineStream:
             if not pending.result.done():
                 pending.result.set_result(completion)
         return True
+
+    def update(self, weights: WeightSnapshot, mode: UpdateMode = "abort", rewind: bool = False) -> None:
+        """Continue with new weights. Raises as :meth:`BaseRolloutEngine.receive`."""
+        if mode == "abort":
+            self.preempt()
+        try:
+            self.engine.receive(weights, rewind)
+        except BaseException:
+            self.preempt()  # so that each request knows the versions of its tokens
+            raise
+        self.wakeup.notify()
+
+    def pause(self) -> None:
+        """Generate nothing until :meth:`resume`; requests may be submitted."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.wakeup.notify()
+
+    def sleep(self) -> None:
+        """Give the device's memory away until :meth:`wake`; requests wait."""
+        self.preempt()
+        self.engine.cpu()
+
+    def wake(self, part: Part = "all") -> None:
+        self.engine.cuda(part)
+        self.wakeup.notify()
+
+    def close(self) -> None:
+        self.engine.close()
 
     def preempt(self) -> None:
         """Take all requests back from the engine with their tokens; the next step hands them over again."""
@@ -205,13 +179,11 @@ class EngineStream:
             self.wakeup.notify()
 
     def version_range(self, pending: PendingRequest) -> tuple[int, int]:
-        """Return the lowest and highest weight version that may have generated a token of a request; -1 for none.
-        Weights change only while the engine has no request, so running requests have the served version."""
-        versions = pending.request.versions
-        newest = self.engine.version if pending.added_at is not None and self._steps > pending.added_at else -1
-        if len(versions) == 0:
-            return newest, newest
-        return int(versions.min()), max(newest, int(versions.max()))
+        """Return the lowest and highest weight version that may have generated a token of a request; -1 for none."""
+        versions = pending.request.versions.tolist()
+        if pending.added_at is not None and self._steps > pending.added_at:
+            versions += [pending.added_version, self.engine.version]
+        return min(versions, default=-1), max(versions, default=-1)
 
     def _hand_over(self) -> None:
         """Add waiting requests to the engine, except those whose key is already running."""
@@ -241,5 +213,5 @@ class EngineStream:
                 first.result.set_exception(error)
             return
         for pending in batch:
-            pending.added_at = self._steps
+            pending.added_at, pending.added_version = self._steps, self.engine.version
             self._running[pending.request.key] = pending

@@ -1,110 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of vLLM, without vLLM: its options and devices, its calls, and the weights that it is given."""
+"""The processes of vLLM, without vLLM: their options and devices, and the weights that they are given."""
 
 import gc
+import json
 import os
 import pickle
-import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineDied, EngineError
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, read_options, validate_engine
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.vllm import VllmOptions, child
-from dlrover.python.rl.engine.vllm.child import ChildRunner, share_weights
+from dlrover.python.rl.engine.vllm import VllmOptions
+from dlrover.python.rl.engine.vllm.sharing import SharedSnapshot, share_weights
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from tests.support.sync_sides import publish
 
-STAND_IN = """
-import sys, time
-from multiprocessing.connection import Connection
-from pathlib import Path
-from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.vllm import child
-
-class StandIn:
-    has_weights = True
-    runner = property(lambda self: self)
-
-    def step(self):
-        while not Path("go").exists():
-            time.sleep(0.01)
-        return [("the answer to step", 1, -0.5)]
-
-    def abort(self, names):
-        return None
-
-    def cache_bytes(self):
-        return 7
-
-    def wake(self, kind):
-        raise EngineError(f"no room for {kind}")
-
-    def sleep(self, keep_weights):
-        self.has_weights = keep_weights
-
-    load = None
-
-child.start_here = lambda *arguments: StandIn()
-child.serve(Connection(int(sys.argv[1])))
-"""
-
-
-@pytest.fixture
-def runner(tmp_path, monkeypatch):
-    (tmp_path / "stand_in_for_vllm.py").write_text(STAND_IN)
-    monkeypatch.setattr(child, "_MODULE", "stand_in_for_vllm")
-    monkeypatch.chdir(tmp_path)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    child_runner = ChildRunner({}, on_cpu=True, env={**os.environ, "PYTHONPATH": path})
-    yield child_runner
-    child_runner.close()
-
-
-def interrupt(runner):
-    def raise_interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, raise_interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            runner.step()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_calls_after_an_interrupted_one_get_their_answers(runner, tmp_path):
-    interrupt(runner)
-    (tmp_path / "go").touch()
-    assert runner.abort(["0"]) is None
-    with pytest.raises(EngineError, match="no room for weights"):
-        runner.wake("weights")
-    assert runner.cache_bytes() == 7
-    runner.sleep(keep_weights=False)
-    assert runner.has_weights is False
-    assert runner.step() == [("the answer to step", 1, -0.5)]
-
-
-def test_cut_message_ends_the_process(runner, monkeypatch):
-    def interrupted(message):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as cut, pytest.raises(KeyboardInterrupt):
-        cut.setattr(runner._connection, "send", interrupted)
-        runner.cache_bytes()
-    with pytest.raises(EngineDied):
-        runner.cache_bytes()
-    assert runner._process.poll() == -signal.SIGKILL
-
-
-FIXED = ["model", "tensor_parallel_size", "distributed_executor_backend", "enable_sleep_mode", "worker_extension_cls"]
-FIXED += ["moe_backend", "async_scheduling", "speculative_config", "logprobs_mode", "logits_processors"]
+FIXED = ["model", "tensor_parallel_size", "enable_sleep_mode", "weight_transfer_config", "moe_backend"]
+FIXED += ["speculative_config", "logprobs_mode", "logits_processors"]
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -164,9 +82,7 @@ def received():
 
     def receive():
         source.version += 1
-        ticket = sender.offer(source)
-        sender.send(ticket, source)
-        return receiver.receive(ticket)
+        return receiver.receive(publish(sender, source)[0])
 
     yield receive
     receiver.close()
@@ -175,14 +91,12 @@ def received():
 
 def share(weights):
     with share_weights(weights) as shared:
-        return pickle.loads(pickle.dumps(shared)).open()
+        return SharedSnapshot(**json.loads(json.dumps(asdict(shared)))).open()
 
 
 def test_weights_on_a_device_are_shared_in_host_memory():
     source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
-    ticket = sender.offer(source)
-    sender.send(ticket, source)
-    weights = receiver.receive(ticket)
+    weights = receiver.receive(publish(sender, source)[0])
     for opened in (share(weights), pickle.loads(pickle.dumps(weights))):
         verify_snapshot(opened, weights.shapes, -1)
         assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp
