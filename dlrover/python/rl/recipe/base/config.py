@@ -194,8 +194,8 @@ class RolloutConfig:
     samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``; then the step uses the groups
-    it has."""
+    """Limit of ``dynamic_filtering: refill``: a step samples at most ``(1 + max_refills) * prompts_per_step`` groups;
+    then it uses the groups it has."""
 
     top_k: Positive | None = None
     """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""
