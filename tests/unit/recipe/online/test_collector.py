@@ -19,6 +19,7 @@ from dlrover.python.rl.recipe.base.config import PromptData, RewardConfig, Rollo
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.collector import SampleCollector, StalenessTracker
 from dlrover.python.rl.trainer.port import Pending, Ref
+from dlrover.python.rl.trainer.steps import dump_state, load_state
 
 SAMPLES = 2
 
@@ -287,11 +288,10 @@ def test_refilled_step_depends_neither_on_time_nor_on_a_resumption(speeds):
         batch, again = step_of(first, whole, step), step_of(second, resumed_run, step)
         assert again.scored.dense("prompt_id").tolist() == batch.scored.dense("prompt_id").tolist()
         assert (again.metrics(), again.surplus) == (batch.metrics(), batch.surplus)
-        state = json.dumps({name: each.state_dict() for name, each in second._trainer.state.items()})
+        state = json.dumps(dump_state(second._trainer.state))
         prompts, second = second.prompts, refilling(resumed_run)
         second.prompts = prompts
-        for name, of_object in json.loads(state).items():
-            second._trainer.state[name].load_state_dict(of_object)
+        load_state(second._trainer.state, json.loads(state))
     assert second.prompts.count == first.prompts.count
 
 
@@ -563,8 +563,7 @@ def test_taken_group_keeps_its_id_until_the_next_step():
     tracker.request(1, [3])
     assert ids_in(tracker) == [11]
     tracker.open.clear()
-    tracker.begin_step()
-    tracker.request(2, [3])
+    assert tracker.end_step(1, [3]) == 0
     assert ids_in(tracker) == [3]
 
 
@@ -574,7 +573,6 @@ def test_resumed_run_with_a_lower_bound_begins_groups_by_step():
     before.update_status((5, 0, 1), True, False, 0)
     tracker = resumed(before, 2, 0, 1, 100)
     for step, rows in ((1, [0, 1]), (2, [2, 3]), (3, [4, 5])):
-        tracker.begin_step()
         tracker.set_version(step)
         assert tracker.capacity(9, 2, 2) == 0
         assert rows_in(tracker.groups_of(0)) == rows

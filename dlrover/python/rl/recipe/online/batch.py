@@ -192,7 +192,10 @@ def _reasons(batch: StepBatch, rows: Batch | None) -> Iterator[tuple[str, str]]:
     train_rows = batch.train_rows if len(batch.train_rows) else batch.scored
     masked, may_train = find_masked(train_rows), ~is_unscored(train_rows)
     is_planned = rows.dense("update") >= 0 if rows is not None else np.zeros(count, dtype=np.bool_)
-    is_varied = _find_varied_rows(everything) if batch.filtered else np.zeros(count, dtype=np.bool_)
+    samples = SampleView.of(everything)
+    _, first = np.unique(samples.of_row, return_index=True)
+    _, group = np.unique(np.stack([samples.prompt_id, everything.dense("retry")[first]]), axis=1, return_inverse=True)
+    is_varied = find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
     is_surplus = np.isin(everything.dense("prompt_id"), batch.surplus)
     for row, error in enumerate(errors):
         if has_failed[row] and (error or row >= count or not may_train[row]):
@@ -207,15 +210,6 @@ def _reasons(batch: StepBatch, rows: Batch | None) -> Iterator[tuple[str, str]]:
             yield "masked", "its completion was cut off"
         else:
             yield "dropped", "only the critic was trained" if is_planned[row] else "it has no weight in the loss"
-
-
-def _find_varied_rows(rows: Batch) -> npt.NDArray[np.bool_]:
-    """Return ``[rows]``: True if the rewards of the row's group, without failed samples, differ."""
-    samples = SampleView.of(rows)
-    _, first = np.unique(samples.of_row, return_index=True)
-    keys = np.stack([rows.dense("prompt_id"), rows.dense("retry")])[:, first]
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    return find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
 
 
 def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:

@@ -23,33 +23,13 @@ from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 
-@dataclass
-class UniformShare:
-    """The share of groups with equal rewards in the last ``_SHARE_STEPS`` steps, in whole numbers, so that a resumed
-    run requests as many groups as an undisturbed one. A further group with different rewards counts as seen, so that
-    the share stays below 1."""
-
-    counts: list[list[int]] = field(default_factory=list)  # for each step: groups, and those with different rewards
-
-    def begin_step(self) -> None:
-        self.counts = [*self.counts, [0, 0]][-_SHARE_STEPS:]
-
-    def update(self, groups: int, varied: int) -> None:
-        self.counts[-1][0] += groups
-        self.counts[-1][1] += varied
-
-    def groups_for(self, varied: int) -> int:
-        """Return ``varied / (1 - share)``, rounded up: the number of groups to sample for ``varied`` ones with
-        different rewards."""
-        groups = 1 + sum(of_step[0] for of_step in self.counts)
-        different = 1 + sum(of_step[1] for of_step in self.counts)
-        return -(-varied * groups // different)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": [list(of_step) for of_step in self.counts]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts = [list(of_step) for of_step in state["counts"]]
+def estimate_groups(varied: int, counts: Sequence[Sequence[int]]) -> int:
+    """Return the number of groups to sample for ``varied`` ones with different rewards: ``varied / (1 - share)``,
+    rounded up, with the share of groups with equal rewards. For each of the last steps, ``counts`` has the number of
+    groups and of those with different rewards. These are whole numbers, so that a resumed run requests as many groups
+    as an undisturbed one. A further group with different rewards counts as seen, so that the share stays below 1."""
+    groups, different = (1 + sum(of_step[index] for of_step in counts) for index in range(2))
+    return -(-varied * groups // different)
 
 
 @dataclass
@@ -83,10 +63,6 @@ class StalenessTracker:
     def __post_init__(self) -> None:
         self.shares = self.shares or self.members
         self._bound, self._taken_per_step = self.groups_per_step * (self.max_staleness + 1), self.groups_per_step
-
-    def begin_step(self) -> None:
-        """Release the prompt ids of the groups that earlier steps took."""
-        self._step_ids.clear()
 
     def capacity(self, remaining_steps: int, wanted: int, per_step: int) -> int:
         """Number of groups to request if this step takes ``wanted`` more and later ones ``per_step``, which is at least
@@ -184,7 +160,7 @@ class StalenessTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, with any number of workers: a started group stays with its worker, which still has it or generates it
         again from the same seeds."""
-        self.open = {}
+        self.open, self._step_ids = {}, set()
         for prompt_id, retry, created_step, row, share, started in state["open"]:
             group = Group(prompt_id, created_step, retry, row)
             if self.max_staleness and share < self.shares:  # with 0, no step leaves a group that has started
@@ -195,7 +171,8 @@ class StalenessTracker:
 
 _LOG = get_logger(__name__)
 
-_SHARE_STEPS = 8
+_COUNTED_STEPS = 8
+"""The share of groups with equal rewards is taken over as many steps."""
 
 _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
 """Time before the first poll of the rollouts' progress, and between later ones as a share of the time waited so far.
@@ -243,7 +220,7 @@ class SampleCollector:
         self._members = len(trainer.RG_ROLLOUT)
         # if rollouts run ahead, the last bits depend on time anyway
         shares = self._members if rollout.max_staleness else trainer.RG_ROLLOUT.full_size
-        self._share = trainer.state["uniform_share"] = UniformShare()
+        trainer.state["group_counts"] = []
         self._tracker = trainer.state["staleness"] = StalenessTracker(
             config.prompts_per_step, rollout.max_staleness, self._members, prompts.rows, shares
         )
@@ -269,11 +246,10 @@ class SampleCollector:
         total, rollout = self._cfg.prompts_per_step, self._cfg.rollout
         refills = rollout.dynamic_filtering == "refill"
         budget = total * (1 + rollout.max_refills) if refills else total
-        self._tracker.begin_step()
-        self._share.begin_step()
-        parts: list[StepBatch] = []
+        sampled, parts, earlier = [0, 0], list[StepBatch](), self._trainer.state["group_counts"][1 - _COUNTED_STEPS :]
         while (missing := total - sum(part.groups for part in parts)) and budget:
-            wanted, per_step = min(self._share.groups_for(missing), budget), self._share.groups_for(total)
+            wanted, per_step = (estimate_groups(varied, [*earlier, sampled]) for varied in (missing, total))
+            wanted = min(wanted, budget)
             capacity = self._tracker.capacity(self._cfg.steps - step + 1, wanted, per_step)
             self._tracker.request(step, self.prompts.next_rows(capacity))
             # Which groups are complete first depends on time, so only rollouts that run ahead stop at enough.
@@ -283,9 +259,10 @@ class SampleCollector:
             if rollout.dynamic_filtering != "off":
                 batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward))
             if refills:
-                self._share.update(count, batch.groups)
+                sampled = [sampled[0] + count, sampled[1] + batch.groups]
                 batch = batch.keep_groups(missing)
             parts.append(batch)
+        self._trainer.state["group_counts"] = [*earlier, sampled]
         batch = StepBatch.concat(parts)
         late = self._tracker.end_step(step, [prompt_id % self.prompts.rows for prompt_id in batch.surplus])
         return replace(batch, late=late)
