@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
-from tests.support.sync_sides import PATIENT, completions, step
+from tests.support.sync_sides import PATIENT, completions, step, turn_of
 
 BUCKET = 8192
 
@@ -40,22 +40,22 @@ def apart(model_path, wire):
 def together(model_path, wire, locks, memory):
     """Return what is generated after each of three steps, of engines that have the device in turn."""
     (actor_lock, rollout_lock), generated = locks, []
-    with actor_lock.acquired():
+    with turn_of(actor_lock):
         trained = trainer(model_path, memory)
         trained.cpu()
-    with rollout_lock.acquired():
+    with turn_of(rollout_lock):
         served = rollout(model_path, memory)
         served.meta()
     for seed in range(3):
-        with actor_lock.acquired():
+        with turn_of(actor_lock):
             _, (snapshot,) = wire.sync(trained)
-        with rollout_lock.acquired():
+        with turn_of(rollout_lock):
             served.cuda("weights")
             served.receive(snapshot)
             served.cuda("kv_cache")
             generated.append(completions(served))
             served.meta()
-        with actor_lock.acquired():
+        with turn_of(actor_lock):
             trained.cuda()
             step(trained, seed)
             trained.cpu()

@@ -63,6 +63,11 @@ def tokens_of(engine, sampling, seed=(2,)):
     return engine.generate(prompts(), sampling, seed).ragged("tokens").values.tolist()
 
 
+def checksums_of(engine):
+    """Return the digest of each tensor of each worker's model."""
+    return engine._server._call(engine._server._llm.compute_weight_checksums())
+
+
 def versions_of(engine):
     return engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist()
 
@@ -146,16 +151,16 @@ def test_each_tensor_is_read_back_in_one_of_eight_loads(engine, model_path):
 def test_loaded_weights_are_those_of_a_fresh_engine(engine, tmp_path, model_path):
     """Among them the head that is tied to the embeddings."""
     lm = load_causal_lm(model_path)
-    before = engine._server.checksums()
+    before = checksums_of(engine)
     engine.receive(snapshot(model_path, 1, scale=1.02))
-    updated = engine._server.checksums()
+    updated = checksums_of(engine)
     with torch.no_grad():
         for parameter in lm.model.parameters():
             parameter *= 1.02
     lm.model.save_pretrained(tmp_path / "later")
     lm.tokenizer.save_pretrained(tmp_path / "later")
     with closing(make(tmp_path / "later", max_batch=8)) as fresh:
-        assert updated == fresh._server.checksums()
+        assert updated == checksums_of(fresh)
     changed = [name for name, digest in updated[0].items() if digest != before[0][name]]
     constant = [name for name, digest in updated[0].items() if "bias" in name and digest == before[0][name]]
     assert sorted(changed + constant) == sorted(updated[0])
@@ -192,7 +197,7 @@ def test_no_request_meets_a_cache_of_older_weights(tmp_path, keep_kv):
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 def test_update_reads_each_running_request_again_once(tmp_path, keep_kv):
-    """By vLLM's own counters: it preempts a request whose tokens it has to read again, and takes no further prompt."""
+    """vLLM's counters show it: a request whose tokens are read again is preempted, and there is no further prompt."""
     path = write_tiny_model(tmp_path / "T", hidden=128, layers=2, max_positions=1024)
     backend = {"keep_kv": keep_kv, "engine_args": {"disable_log_stats": False}}
     read_metrics = importlib.import_module("vllm.v1.metrics.reader").get_metrics_snapshot
@@ -229,10 +234,10 @@ def test_weights_on_a_device_reach_vllm_without_the_host(engine, model_path, mon
         weights = receiver.receive(publish(sender, source)[0])
         monkeypatch.setattr(os, "memfd_create", None)
         engine.receive(weights)
-        on_device = engine._server.checksums(), tokens_of(engine, sampling)
+        on_device = checksums_of(engine), tokens_of(engine, sampling)
         monkeypatch.undo()
         engine.receive(later)
-        assert on_device == (engine._server.checksums(), tokens_of(engine, sampling))
+        assert on_device == (checksums_of(engine), tokens_of(engine, sampling))
         weights.buffers["model.norm.weight"][0] += 1
         with pytest.raises(WeightSyncError, match="'model.norm.weight'.* came with other bytes than were sent"):
             engine.receive(weights, rewind=True)

@@ -210,10 +210,6 @@ class Server:
     def wake(self, kind: Kind) -> None:
         self._call(self._checked(f"vLLM did not wake its {kind}", self._llm.wake_up([kind])), _LOAD_S)
 
-    def checksums(self) -> list[dict[str, str]]:
-        """Return the digest of each tensor of each worker's model."""
-        return self._call(self._llm.compute_weight_checksums())
-
     async def _checked(
         self, failure: str, coroutine: Coroutine[Any, Any, T], refusal: type[EngineError] = EngineError
     ) -> T:

@@ -104,8 +104,9 @@ class EngineConfig:
     ``data.max_prompt_tokens``)."""
 
     offload: bool | Literal["auto"] = "auto"
-    """Move engines of roles that share a device to host memory between their calls. ``auto``: move them if
-    the device has no room for all engines, or if the length of rows is unbounded."""
+    """Move engines of roles that share a device to host memory between their calls; a rollout's moves once another
+    worker waits for the device. ``auto``: move them if the device has no room for all engines, or if the length of rows
+    is unbounded."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
