@@ -183,7 +183,7 @@ class DeviceTurns:
         with self._mutex:  # waits: for a role that leaves its devices
             with ExitStack() as undo:
                 for lock in [lock for lock in self.locks if not lock.is_held]:
-                    lock.acquire(timeout_s)
+                    lock.acquire(timeout_s)  # waits: for timeout_s at most
                     undo.callback(lock.release)
                 undo.pop_all()
             if self.lingers and self._thread is None:
