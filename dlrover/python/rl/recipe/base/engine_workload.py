@@ -157,7 +157,8 @@ class EngineWorkload(BaseWorkload):
         names = {physical_device(device), *(physical_device(f"cuda:{number}") for number in self.devices)}
         # sorted, so that no two processes wait for each other
         self._device_locks = tuple(DeviceLock(folder / name, owner, memory) for name in sorted(names))
-        self._turns = DeviceTurns(self._device_locks, self._leave_device, self.lingers)
+        leave = functools.partial(self._leave_device, device if self._computes_here(engine) else "cpu")
+        self._turns = DeviceTurns(self._device_locks, leave, self.lingers)
         with self._turn():
             yield memory
 
@@ -169,8 +170,9 @@ class EngineWorkload(BaseWorkload):
                 self._engine.cuda()
             yield
 
-    def _leave_device(self) -> None:
+    def _leave_device(self, own_device: str) -> None:
         """Move the engine to the host at the end of a turn, unless all engines fit."""
+        use_device(own_device)  # of this thread, which may be another one
         try:
             if self._engine is not None and not self._stays:
                 self.wait_until_written()
