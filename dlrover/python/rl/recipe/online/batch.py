@@ -17,7 +17,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, number_samples, part_columns
-from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
+from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, WriteRequest, format_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -165,7 +165,8 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int])
             for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
                 rank[list(part)] = number
             rank[update < 0] = -1
-    marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
+    reasons = iter(_reasons(batch, rows) if (update < 0).any() else [("", "")] * len(update))
+    marks = [("", "") if number >= 0 else why for number, why in zip(update.tolist(), reasons, strict=True)]
     return {
         **{"advantage": advantage, "update": update, "rank": rank},
         **{"mark": [mark for mark, _ in marks], "reason": [reason for _, reason in marks]},
@@ -237,9 +238,10 @@ class SampleLog:
         scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
                                                                     '-> excerpt for console and tables -> RunLog
 
-    A step calls ROLLOUT[0] to remove the lines of it and of later steps, and then to write its own. A worker answers a
-    repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the run's files
-    are in an object store, the trainer fetches the texts and writes them. The state is where the lines end."""
+    ROLLOUT[0] removes the lines of a step and of later steps before it writes, and all lines before the run begins. It
+    answers a repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the
+    run's files are in an object store, the trainer fetches the texts and writes them. The state is where the lines
+    end."""
 
     def __init__(self, trainer: Any, prompts: PromptSource) -> None:
         self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir
@@ -247,10 +249,10 @@ class SampleLog:
         self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
         self._end: int | None = None  # unknown
 
-    def begin_step(self, step: int) -> None:
+    def remove_steps(self, first: int) -> None:
+        """Remove the lines of the steps from ``first`` on."""
         if not self._is_local:
-            self._touch(SAMPLES)
-            (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
+            (self._end,) = self._rollouts.cut_samples(self._folder / SAMPLES, first, self._end)
 
     def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
         """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
@@ -274,8 +276,8 @@ class SampleLog:
             tokens = self._rollouts.token_columns(*detailed).result() if detailed else [None]  # waits: likewise
             self._run_log.write_samples(step, format_rows(numbers, fetched, tokens[0]))
             return
-        place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *detailed)
+        request = WriteRequest(self._folder / SAMPLES, step, self._end, numbers, excerpt)
+        (written,) = self._rollouts.write_samples(request, Shard(texts, rows=places), *detailed)
         self._end = written.end
         self._run_log.show_samples(step, written)
 

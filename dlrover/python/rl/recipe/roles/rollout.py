@@ -174,30 +174,25 @@ class RolloutWorkload(EngineWorkload):
         return rollouts.select(*sample_file.TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
-    def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
+    def cut_samples(self, file: Path, step: int, expected: int | None) -> int:
         """Remove the lines of ``step`` and later steps, expected from byte ``expected`` on; returns the size."""
         _require_file(file)
         return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
     def write_samples(
-        self,
-        place: tuple[Path, int, int],
-        numbers: Batch,
-        texts: Batch,
-        excerpt: sample_file.Excerpt,
-        detailed: Batch | None = None,
+        self, request: sample_file.WriteRequest, texts: Batch, detailed: Batch | None = None
     ) -> sample_file.Written:
-        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte. The
-        tokens of ``detailed``, rows of rollouts, are written too."""
-        file, step, at = place
+        """Write the lines of a step in place of those of it and of later steps, with the tokens of ``detailed``, rows
+        of rollouts."""
+        file, step, expected, numbers, excerpt = request
         tokens = self.token_columns(detailed) if detailed is not None else None
         rows = sample_file.format_rows(numbers, texts, tokens)
-        return sample_file.write_step(file, step, rows, excerpt, at)
+        return sample_file.write_step(file, step, rows, excerpt, self.cut_samples(file, step, expected))
 
     @trainer_invocation(target="RANK0")
     def write_held_out(self, file: Path, step: int, numbers: Batch, texts: Batch) -> None:
-        """Replace the content of the file. Raises as :meth:`begin_samples`."""
+        """Replace the content of the file. Raises as :meth:`write_samples`."""
         _require_file(file)
         sample_file.write_evaluation(file, step, sample_file.format_rows(numbers, texts))
 
