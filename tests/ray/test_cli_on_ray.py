@@ -216,9 +216,9 @@ def start_resizable(desk, name, steps):
 
 def resize(desk, name, num):
     desk.run("resize", name, "rollout", str(num))
-    assert desk.status(name)["roles"]["ROLLOUT"] == num
-    before = desk.status(name)["step"]
-    wait_for(lambda: desk.status(name)["step"] > before + 2, 60)
+    view = desk.status(name)
+    assert view["roles"]["ROLLOUT"] == num
+    wait_for(lambda: status_of(name).step > view["step"] + 2, 60)
 
 
 def sizes_of(folder, steps):
