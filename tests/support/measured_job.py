@@ -70,22 +70,28 @@ def processor_seconds():
     return sum(seconds[pid] for pid in seconds if is_ours(pid))
 
 
-def _measure(owner, name, part, is_part=lambda *arguments: True):
-    """Add the thread's processor seconds in a method to a part; a measured method inside counts as the outer part."""
+def _measure(owner, name, part, method_of=None):
+    """Add the thread's processor seconds in a method to a part; a measured method inside counts as the outer part.
+    ``method_of`` returns the name of the call that the arguments are of, empty if it is not measured."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
     def measured(*arguments, **options):
-        if getattr(_open, "is_measured", False) or not is_part(*arguments):
+        method = method_of(*arguments) if method_of else name
+        if not method or getattr(_open, "is_measured", False):
             return inner(*arguments, **options)
         _open.is_measured, began_s = True, time.thread_time()
         try:
             return inner(*arguments, **options)
         finally:
-            _spent[part] += time.thread_time() - began_s
+            _spent[f"{part}: {method}"] += time.thread_time() - began_s
             _open.is_measured = False
 
     setattr(owner, name, measured)
+
+
+def _method_for_samples(host, header, *arguments):
+    return header.method if header.method in FOR_SAMPLES else ""
 
 
 def _write_spent(spans):
@@ -123,5 +129,5 @@ if not hasattr(SpanFile, "flush_measured"):
         _measure(RecordedPort, method, "spans")
     for method in ("write_step", "remove_steps"):
         _measure(SampleLog, method, "samples")
-    _measure(MemberHost, "invoke", "samples", lambda host, header, *arguments: header.method in FOR_SAMPLES)
+    _measure(MemberHost, "invoke", "samples", _method_for_samples)
     SpanFile.flush_measured, SpanFile.flush = SpanFile.flush, _write_spent

@@ -10,7 +10,6 @@ import pytest
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.trainer.call_log import CallProbe
@@ -32,14 +31,14 @@ class TornRollout(RolloutWorkload):
     then = None
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, request, texts, detailed=None):
+    def write_samples(self, request, rollouts):
         then = type(self).then
         if then is None or request.step < 2:
-            return super().write_samples(request, texts, detailed)
-        type(self).then, file = None, request.file
-        rows = list(format_rows(request.numbers, texts, self.token_columns(detailed)))[:5]
-        write_step(file, request.step, rows, request.excerpt, request.expected)
-        os.truncate(file, file.stat().st_size - 10)
+            return super().write_samples(request, rollouts)
+        type(self).then = None
+        torn = request._replace(rows=request.rows[:5], numbers=request.numbers.rows(0, 5))
+        super().write_samples(torn, rollouts)
+        os.truncate(request.file, request.file.stat().st_size - 10)
         return then()
 
 

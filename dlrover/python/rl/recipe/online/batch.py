@@ -19,7 +19,7 @@ from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, number_samples, part_columns
 from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, WriteRequest, format_rows
 from dlrover.python.rl.trainer.port import Pending
-from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 _LOG = get_logger(__name__)
 
@@ -233,10 +233,10 @@ class SampleLog:
 
     ::
 
-        ROLLOUT[0..n].texts ----------------------------------------.
-                                                                    v
+        rollouts -----------------------------------------------.
+                                                                v
         scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
-                                                                    '-> excerpt for console and tables -> RunLog
+                                                                '-> excerpt for console and tables -> RunLog
 
     ROLLOUT[0] removes the lines of a step and of later steps before it writes, and all lines before the run begins. It
     answers a repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the
@@ -268,16 +268,17 @@ class SampleLog:
         )
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
         numbers = numbers.take(chosen) if len(chosen) < len(numbers) else numbers
-        places = tuple(rows[row] for row in chosen)
-        texts = self._texts(batch.rollouts)
-        detailed = self._detailed(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
+        places = [rows[row] for row in chosen]
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
-            tokens = self._rollouts.token_columns(*detailed).result() if detailed else [None]  # waits: likewise
-            self._run_log.write_samples(step, format_rows(numbers, fetched, tokens[0]))
+            texts = Batch.concat(self._texts(batch.rollouts).result()).take(places)  # waits: for the workers' records
+            detailed = [rows[row] for row in np.flatnonzero(is_detailed).tolist()]
+            (tokens,) = (
+                self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)).result() if detailed else [None]
+            )
+            self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
             return
-        request = WriteRequest(self._folder / SAMPLES, step, self._end, numbers, excerpt)
-        (written,) = self._rollouts.write_samples(request, Shard(texts, rows=places), *detailed)
+        request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
+        (written,) = self._rollouts.write_samples(request, Replicate(batch.rollouts))
         self._end = written.end
         self._run_log.show_samples(step, written)
 
@@ -311,11 +312,6 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
-
-    def _detailed(self, rollouts: Pending, rows: Sequence[int]) -> tuple[Shard, ...]:
-        """Return the rows whose tokens are written, as one argument; none if the user's rollouts do not report them."""
-        has_tokens = hasattr(self._rollouts.workload_class, "token_columns")
-        return (Shard(rollouts, rows=rows),) if rows and has_tokens else ()
 
     def _touch(self, name: str) -> Path:
         file = Path(self._folder / name)

@@ -58,11 +58,13 @@ class Excerpt(NamedTuple):
 
 
 class WriteRequest(NamedTuple):
-    """What a trainer sends of a step: one argument is cheaper than several."""
+    """What a trainer sends of a step: one argument is cheaper than several. The numbers are those of ``rows``, in their
+    order; the lines of the step and of later ones are ``expected`` from a byte on, None if it is unknown."""
 
     file: Path
     step: int
-    expected: int | None  # the byte from which on the lines of the step and of later ones are expected; None: unknown
+    expected: int | None
+    rows: Sequence[int]
     numbers: Batch
     excerpt: Excerpt
 

@@ -5,7 +5,7 @@ import asyncio
 import math
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
@@ -38,6 +38,7 @@ from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
+from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 T = TypeVar("T")
@@ -180,14 +181,12 @@ class RolloutWorkload(EngineWorkload):
         return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
-    def write_samples(
-        self, request: sample_file.WriteRequest, texts: Batch, detailed: Batch | None = None
-    ) -> sample_file.Written:
-        """Write the lines of a step in place of those of it and of later steps, with the tokens of ``detailed``, rows
-        of rollouts."""
-        file, step, expected, numbers, excerpt = request
-        tokens = self.token_columns(detailed) if detailed is not None else None
-        rows = sample_file.format_rows(numbers, texts, tokens)
+    def write_samples(self, request: sample_file.WriteRequest, rollouts: Sequence[Batch]) -> sample_file.Written:
+        """Write the lines of a step in place of those of it and of later steps."""
+        file, step, expected, places, numbers, excerpt = request
+        detailed = [places[row] for row in np.flatnonzero(numbers.dense("detailed")).tolist()]
+        tokens = self.token_columns(_take_from(rollouts, detailed)) if detailed else None
+        rows = sample_file.format_rows(numbers, _take_from([*map(self.texts, rollouts)], places), tokens)
         return sample_file.write_step(file, step, rows, excerpt, self.cut_samples(file, step, expected))
 
     @trainer_invocation(target="RANK0")
@@ -234,6 +233,12 @@ class RolloutWorkload(EngineWorkload):
             finally:
                 self._loop.close()
         super().close()
+
+
+def _take_from(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
+    """Return these rows of the joined parts, without joining all of them."""
+    batch: Batch = take_rows(Rows(parts, 0, 1, rows), [*map(len, parts)], lambda part: part)
+    return batch
 
 
 def _require_file(file: Path) -> None:
