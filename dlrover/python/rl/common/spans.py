@@ -108,8 +108,7 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    rounded = ([round(value, 6) if isinstance(value, float) else value for value in line] for line in lines)
-    return "".join(f"{_JSON.encode(line)}\n" for line in rounded).encode()
+    return "".join(f"{_JSON.encode(line)}\n" for line in lines).encode()
 
 
 class _Phases:
