@@ -219,12 +219,14 @@ def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
 def _token_values(trained: Batch | None, chosen: npt.NDArray[np.bool_]) -> dict[str, list[Any]]:
     """Return the values of each token of the chosen rows, as far as the trainer has them: a list for the whole row, or
     one number for all tokens."""
-    values = {}
+    values: dict[str, list[Any]] = {}
     for name, column in (("token_advantages", "advantage"), ("token_old_logprobs", "old_logprobs")):
         if trained is not None and column in trained:
             count = len(trained)
             source = trained.ragged(column) if isinstance(trained[column], Ragged) else trained.dense(column)
-            values[name] = [source[row].tolist() if row < count and each else None for row, each in enumerate(chosen)]
+            values[name] = [None] * len(chosen)
+            for row in np.flatnonzero(chosen[:count]).tolist():
+                values[name][row] = source[row].tolist()
     return values
 
 

@@ -285,7 +285,10 @@ def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _encode_column(values: Sequence[Any]) -> list[str]:
     """Encode each different value once, if all are of one type that can be a key."""
-    if len(set(map(type, values))) == 1 and isinstance(values[0], str | int | float | None):
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return [*map(repr, values)]
+    if len(kinds) == 1 and isinstance(values[0], str | float | None):
         encoded = {value: _encode_value(value) for value in set(values)}
         return [encoded[value] for value in values]
     return [*map(_encode_value, values)]
