@@ -216,9 +216,9 @@ def start_resizable(desk, name, steps):
 
 def resize(desk, name, num):
     desk.run("resize", name, "rollout", str(num))
-    view = desk.status(name)
-    assert view["roles"]["ROLLOUT"] == num
-    wait_for(lambda: status_of(name).step > view["step"] + 2, 60)
+    status = status_of(name)
+    assert status.roles["ROLLOUT"] == num
+    wait_for(lambda: status_of(name).step > status.step + 2, 60)
 
 
 def sizes_of(folder, steps):
