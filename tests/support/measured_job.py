@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's GRPO job on Ray, whose processes note the processor seconds that they spend on spans and samples."""
+"""The demo's GRPO job on Ray, whose processes note the processor seconds that they spend on spans and samples.
+
+Its trainer and its workers are the recipe's: a process that looks them up here measures itself from then on."""
 
 import functools
 import json
@@ -18,11 +20,11 @@ from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload,
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.trainer_spans import RecordedPort
 from tests.support.commands import ROOT
-from tests.support.policy_jobs import write_inputs
+from tests.support.policy_jobs import policy_config, write_inputs
 
 SHAPE = {"hidden": 96, "layers": 2, "heads": 3, "kv_heads": 3, "intermediate": 384, "max_positions": 64}
-FOR_SAMPLES = {"texts", "token_columns", "write_samples", "cut_samples"}
-"""The workers' methods that serve only the files of samples."""
+ROLES = {"actor": ActorWorkload, "rollout": RolloutWorkload, "reward": RewardWorkload, "reference": ReferenceWorkload}
+FOR_SAMPLES = {"texts", "token_columns", "write_samples", "cut_samples"}  # methods of workers
 
 _spent, _open = Counter(), threading.local()
 
@@ -30,28 +32,18 @@ _spent, _open = Counter(), threading.local()
 def describe(folder, steps):
     """Return the job of ``examples/arithmetic/grpo.yaml`` with a random model and graded rewards."""
     write_inputs(folder, SHAPE)
-    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.support.measured_job", "Trainer")
-    for role, name, count in (("actor", "Actor", 1), ("rollout", "Rollout", 2), ("reward", "Reward", 1)):
-        getattr(builder, role)("tests.support.measured_job", name).total(count)
-    builder.reference("tests.support.measured_job", "Reference").total(1).with_collocation("actor", "reference")
-    builder.config(
-        {
-            "model": str(folder / "model"),
-            "data": {"train": str(folder / "problems.jsonl"), "eval_rows": 8},
-            "steps": steps,
-            "prompts_per_step": 32,
-            "algorithm": {"name": "grpo", "averaging": "token", "kl_coef": 0.001},
-            "optimizer": {"lr": 4e-4},
-            "rollout": {"samples_per_prompt": 8, "max_new_tokens": 4},
-            "reward": {"function": "tests.chaos.graded:graded", "workers": 2},
-            "engine": {"train": "fsdp2", "rollout": "torch", "device": "cpu", "max_batch": 128},
-        }
-    )
-    return builder.spec("measured", (str(ROOT),))
+    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer(__name__, GRPOTrainer.__name__)
+    for role, workload in ROLES.items():
+        builder.role(role, __name__, workload.__name__).total(1 + (role == "rollout"))
+    builder.with_collocation("actor", "reference")
+    config = {"steps": steps, "prompts_per_step": 32, "rollout": {"samples_per_prompt": 8, "max_new_tokens": 4}}
+    config["algorithm"] = {"name": "grpo", "averaging": "token", "kl_coef": 0.001}
+    config["reward"] = {"function": "tests.chaos.graded:graded", "workers": 2}
+    return builder.config({**policy_config(folder), **config}).spec("measured", (str(ROOT),))
 
 
 def spent_seconds(folder):
-    """Return what all processes of the job in ``folder`` have spent so far on each part."""
+    """Return the seconds that the processes of the job in ``folder`` have spent on each method so far."""
     return sum((Counter(json.loads(file.read_text())) for file in folder.glob("spent-*.json")), Counter())
 
 
@@ -64,70 +56,43 @@ def processor_seconds():
             parents[int(file.parent.name)] = int(parent)
             seconds[int(file.parent.name)] = (int(fields[9]) + int(fields[10])) / os.sysconf("SC_CLK_TCK")
 
-    def is_ours(pid):
-        return pid in parents and (parents[pid] == os.getpid() or is_ours(parents[pid]))
+    def is_below(pid):
+        return pid in parents and (parents[pid] == os.getpid() or is_below(parents[pid]))
 
-    return sum(seconds[pid] for pid in seconds if is_ours(pid))
+    return sum(seconds[pid] for pid in seconds if is_below(pid))
 
 
-def _measure(owner, name, part, method_of=None):
-    """Add the thread's processor seconds in a method to a part; a measured method inside counts as the outer part.
-    ``method_of`` returns the name of the call that the arguments are of, empty if it is not measured."""
-    inner = getattr(owner, name)
+def _measure(owner, part, *names, is_counted=lambda *arguments: True):
+    """Count the thread's processor seconds in methods of ``owner``, also those of measured methods inside."""
+    for name in names:
+        setattr(owner, name, _measured(getattr(owner, name), f"{part}: {name}", is_counted))
 
+
+def _measured(inner, part, is_counted):
     @functools.wraps(inner)
     def measured(*arguments, **options):
-        method = method_of(*arguments) if method_of else name
-        if not method or getattr(_open, "is_measured", False):
+        if getattr(_open, "is_measured", False) or not is_counted(*arguments):
             return inner(*arguments, **options)
         _open.is_measured, began_s = True, time.thread_time()
         try:
             return inner(*arguments, **options)
         finally:
-            _spent[f"{part}: {method}"] += time.thread_time() - began_s
+            _spent[part] += time.thread_time() - began_s
             _open.is_measured = False
 
-    setattr(owner, name, measured)
+    return measured
 
 
-def _method_for_samples(host, header, *arguments):
-    return header.method if header.method in FOR_SAMPLES else ""
-
-
-def _write_spent(spans):
-    """Write the sums each time that the process writes its spans, about once a second."""
-    SpanFile.flush_measured(spans)
+def _write_spent(flush, spans):
+    """Write the seconds each time that the process writes its spans."""
+    flush(spans)
     fresh = spans._path.parents[1] / f".{os.getpid()}-{threading.get_ident()}"
     fresh.write_text(json.dumps(_spent))
     fresh.replace(fresh.with_name(f"spent-{os.getpid()}.json"))
 
 
-class Trainer(GRPOTrainer):
-    pass
-
-
-class Actor(ActorWorkload):
-    pass
-
-
-class Rollout(RolloutWorkload):
-    pass
-
-
-class Reward(RewardWorkload):
-    pass
-
-
-class Reference(ReferenceWorkload):
-    pass
-
-
-if not hasattr(SpanFile, "flush_measured"):
-    for method in ("add", "add_call", "flush"):
-        _measure(SpanFile, method, "spans")
-    for method in ("_note_issue", "_note_wait", "begin_step"):
-        _measure(RecordedPort, method, "spans")
-    for method in ("write_step", "remove_steps"):
-        _measure(SampleLog, method, "samples")
-    _measure(MemberHost, "invoke", "samples", _method_for_samples)
-    SpanFile.flush_measured, SpanFile.flush = SpanFile.flush, _write_spent
+_measure(SpanFile, "spans", "add", "add_call", "flush")
+_measure(RecordedPort, "spans", "_note_issue", "_note_wait", "begin_step")
+_measure(SampleLog, "samples", "write_step", "remove_steps")
+_measure(MemberHost, "samples", "invoke", is_counted=lambda host, header, *arguments: header.method in FOR_SAMPLES)
+SpanFile.flush = functools.partialmethod(functools.partial(_write_spent, SpanFile.flush))

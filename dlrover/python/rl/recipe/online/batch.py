@@ -304,7 +304,8 @@ class SampleLog:
             fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for the workers' records
             self._run_log.write_held_out(step, format_rows(numbers, fetched))
         else:
-            file = self._touch(HELD_OUT)
+            file = Path(self._folder / HELD_OUT)
+            retry_io(file.touch, file)
             self._rollouts.write_held_out(file, step, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
@@ -314,11 +315,6 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
-
-    def _touch(self, name: str) -> Path:
-        file = Path(self._folder / name)
-        retry_io(file.touch, file)
-        return file
 
     def state_dict(self) -> dict[str, Any]:
         return {"end": self._end}

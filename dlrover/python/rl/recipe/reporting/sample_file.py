@@ -58,8 +58,8 @@ class Excerpt(NamedTuple):
 
 
 class WriteRequest(NamedTuple):
-    """What a trainer sends of a step: one argument is cheaper than several. The numbers are those of ``rows``, in their
-    order; the lines of the step and of later ones are ``expected`` from a byte on, None if it is unknown."""
+    """The numbers of a step's samples, and where they are to be written. ``numbers`` has the columns of ``rows``;
+    ``expected`` is the byte at which the lines of the step or of later ones begin, None if it is unknown."""
 
     file: Path
     step: int
@@ -150,7 +150,7 @@ def write_step(
     lines = format_lines(step, samples)
     if excerpt.samples < math.inf:
         lines = [line for line, row in zip(lines, samples, strict=True) if row.get("trajectory", 0) < excerpt.samples]
-    content = _encode("".join(lines))
+    content = encode("".join(lines))
     end = append(file, content, disk_wait, at)
     drop_superseded(file, step)
     if at is not None and end < at + len(content):
@@ -163,7 +163,7 @@ def write_evaluation(
     file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
 ) -> None:
     """Replace ``file``, the answers of the last evaluation, and write those after ``step`` to a separate file."""
-    content = _encode("".join(format_lines(step, rows)))
+    content = encode("".join(format_lines(step, rows)))
     folder = file.with_name(EVALUATIONS)
     retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
     replace(folder / f"step-{step:06}.jsonl", content, wait)
@@ -252,7 +252,7 @@ def _can_begin_at(lines: IO[bytes], at: int, step: int) -> bool:
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
     for name, value in shown.items():
-        shown[name] = value if isinstance(value, float | None) else _encode(str(value)).decode()
+        shown[name] = value if isinstance(value, float | None) else encode(str(value)).decode()
     return {"step": step, **replace_non_finite(shown)}
 
 
@@ -268,11 +268,7 @@ def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
     return "  ".join(shown)
 
 
-def format_line(row: Mapping[str, Any]) -> bytes:
-    return _encode(_format_row(row))
-
-
-def _format_row(row: Mapping[str, Any]) -> str:
+def format_line(row: Mapping[str, Any]) -> str:
     try:
         return f"{_JSON.encode(row)}\n"
     except ValueError:  # a number that is not finite: few rows have one
@@ -280,7 +276,7 @@ def _format_row(row: Mapping[str, Any]) -> str:
 
 
 def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return rows.lines(step) if isinstance(rows, SampleRows) else [_format_row({"step": step, **row}) for row in rows]
+    return rows.lines(step) if isinstance(rows, SampleRows) else [format_line({"step": step, **row}) for row in rows]
 
 
 def _encode_column(values: Sequence[Any]) -> list[str]:
@@ -301,7 +297,7 @@ def _encode_value(value: Any) -> str:
         return _JSON.encode([*map(_finite, value)] if isinstance(value, list) else _finite(value))
 
 
-def _encode(text: str) -> bytes:
+def encode(text: str) -> bytes:
     """Encode a text; half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
     return text.encode(errors="backslashreplace")
 

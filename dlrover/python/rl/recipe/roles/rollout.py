@@ -182,7 +182,7 @@ class RolloutWorkload(EngineWorkload):
 
     @trainer_invocation(target="RANK0")
     def write_samples(self, request: sample_file.WriteRequest, rollouts: Sequence[Batch]) -> sample_file.Written:
-        """Write the lines of a step in place of those of it and of later steps."""
+        """Write the lines of a step; the earlier lines of it and of later steps are superseded."""
         file, step, expected, places, numbers, excerpt = request
         detailed = [places[row] for row in np.flatnonzero(numbers.dense("detailed")).tolist()]
         tokens = self.token_columns(_take_from(rollouts, detailed)) if detailed else None
