@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processor seconds of writing spans and samples, as a share of what all processes of the demo's steps take."""
+"""The processor seconds of writing spans and samples, as a share of the demo's steps in all processes."""
 
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's GRPO job on Ray, whose processes note the processor seconds that they spend on spans and samples.
-
-Its trainer and its workers are the recipe's: a process that looks them up here measures itself from then on."""
+"""The demo's GRPO job, whose processes measure themselves: the processor seconds that go to spans and samples."""
 
 import functools
 import json
@@ -49,38 +47,34 @@ def spent_seconds(folder):
 
 def processor_seconds():
     """Return the processor seconds of all processes that this one has started, also through others."""
-    parents, seconds = {}, {}
+    stats = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            _, parent, *fields = file.read_text().rpartition(")")[2].split()
-            parents[int(file.parent.name)] = int(parent)
-            seconds[int(file.parent.name)] = (int(fields[9]) + int(fields[10])) / os.sysconf("SC_CLK_TCK")
+            stats[file.parent.name] = file.read_text().rpartition(")")[2].split()
 
     def is_below(pid):
-        return pid in parents and (parents[pid] == os.getpid() or is_below(parents[pid]))
+        return pid in stats and (stats[pid][1] == str(os.getpid()) or is_below(stats[pid][1]))
 
-    return sum(seconds[pid] for pid in seconds if is_below(pid))
+    ticks = sum(int(stats[pid][11]) + int(stats[pid][12]) for pid in stats if is_below(pid))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _measure(owner, part, *names, is_counted=lambda *arguments: True):
-    """Count the thread's processor seconds in methods of ``owner``, also those of measured methods inside."""
+    """Count the thread's processor seconds in methods of ``owner``, with the measured methods inside."""
     for name in names:
-        setattr(owner, name, _measured(getattr(owner, name), f"{part}: {name}", is_counted))
+        method = functools.partial(_run, getattr(owner, name), f"{part}: {name}", is_counted)
+        setattr(owner, name, functools.partialmethod(method))
 
 
-def _measured(inner, part, is_counted):
-    @functools.wraps(inner)
-    def measured(*arguments, **options):
-        if getattr(_open, "is_measured", False) or not is_counted(*arguments):
-            return inner(*arguments, **options)
-        _open.is_measured, began_s = True, time.thread_time()
-        try:
-            return inner(*arguments, **options)
-        finally:
-            _spent[part] += time.thread_time() - began_s
-            _open.is_measured = False
-
-    return measured
+def _run(method, part, is_counted, *arguments, **options):
+    if getattr(_open, "is_measured", False) or not is_counted(*arguments):
+        return method(*arguments, **options)
+    _open.is_measured, began_s = True, time.thread_time()
+    try:
+        return method(*arguments, **options)
+    finally:
+        _spent[part] += time.thread_time() - began_s
+        _open.is_measured = False
 
 
 def _write_spent(flush, spans):
@@ -94,5 +88,5 @@ def _write_spent(flush, spans):
 _measure(SpanFile, "spans", "add", "add_call", "flush")
 _measure(RecordedPort, "spans", "_note_issue", "_note_wait", "begin_step")
 _measure(SampleLog, "samples", "write_step", "remove_steps")
-_measure(MemberHost, "samples", "invoke", is_counted=lambda host, header, *arguments: header.method in FOR_SAMPLES)
+_measure(MemberHost, "samples", "invoke", is_counted=lambda host, header, *_: header.method in FOR_SAMPLES)
 SpanFile.flush = functools.partialmethod(functools.partial(_write_spent, SpanFile.flush))

@@ -70,20 +70,17 @@ def test_repeated_write_after_a_part_began_leaves_the_rows_once(tmp_path, small_
 
 def test_worker_writes_chosen_rows_in_place_of_an_earlier_attempt(tmp_path):
     write_steps(tmp_path, 1, 3)
-    workload = RolloutWorkload(None, {})
-    workload._text_of_token = str
-    texts = [{"prompt": [f"p{part}", "q"], "completion": ["c", "d"], "answer": [None, None]} for part in (0, 1)]
     tokens = {name: Ragged.from_rows([[6, 7], [8, 9]]) for name in ("tokens", "logprobs")}
     tokens["action_mask"] = Ragged.from_rows([[False, True]] * 2)
+    rollouts = [
+        Batch({"prompt": names, "completion": names, "answer": names, **tokens}) for names in (["a", "b"], ["c", "d"])
+    ]
     numbers = Batch({"reward": np.array([0.5, 1.0]), "detailed": np.array([True, False])})
-    request = sample_file.WriteRequest(
-        tmp_path / "samples.jsonl", 2, None, [3, 0], numbers, sample_file.Excerpt(0, 9, 0, tokens=1)
-    )
-    written = workload.write_samples(request, [Batch({**each, **tokens}) for each in texts])
-    assert written.end == (tmp_path / "samples.jsonl").stat().st_size
+    place, excerpt = (tmp_path / "samples.jsonl", 2, None, [3, 0]), sample_file.Excerpt(0, 9, 0, tokens=1)
+    (workload := RolloutWorkload(None, {}))._text_of_token = str
+    workload.write_samples(sample_file.WriteRequest(*place, numbers, excerpt), rollouts)
+    assert [(row["prompt"], row.get("tokens")) for row in read_samples(tmp_path, 2)] == [("d", ["9"]), ("a", None)]
     assert sample_steps(tmp_path) == (1, 2)
-    assert [row["prompt"] for row in read_samples(tmp_path, 2)] == ["q", "p0"]
-    assert read_samples(tmp_path, 2)[0]["tokens"] == ["9"]
     assert read_samples(tmp_path, 3) == [{"step": 3, **row} for row in rows_of(3)], "superseded"
 
 
