@@ -4,6 +4,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
@@ -91,6 +92,11 @@ def imports_of(tree: ast.AST) -> Iterator[Import]:
                 yield Import(argument.value, node.lineno)
 
 
+@cache
+def _imports_in(source: str) -> tuple[Import, ...]:
+    return tuple(imports_of(ast.parse(source)))
+
+
 def _function(call: ast.Call) -> str:
     return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
 
@@ -101,7 +107,7 @@ def faults(path: str, source: str) -> list[str]:
     package = PurePosixPath(path).parts[0]
     if package not in LAYER_OF:
         return [f"{path}: '{package}' is not a package of the layers"]
-    for item in imports_of(ast.parse(source)):
+    for item in _imports_in(source):
         judge = _inside if item.top == "dlrover" else _outside
         reasons = [item.fault] if item.fault else judge(path, package, item)
         messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
@@ -171,7 +177,7 @@ def folder_cycle(root: Path) -> list[str]:
 def _imports_inside(base: Path) -> dict[Path, set[str]]:
     """Return each file of the package, and the names inside the package that it imports."""
     return {
-        file: {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
+        file: {item.inside for item in _imports_in(file.read_text(encoding="utf-8")) if item.inside}
         for file in sorted(base.rglob("*.py"))
     }
 

@@ -232,16 +232,16 @@ DANGEROUS = {
 
 def dangers(text):
     """The dangerous calls of a module, as ``pickle.loads``."""
-    tree = ast.parse(text)
-    yield from named(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(text)))
+    yield from named(nodes)
+    for node in nodes:
         if isinstance(node, ast.Call):
             yield from options_of(node)
 
 
-def named(tree):
+def named(nodes):
     imported, bound = {}, set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             imported |= {(alias.asname or alias.name): alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -250,8 +250,9 @@ def named(tree):
             bound.add(node.arg)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             bound.add(node.id)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
+    last_names = {name.rpartition(".")[2] for name in DANGEROUS}
+    for node in nodes:
+        if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and node.attr in last_names):
             head, dot, attribute = ast.unparse(node).partition(".")
             full = imported.get(head, head) + dot + attribute
             if full in DANGEROUS and full not in bound:
