@@ -11,33 +11,28 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlrover.python.rl.common.spans import SpanFile
-from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.online.batch import SampleLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.trainer_spans import RecordedPort
-from tests.support.commands import ROOT
-from tests.support.policy_jobs import policy_config, write_inputs
+from tests.support.commands import processes_below
+from tests.support.policy_jobs import policy_job, write_inputs
 
 SHAPE = {"hidden": 96, "layers": 2, "heads": 3, "kv_heads": 3, "intermediate": 384, "max_positions": 64}
-ROLES = {"actor": ActorWorkload, "rollout": RolloutWorkload, "reward": RewardWorkload, "reference": ReferenceWorkload}
 FOR_SAMPLES = {"texts", "token_columns", "write_samples", "cut_samples"}  # methods of workers
 
+__all__ = ["ActorWorkload", "GRPOTrainer", "ReferenceWorkload", "RewardWorkload", "RolloutWorkload"]
 _spent, _open = Counter(), threading.local()
 
 
 def describe(folder, steps):
     """Return the job of ``examples/arithmetic/grpo.yaml`` with a random model and graded rewards."""
     write_inputs(folder, SHAPE)
-    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer(__name__, GRPOTrainer.__name__)
-    for role, workload in ROLES.items():
-        builder.role(role, __name__, workload.__name__).total(1 + (role == "rollout"))
-    builder.with_collocation("actor", "reference")
     config = {"steps": steps, "prompts_per_step": 32, "rollout": {"samples_per_prompt": 8, "max_new_tokens": 4}}
     config["algorithm"] = {"name": "grpo", "averaging": "token", "kl_coef": 0.001}
     config["reward"] = {"function": "tests.chaos.graded:graded", "workers": 2}
-    return builder.config({**policy_config(folder), **config}).spec("measured", (str(ROOT),))
+    return policy_job(folder, "grpo", roles=["reference"], rollouts=2, module=__name__, **config)
 
 
 def spent_seconds(folder):
@@ -47,15 +42,10 @@ def spent_seconds(folder):
 
 def processor_seconds():
     """Return the processor seconds of all processes that this one has started, also through others."""
-    stats = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
+    ticks = 0
+    for pid in processes_below(os.getpid()):
         with suppress(OSError):
-            stats[file.parent.name] = file.read_text().rpartition(")")[2].split()
-
-    def is_below(pid):
-        return pid in stats and (stats[pid][1] == str(os.getpid()) or is_below(stats[pid][1]))
-
-    ticks = sum(int(stats[pid][11]) + int(stats[pid][12]) for pid in stats if is_below(pid))
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
