@@ -274,9 +274,8 @@ class SampleLog:
         if self._is_local:
             texts = Batch.concat(self._texts(batch.rollouts).result()).take(places)  # waits: for the workers' records
             detailed = [rows[row] for row in np.flatnonzero(is_detailed).tolist()]
-            (tokens,) = (
-                self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)).result() if detailed else [None]
-            )
+            pending = self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)) if detailed else None
+            tokens = pending.result()[0] if pending is not None else None  # waits: likewise
             self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
             return
         request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
