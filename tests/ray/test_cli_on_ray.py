@@ -237,7 +237,7 @@ def test_resize_to_an_impossible_size_is_refused(desk_on_ray):
     hints |= {"rollout 0": "0 is not in the range", "rollout 500": "stays as it is"}
     for arguments, words in hints.items():
         assert words in desk_on_ray.run("resize", "steady", *arguments.split(), code=2)
-    assert desk_on_ray.status("steady")["roles"]["ROLLOUT"] == 2
+    assert status_of("steady").roles["ROLLOUT"] == 2
     free = ray.available_resources().get("CPU")
     for num in (3, 1, 3):
         resize(desk_on_ray, "steady", num)
