@@ -216,9 +216,9 @@ def start_resizable(desk, name, steps):
 
 def resize(desk, name, num):
     desk.run("resize", name, "rollout", str(num))
-    assert desk.status(name)["roles"]["ROLLOUT"] == num
-    before = desk.status(name)["step"]
-    wait_for(lambda: desk.status(name)["step"] > before + 2, 60)
+    status = status_of(name)
+    assert status.roles["ROLLOUT"] == num
+    wait_for(lambda: status_of(name).step > status.step + 2, 60)
 
 
 def sizes_of(folder, steps):
@@ -237,7 +237,7 @@ def test_resize_to_an_impossible_size_is_refused(desk_on_ray):
     hints |= {"rollout 0": "0 is not in the range", "rollout 500": "stays as it is"}
     for arguments, words in hints.items():
         assert words in desk_on_ray.run("resize", "steady", *arguments.split(), code=2)
-    assert desk_on_ray.status("steady")["roles"]["ROLLOUT"] == 2
+    assert status_of("steady").roles["ROLLOUT"] == 2
     free = ray.available_resources().get("CPU")
     for num in (3, 1, 3):
         resize(desk_on_ray, "steady", num)

@@ -18,6 +18,7 @@ from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_lock import DeviceTurns
 from dlrover.python.rl.engine.weight_sync.base import Seal, SyncSettings
 from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
@@ -61,6 +62,11 @@ def toy_weights(seed=0):
         "long": draw(17_003),
         "norm": draw(3),
     }
+
+
+def turn_of(lock):
+    """Have the device inside the block."""
+    return DeviceTurns((lock,), leave=int, lingers=False).turn(LATEST_S)
 
 
 class ToySource:

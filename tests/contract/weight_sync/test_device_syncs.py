@@ -37,6 +37,7 @@ from tests.support.sync_sides import (
     step,
     toy_weights,
     transport,
+    turn_of,
 )
 
 CUDA = torch.device("cuda")
@@ -347,22 +348,22 @@ def apart(model_path, wire):
 def together(model_path, wire, locks, memory):
     """Return what is generated after each of three steps, of engines that have the device in turn."""
     (actor_lock, rollout_lock), generated = locks, []
-    with actor_lock.acquired():
+    with turn_of(actor_lock):
         trained = trainer(model_path, memory)
         trained.cpu()
-    with rollout_lock.acquired():
+    with turn_of(rollout_lock):
         served = rollout(model_path, memory)
         served.meta()
     for seed in range(3):
-        with actor_lock.acquired():
+        with turn_of(actor_lock):
             _, (snapshot,) = wire.sync(trained)
-        with rollout_lock.acquired():
+        with turn_of(rollout_lock):
             served.cuda("weights")
             served.receive(snapshot)
             served.cuda("kv_cache")
             generated.append(completions(served))
             served.meta()
-        with actor_lock.acquired():
+        with turn_of(actor_lock):
             trained.cuda()
             step(trained, seed)
             trained.cpu()
