@@ -131,6 +131,16 @@ def test_each_row_says_what_training_did_with_it():
     assert training_columns(batch, None, ())["mark"][0] == "dropped"
 
 
+def test_row_of_a_surplus_group_says_that_others_were_enough():
+    scored = numbers_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [None] * 6)
+    batch = StepBatch.from_rollouts(Pending([]), scored, np.arange(6), 3)
+    batch = batch.drop_uniform_groups(scored.dense("reward")).keep_groups(1)
+    planned = batch.scored.with_columns(update=np.array([0, 0]))
+    columns = training_columns(batch, planned, [0])
+    assert columns["mark"] == ["", "", "filtered", "filtered", "dropped", "dropped"]
+    assert columns["reason"][4] == "the step had enough other groups"
+
+
 def test_row_trained_on_without_a_reward_has_not_failed():
     """Distillation trains on samples that no reward function could score."""
     scored = numbers_of([float("nan")] * 3, [None, "it broke", "it broke"])

@@ -239,6 +239,19 @@ def test_parts_of_a_step_keep_their_rows_and_filtered_rows():
     assert fewer.metrics()["groups/filtered"] == 3.0
 
 
+@pytest.mark.feature(97)
+def test_groups_beyond_the_wanted_ones_are_surplus():
+    rows = samples_of([1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0, 0.0], trajectory=[*range(9), 9, 9])
+    varied = step_of(rows, 5).drop_uniform_groups(rows.dense("reward"))
+    assert varied.keep_groups(4) is varied
+    batch = varied.keep_groups(2)
+    assert (batch.rows, batch.groups, batch.surplus) == ((0, 1, 4, 5), 2, (3, 4))
+    assert batch.all_numbers == (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 10)
+    assert batch.all_rows.dense("prompt_id").tolist() == [0, 0, 2, 2, 1, 1, 3, 3, 4, 4, 4]
+    assert replace(batch, late=3).metrics() == {"groups/filtered": 1.0, "groups/surplus": 5.0}
+    assert StepBatch.concat([varied, batch]).surplus == (3, 4)
+
+
 def test_staleness_of_a_sample_is_its_stalest_rows():
     rows = samples_of([0.0] * 3, trajectory=[0, 0, 1], staleness=[1, 2, 0])
     metrics = step_of(rows).metrics()

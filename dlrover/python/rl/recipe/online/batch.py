@@ -34,10 +34,12 @@ class StepBatch:
     scored: Batch  # the numbers of these rows
     groups: int
     total: int  # rows of ``rollouts``
-    filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike
+    filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike, and of surplus ones
     filtered_rows: tuple[int, ...] = ()  # their rows in ``rollouts``
     # ``scored`` for the algorithm: without the rewards of rows that it may not train on
     train_rows: Batch = field(default_factory=lambda: Batch({}))
+    surplus: tuple[int, ...] = ()  # prompt ids of filtered groups that the step could train on, but does not need
+    late: int = 0  # further groups that no step needs in time; they are not scored
 
     @classmethod
     def from_rollouts(cls, rollouts: Pending, scored: Batch, order: npt.NDArray[np.int64], groups: int) -> "StepBatch":
@@ -57,22 +59,30 @@ class StepBatch:
             starts[-1],
             tuple(rows for part in parts for rows in part.filtered),
             tuple(start + row for start, part in placed for row in part.filtered_rows),
+            surplus=tuple(prompt_id for part in parts for prompt_id in part.surplus),
         )
 
     def drop_uniform_groups(self, rewards: npt.NDArray[np.float64]) -> "StepBatch":
         """Filter out groups whose rewards are all alike; ``rewards`` is ``[rows]``, NaN for untrained samples."""
-        ids, samples = self.scored.dense("prompt_id"), SampleView.of(self.scored.with_columns(reward=rewards))
+        samples = SampleView.of(self.scored.with_columns(reward=rewards))
         is_varied = find_varied_groups(samples.prompt_id, samples.reward, samples.counted)[samples.of_row]
-        varied, uniform = np.flatnonzero(is_varied).tolist(), np.flatnonzero(~is_varied).tolist()
-        if not uniform:
-            return self
+        return self if is_varied.all() else self._filter(is_varied)
+
+    def keep_groups(self, count: int) -> "StepBatch":
+        """Filter out the groups after the first ``count``, which become ``surplus``."""
+        ids = self.scored.dense("prompt_id")
+        surplus = list(dict.fromkeys(ids.tolist()))[count:]
+        return replace(self._filter(~np.isin(ids, surplus)), surplus=(*self.surplus, *surplus)) if surplus else self
+
+    def _filter(self, is_used: npt.NDArray[np.bool_]) -> "StepBatch":
+        used, unused = np.flatnonzero(is_used).tolist(), np.flatnonzero(~is_used).tolist()
         return replace(
             self,
-            rows=tuple(self.rows[row] for row in varied),
-            scored=self.scored.take(varied),
-            groups=len(np.unique(ids[is_varied])),
-            filtered=(*self.filtered, self.scored.take(uniform)),
-            filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in uniform)),
+            rows=tuple(self.rows[row] for row in used),
+            scored=self.scored.take(used),
+            groups=len(np.unique(self.scored.dense("prompt_id")[is_used])),
+            filtered=(*self.filtered, self.scored.take(unused)),
+            filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in unused)),
         )
 
     @property
@@ -105,10 +115,10 @@ class StepBatch:
         return (*self.rows, *self.filtered_rows)
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups filtered out, and the staleness of samples if rollouts run ahead."""
-        metrics = {}
-        if self.filtered:
-            metrics["groups/filtered"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
+        """Return the numbers of groups filtered out, and the staleness of samples if rollouts run ahead."""
+        unused = sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered)
+        counts = {"groups/filtered": unused - len(self.surplus), "groups/surplus": len(self.surplus) + self.late}
+        metrics = {name: float(count) for name, count in counts.items() if count}
         if "staleness" in self.scored and len(self.scored):
             staleness = merge_rows(self.scored).dense("staleness")
             metrics["samples/staleness_mean"] = float(staleness.mean())
@@ -183,27 +193,24 @@ def _reasons(batch: StepBatch, rows: Batch | None) -> Iterator[tuple[str, str]]:
     train_rows = batch.train_rows if len(batch.train_rows) else batch.scored
     masked, may_train = find_masked(train_rows), ~is_unscored(train_rows)
     is_planned = rows.dense("update") >= 0 if rows is not None else np.zeros(count, dtype=np.bool_)
-    is_varied = _find_varied_rows(everything) if batch.filtered else np.zeros(count, dtype=np.bool_)
+    samples = SampleView.of(everything)
+    _, first = np.unique(samples.of_row, return_index=True)
+    _, group = np.unique(np.stack([samples.prompt_id, everything.dense("retry")[first]]), axis=1, return_inverse=True)
+    is_varied = find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
+    is_surplus = np.isin(everything.dense("prompt_id"), batch.surplus)
     for row, error in enumerate(errors):
         if has_failed[row] and (error or row >= count or not may_train[row]):
             yield "failed", error or "it has no reward"
         elif row >= count and not is_varied[row]:
             yield "filtered", "the rewards of its group are equal"
+        elif row >= count and is_surplus[row]:
+            yield "dropped", "the step had enough other groups"
         elif row >= count or not may_train[row]:
             yield "dropped", "a sample of its group failed"
         elif masked[row]:
             yield "masked", "its completion was cut off"
         else:
             yield "dropped", "only the critic was trained" if is_planned[row] else "it has no weight in the loss"
-
-
-def _find_varied_rows(rows: Batch) -> npt.NDArray[np.bool_]:
-    """Return ``[rows]``: True if the rewards of the row's group, without failed samples, differ."""
-    samples = SampleView.of(rows)
-    _, first = np.unique(samples.of_row, return_index=True)
-    keys = np.stack([rows.dense("prompt_id"), rows.dense("retry")])[:, first]
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    return find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
 
 
 def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:

@@ -174,7 +174,8 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     """Cut a file of rising steps before its first line of ``step`` or later, or the first torn one; returns its size.
     Lines before byte ``expected`` are not read if the cut can be there. After the first step, the removed lines are
     superseded: another file has them until their steps have been repeated."""
-    while (part := _newest_part(file)) is not None and _first_step(file) >= step:
+    parts = file.with_suffix("")
+    while (part := max(parts.glob("steps-*.jsonl"), default=None)) is not None and _first_step(file) >= step:
         _supersede(file, file.read_bytes().splitlines(keepends=True) if step > 1 else [])
         part.replace(file)
     with open(file, "rb") as lines:
@@ -198,10 +199,6 @@ def _supersede(file: Path, lines: list[bytes]) -> None:
         old = superseded(file)
         later = _lines_after(old, _step_of(lines[-1])) if old.exists() else []
         replace(old, b"".join([*lines, *later]))
-
-
-def _newest_part(file: Path) -> Path | None:
-    return max(file.with_suffix("").glob("steps-*.jsonl"), default=None)
 
 
 def _first_step(file: Path) -> float:

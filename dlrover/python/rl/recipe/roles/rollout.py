@@ -57,7 +57,7 @@ class RolloutWorkload(EngineWorkload):
     the seed, the prompt's id and the sample's index."""
 
     recipe_class = "RolloutWorkload"
-    warmup = "warm_rollout"
+    warmup, lingers = "warm_rollout", True
 
     def _computes_here(self, engine: EngineConfig) -> bool:
         name = engine.resolve(torch.cuda.is_available()).rollout
