@@ -68,19 +68,9 @@ class MovedModules:
         return None
 
 
-def find_doubled() -> str:
-    """Return an error if both distributions are installed, else an empty string.
-
-    Their files are the same, and to uninstall either of them removes those of both."""
-    installed = {str(each.name) for each in metadata.distributions(name="dlrover-rl")}
-    installed |= {str(each.name) for each in metadata.distributions(name="dlrover-rl-core")}
-    if len(installed) < 2:
-        return ""
-    return "dlrover-rl and dlrover-rl-core are both installed: uninstall both, and install one of them"
-
-
-if _doubled := find_doubled():
-    raise ImportError(_doubled)
+# Their files are the same, and uninstalling one of them removes the files of both.
+if all(any(metadata.distributions(name=name)) for name in ("dlrover-rl", "dlrover-rl-core")):
+    raise ImportError("dlrover-rl and dlrover-rl-core are both installed: uninstall both, and install one of them")
 
 if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
     sys.meta_path.append(MovedModules())

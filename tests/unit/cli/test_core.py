@@ -114,9 +114,9 @@ def test_core_run_of_a_recipe_names_the_library(core):
 
 def test_page_has_the_table_of_checks():
     page = (ROOT / "docs/install.md").read_text()
-    for what, (in_core, at_submission) in CHECKS.items():
+    for check, (in_core, at_submission) in CHECKS.items():
         core, client = ("yes" if done else "" for done in (in_core, at_submission))
-        assert f"| {what} | {core} | {client} | yes |".replace("  ", " ") in page.replace("  ", " ")
+        assert f"| {check} | {core} | {client} | yes |".replace("  ", " ") in page.replace("  ", " ")
 
 
 @pytest.mark.parametrize("name", ["train_grpo", "InferenceEngine", "EnvBase", "nn"])

@@ -49,7 +49,7 @@ CHECKS: Mapping[str, tuple[bool, bool]] = {
 """Each check of a job: whether the core does it, and whether the library does it before a job is submitted to the
 service. The library does all before a run; so does the service, on its machine."""
 
-NOT_IN_CORE = ", ".join(what for what, (in_core, _) in CHECKS.items() if not in_core)
+NOT_IN_CORE = ", ".join(check for check, (in_core, _) in CHECKS.items() if not in_core)
 
 _DEVICE = "config.engine.device"
 T = TypeVar("T")
@@ -125,8 +125,8 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
     errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
     sizes = {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {}
     groups = tuple(collectives), tuple(stateful), tuple(rejoining)
-    settings = config, tuple(about), renamed, sizes
-    return Inspection(tuple(errors), methods, tuple(refusals), *groups, *settings, tuple(missing))
+    inspection = Inspection(tuple(errors), methods, tuple(refusals), *groups, config, tuple(about), renamed, sizes)
+    return replace(inspection, missing=tuple(missing))
 
 
 def inspect_types(job: JobSpec) -> Inspection:
@@ -272,10 +272,10 @@ def _format(members: Mapping[str, int]) -> str:
 
 
 def _load(
-    found: tuple[list[ConfigError], list[ConfigError]], where: str, module: str, name: str, base: type, job: JobSpec
+    faults: tuple[list[ConfigError], list[ConfigError]], where: str, module: str, name: str, base: type, job: JobSpec
 ) -> Any:
     """Return a class of the job; else None, and add to the errors, or to the missing classes of the library."""
-    errors, missing = found
+    errors, missing = faults
     if not module or not name:
         return None  # reported already: such a job comes from salvage
     try:
