@@ -23,8 +23,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class SharedSnapshot:
-    """A snapshot whose bytes are in memory of another process of this node, in plain values: in a file, or on the
-    device, where only the sender can give a handle of them."""
+    """A snapshot in plain values, whose bytes are with another process of this node: in a file, or on the device."""
 
     version: int
     shapes: dict[str, list[int]]
