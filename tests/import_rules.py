@@ -8,6 +8,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
+from networkx import Graph, connected_components
+
 ROOT = "dlrover.python.rl"
 
 LAYERS = (
@@ -63,7 +65,6 @@ class Import:
 
     name: str
     line: int
-    fault: str = ""
 
     @property
     def top(self):
@@ -76,16 +77,15 @@ class Import:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib."""
+    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib.
+
+    Relative and star imports are the linter's.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield Import(node.module or "", node.lineno, "relative import")
-            for alias in node.names if not node.level else ():
-                fault = "star import" if alias.name == "*" else ""
-                yield Import(f"{node.module}.{alias.name}", node.lineno, fault)
+            yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and _function(node) in ("import_module", "__import__") and node.args:
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -109,8 +109,7 @@ def faults(path: str, source: str) -> list[str]:
         return [f"{path}: '{package}' is not a package of the layers"]
     for item in _imports_in(source):
         judge = _inside if item.top == "dlrover" else _outside
-        reasons = [item.fault] if item.fault else judge(path, package, item)
-        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
+        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in judge(path, package, item)]
     return messages
 
 
@@ -206,16 +205,8 @@ def separate_parts(root: Path) -> dict[str, list[list[str]]]:
             prefix = name.replace("/", ".") + "."
             inside = (other.removeprefix(prefix) for other in imports[file] if other.startswith(prefix))
             links.setdefault(module, set()).update(other.partition(".")[0] for other in inside)
-        parts = _connected_parts({module: siblings & links.keys() for module, siblings in links.items()})
+        graph = Graph({module: siblings & links.keys() for module, siblings in links.items()})
+        parts = sorted(map(sorted, connected_components(graph)))
         if len(parts) > 1:
             separate[name] = parts
     return separate
-
-
-def _connected_parts(links: dict[str, set[str]]) -> list[list[str]]:
-    parts: list[set[str]] = []
-    for module, siblings in links.items():
-        touched = [part for part in parts if part & ({module} | siblings)]
-        parts = [part for part in parts if part not in touched]
-        parts.append({module}.union(siblings, *touched))
-    return sorted(sorted(part) for part in parts)

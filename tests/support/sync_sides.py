@@ -169,7 +169,7 @@ def completions(engine):
     return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
 
 
-def send_side(kind, folder, pipe, seed, halt_at, versions=1):  # noqa: PLR0913 - as a process is started
+def send_side(kind, folder, pipe, seed, halt_at, versions=1):
     """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
 
     def halt(number):
@@ -202,7 +202,7 @@ def receive_side(kind, folder, pipe, device="cpu", keeps=False):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):  # noqa: PLR0913 - as a process is started
+def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
     engine = engine_class(TRAIN_ENGINES, name)(model, optimizer, settings, place)

@@ -11,6 +11,7 @@ from dlrover.python.rl.page.samples import lineage, read_evaluation, read_evalua
 from dlrover.python.rl.recipe.online.batch import StepBatch, training_columns
 from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.python.rl.trainer.port import Pending
 
 # -- parts of the samples ---------------------------------------------------------------------------------------------
@@ -65,6 +66,22 @@ def test_repeated_write_after_a_part_began_leaves_the_rows_once(tmp_path, small_
         ends.append(sample_file.write_step(file, step, rows_of(step), excerpt, at).end)
     assert [len(read_samples(tmp_path, step)) for step in (1, 2, 3)] == [3, 3, 3]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["steps-000001.jsonl"]
+
+
+def test_worker_writes_chosen_rows_in_place_of_an_earlier_attempt(tmp_path):
+    write_steps(tmp_path, 1, 3)
+    tokens = {name: Ragged.from_rows([[6, 7], [8, 9]]) for name in ("tokens", "logprobs")}
+    tokens["action_mask"] = Ragged.from_rows([[False, True]] * 2)
+    rollouts = [
+        Batch({"prompt": names, "completion": names, "answer": names, **tokens}) for names in (["a", "b"], ["c", "d"])
+    ]
+    numbers = Batch({"reward": np.array([0.5, 1.0]), "detailed": np.array([True, False])})
+    place, excerpt = (tmp_path / "samples.jsonl", 2, None, [3, 0]), sample_file.Excerpt(0, 9, 0, tokens=1)
+    (workload := RolloutWorkload(None, {}))._text_of_token = str
+    workload.write_samples(sample_file.WriteRequest(*place, numbers, excerpt), rollouts)
+    assert [(row["prompt"], row.get("tokens")) for row in read_samples(tmp_path, 2)] == [("d", ["9"]), ("a", None)]
+    assert sample_steps(tmp_path) == (1, 2)
+    assert read_samples(tmp_path, 3) == [{"step": 3, **row} for row in rows_of(3)], "superseded"
 
 
 def test_answers_of_every_evaluation_are_kept(tmp_path):

@@ -157,15 +157,13 @@ def test_metric_of_an_update_has_one_name(name, logged):
     assert policy_trainer._log_name(name) == logged
 
 
-def test_repeated_step_has_its_lines_once(tmp_path):
+def test_later_samples_are_cut_where_the_last_step_ended(tmp_path):
     calls, log = [], SimpleNamespace()
-    rollouts = SimpleNamespace(begin_samples=lambda *place: calls.append(place) or [40])
+    rollouts = SimpleNamespace(cut_samples=lambda *place: calls.append(place) or [40])
     trainer = SimpleNamespace(RG_ROLLOUT=rollouts, job_dir=tmp_path, run_log=log, results_dir=Path(tmp_path))
-    rollouts.workload_class = object
     samples = SampleLog(trainer, None)
-    assert samples._detailed(Pending([]), [0]) == (), "a user's rollouts without tokens"
     samples.load_state_dict({"end": 60})
-    samples.begin_step(5)
+    samples.remove_steps(5)
     assert calls == [(tmp_path / "samples.jsonl", 5, 60)]
     assert samples.state_dict() == {"end": 40}
 

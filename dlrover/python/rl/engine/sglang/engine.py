@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.batch import Ragged
 from dlrover.python.rl.engine.api.base import Finish, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -198,7 +199,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             if self._offload.place == "cuda":
                 # Remains if loading fails midway: a mixture has no version.
                 self.version, self._offload.unready_reason = -1, BROKEN_OFF
-                self._serve(folder)
+                with phase("load weights"):
+                    self._serve(folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
@@ -161,7 +162,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _load(self, weights: WeightSnapshot) -> None:
         """Load weights into vLLM, which is ended if that fails: it cannot repair a mixture."""
         try:
-            with self._offload.computing():
+            with self._offload.computing(), phase("load weights"):
                 (self._server or self._start()).load(weights)
         except BaseException:
             self._fail("cuda")

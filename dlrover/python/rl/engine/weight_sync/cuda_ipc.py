@@ -211,4 +211,4 @@ def _send(connection: socket.socket, message: Any) -> None:
 def _receive(connection: socket.socket) -> Any:
     """Receive a message from a process of this user."""
     (length,) = _LENGTH.unpack(weight_server.read_exactly(connection, _LENGTH.size))
-    return pickle.loads(weight_server.read_exactly(connection, length))
+    return pickle.loads(weight_server.read_exactly(connection, length))  # noqa: TID251 -- of a process of this user

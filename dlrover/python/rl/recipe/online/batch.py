@@ -17,9 +17,9 @@ from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, number_samples, part_columns
-from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
+from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, WriteRequest, format_rows
 from dlrover.python.rl.trainer.port import Pending
-from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 _LOG = get_logger(__name__)
 
@@ -175,7 +175,8 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int])
             for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
                 rank[list(part)] = number
             rank[update < 0] = -1
-    marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
+    reasons = iter(_reasons(batch, rows) if (update < 0).any() else [("", "")] * len(update))
+    marks = [("", "") if number >= 0 else why for number, why in zip(update.tolist(), reasons, strict=True)]
     return {
         **{"advantage": advantage, "update": update, "rank": rank},
         **{"mark": [mark for mark, _ in marks], "reason": [reason for _, reason in marks]},
@@ -225,12 +226,14 @@ def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
 def _token_values(trained: Batch | None, chosen: npt.NDArray[np.bool_]) -> dict[str, list[Any]]:
     """Return the values of each token of the chosen rows, as far as the trainer has them: a list for the whole row, or
     one number for all tokens."""
-    values = {}
+    values: dict[str, list[Any]] = {}
     for name, column in (("token_advantages", "advantage"), ("token_old_logprobs", "old_logprobs")):
         if trained is not None and column in trained:
             count = len(trained)
             source = trained.ragged(column) if isinstance(trained[column], Ragged) else trained.dense(column)
-            values[name] = [source[row].tolist() if row < count and each else None for row, each in enumerate(chosen)]
+            values[name] = [None] * len(chosen)
+            for row in np.flatnonzero(chosen[:count]).tolist():
+                values[name][row] = source[row].tolist()
     return values
 
 
@@ -239,14 +242,15 @@ class SampleLog:
 
     ::
 
-        ROLLOUT[0..n].texts ----------------------------------------.
-                                                                    v
+        rollouts -----------------------------------------------.
+                                                                v
         scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
-                                                                    '-> excerpt for console and tables -> RunLog
+                                                                '-> excerpt for console and tables -> RunLog
 
-    A step calls ROLLOUT[0] to remove the lines of it and of later steps, and then to write its own. A worker answers a
-    repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the run's files
-    are in an object store, the trainer fetches the texts and writes them. The state is where the lines end."""
+    ROLLOUT[0] removes the lines of a step and of later steps before it writes, and all lines before the run begins. It
+    answers a repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the
+    run's files are in an object store, the trainer fetches the texts and writes them. The state is where the lines
+    end."""
 
     def __init__(self, trainer: Any, prompts: PromptSource) -> None:
         self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir
@@ -254,10 +258,10 @@ class SampleLog:
         self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
         self._end: int | None = None  # unknown
 
-    def begin_step(self, step: int) -> None:
+    def remove_steps(self, first: int) -> None:
+        """Remove the lines of the steps from ``first`` on."""
         if not self._is_local:
-            self._touch(SAMPLES)
-            (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
+            (self._end,) = self._rollouts.cut_samples(self._folder / SAMPLES, first, self._end)
 
     def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
         """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
@@ -273,16 +277,16 @@ class SampleLog:
         )
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
         numbers = numbers.take(chosen) if len(chosen) < len(numbers) else numbers
-        places = tuple(rows[row] for row in chosen)
-        texts = self._texts(batch.rollouts)
-        detailed = self._detailed(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
+        places = [rows[row] for row in chosen]
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
-            tokens = self._rollouts.token_columns(*detailed).result() if detailed else [None]  # waits: likewise
-            self._run_log.write_samples(step, format_rows(numbers, fetched, tokens[0]))
+            texts = Batch.concat(self._texts(batch.rollouts).result()).take(places)  # waits: for the workers' records
+            detailed = [rows[row] for row in np.flatnonzero(is_detailed).tolist()]
+            pending = self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)) if detailed else None
+            tokens = pending.result()[0] if pending is not None else None  # waits: likewise
+            self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
             return
-        place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *detailed)
+        request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
+        (written,) = self._rollouts.write_samples(request, Replicate(batch.rollouts))
         self._end = written.end
         self._run_log.show_samples(step, written)
 
@@ -306,7 +310,8 @@ class SampleLog:
             fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for the workers' records
             self._run_log.write_held_out(step, format_rows(numbers, fetched))
         else:
-            file = self._touch(HELD_OUT)
+            file = Path(self._folder / HELD_OUT)
+            retry_io(file.touch, file)
             self._rollouts.write_held_out(file, step, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
@@ -316,16 +321,6 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
-
-    def _detailed(self, rollouts: Pending, rows: Sequence[int]) -> tuple[Shard, ...]:
-        """Return the rows whose tokens are written, as one argument; none if the user's rollouts do not report them."""
-        has_tokens = hasattr(self._rollouts.workload_class, "token_columns")
-        return (Shard(rollouts, rows=rows),) if rows and has_tokens else ()
-
-    def _touch(self, name: str) -> Path:
-        file = Path(self._folder / name)
-        retry_io(file.touch, file)
-        return file
 
     def state_dict(self) -> dict[str, Any]:
         return {"end": self._end}
