@@ -21,6 +21,7 @@ NEEDS = {
     "no cuda": lambda: cuda_devices() == 0,
     "deepspeed": lambda: find_spec("deepspeed"),
     "megatron": lambda: find_spec("megatron") and find_spec("megatron.core"),
+    "openai": lambda: find_spec("openai"),
     "playwright": lambda: find_spec("playwright"),
     "vllm": lambda: find_spec("vllm"),
     "interpreted triton": lambda: os.environ.get("TRITON_INTERPRET") == "1",

@@ -57,13 +57,14 @@ class Sample:
     sequences: Sequence[SequenceColumns] = ()  # set at the end; several if a state does not continue the last one
     turns: int = 0  # actions of the policy so far
     error: str | None = None  # why the environment failed
-    pending: PendingRequest | None = None  # the request being generated
+    pending: set[PendingRequest] = field(default_factory=set)  # the requests being generated
+    open_requests: int = 0  # of its agent
     versions: tuple[int, int] = (-1, -1)  # lowest and highest of the finished turns, -1 for none
     task: "asyncio.Task[None] | None" = None  # runs the sample
     ended: bool = False
 
-    def merge_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        pairs = [pair for pair in (self.versions, versions) if pair[0] >= 0]
+    def merge_versions(self, *versions: tuple[int, int]) -> tuple[int, int]:
+        pairs = [pair for pair in (self.versions, *versions) if pair[0] >= 0]
         return (min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)) if pairs else (-1, -1)
 
 
@@ -201,8 +202,7 @@ class EpisodeRunner:
     ) -> None:
         self._server, self._guard, self._max_turns = server, guard, max_turns
         self._tokenizer, self._arguments_of_template = server.tokenizer, arguments_of_template
-        declared = server.columns
-        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
+        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **server.columns}
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ class EpisodeRunner:
         if self._guard is None:
             trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)
-            trajectory.act(completion.text, completion.request.done.tolist(), _columns_of(completion))
+            trajectory.act(completion.text, completion.request.done.tolist(), columns_of(completion))
             sample.sequences = trajectory.sequences
             return
         answer = {} if group.answer is None else {"answer": group.answer}
@@ -236,7 +236,7 @@ class EpisodeRunner:
             completion = await self._generate(group, sample, trajectory.context)
             tokens = completion.request.done.tolist()
             ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
-            trajectory.act(completion.text, tokens, _columns_of(completion), ending)
+            trajectory.act(completion.text, tokens, columns_of(completion), ending)
             # The environment sees no prompt, so the action repeats an open tag of thoughts.
             self.generating -= 1
             try:
@@ -265,15 +265,23 @@ class EpisodeRunner:
         return Trajectory(self._encode, state, tokens, whole, self.columns)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
-        request = Request.fresh(group.prompt_id, sample.index, context)
         seed = group.seed  # turn 0 has the seed of a sample without further turns
         if sample.turns:
             seed = (*seed, *([0] * (3 - len(seed))), sample.turns)
-        sample.pending = self._server.submit(request, group.sampling, seed, group.priority)
-        completion = await self._server.wait(sample.pending)
+        request = Request.fresh(group.prompt_id, sample.index, context)
+        return await self.complete(group, sample, request, group.sampling, seed)
+
+    async def complete(
+        self, group: Group, sample: Sample, request: Request, sampling: SamplingParams, seed: tuple[int, ...]
+    ) -> Completion:
+        pending = self._server.submit(request, sampling, seed, group.priority)
+        sample.pending.add(pending)
+        try:
+            completion = await self._server.wait(pending)
+        finally:
+            sample.pending.discard(pending)
         versions = completion.request.versions
         sample.versions = sample.merge_versions((int(versions.min()), int(versions.max())))
-        sample.pending = None
         sample.turns += 1
         return completion
 
@@ -299,7 +307,7 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
         return None
 
 
-def _columns_of(completion: Completion) -> dict[str, Any]:
+def columns_of(completion: Completion) -> dict[str, Any]:
     return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
 
 
