@@ -32,7 +32,8 @@ HOMES = {
     "uvicorn": "runtime", "vllm": "engine/vllm",
     "sglang": "engine/sglang", "deepspeed": "engine/deepspeed", "megatron": "engine/megatron", "datasets": "data",
     "pyarrow": "data", "math_verify": "environment", "gem": "environment", "gymnasium": "environment",
-    "wandb": "recipe", "mlflow": "recipe", "trackio": "recipe",
+    "openai": "environment", "mcp": "environment/agents", "openenv": "environment/agents",
+    "reasoning_gym": "environment/agents", "wandb": "recipe", "mlflow": "recipe", "trackio": "recipe",
 }  # fmt: skip
 
 GUESTS = {

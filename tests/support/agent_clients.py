@@ -48,7 +48,7 @@ class _Direct:
         self._run, self.faults = run, []
 
     async def step(self, state, action, extra_info):
-        async with httpx.AsyncClient(timeout=60.0) as http:
+        async with httpx.AsyncClient(timeout=600.0, verify=False) as http:
             try:
                 result = await self._run(Client(state, action, http), extra_info)
             except AssertionError as error:
@@ -58,12 +58,12 @@ class _Direct:
 
 
 @contextmanager
-def acting(say, run, max_turns=8, patience_s=10.0, environment=None, **settings):
+def acting(say, run, max_turns=8, patience_s=10.0, environment=None, copies=None, **settings):
     """A scheduler whose samples are runs of an agent; the model has a chat template with tools."""
     endpoint = AgentEndpoint(patience_s=patience_s)
     direct = _Direct(run)
     guard = AgentGuard(environment or UserEnvironment(direct, "agent"), endpoint, AgentConfig(**settings))
-    rolled = Rolling(say, None, max_turns, guard=guard)
+    rolled = Rolling(say, None, max_turns, guard=guard, copies=copies)
     rolled.engine.tokenizer.chat_template = chat_environments.TEMPLATE
     rolled.endpoint, rolled.max_new_tokens = endpoint, 100
     try:

@@ -7,7 +7,10 @@ import random
 
 import pytest
 
-from dlrover.python.rl.common.errors import EnvironmentLost
+from dlrover.python.rl.common.errors import EngineError, EnvironmentLost
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 from tests.support.agent_clients import acting, user
 from tests.support.chat_environments import TEMPLATE  # noqa: F401 - what the texts below are rendered with
 from tests.support.scripted import groups, texts
@@ -188,6 +191,55 @@ def test_lost_agent_gets_recorded_actions_or_others(on_loss):
     assert rows.dense("turns").tolist() == [2]
     assert texts(rows, "action_mask")[0].startswith(f"{seen[-1]}{END}")
     assert len({seed for seed in rolled.engine.seeds.values()}) == (1 if on_loss == "replay" else 3)
+
+
+@pytest.mark.feature(157)
+@pytest.mark.parametrize(("kills", "error"), [(2, False), (3, True)])
+def test_killed_process_of_agents_is_replaced_and_continues(tmp_path, kills, error):
+    info, counter = {"starts": str(tmp_path / "starts"), "kills": kills}, iter(range(100))
+    environment = IsolatedEnvironment("tests.support.killed_agent")
+    with acting(lambda *_: f"action {next(counter)}", None, environment=environment) as rolled:
+        rows = rolled.fetch(groups(info))
+    assert (tmp_path / "starts").read_text() == "action 0\n" * 3
+    (fault,) = rows.objects("error")
+    assert bool(fault) == error and (fault is None or "killed by SIGKILL" in fault)
+    assert texts(rows, "action_mask") == [f"action 0{END}" + ("" if error else f"action 1{END}")]
+
+
+@pytest.mark.feature(157)
+@pytest.mark.parametrize("stamps", [[WeightStamp(0, "aa")], [WeightStamp(0, "bb")]], ids=["same weights", "others"])
+def test_lost_worker_leaves_actions_to_its_replacement(tmp_path, stamps):
+    counter = iter(range(100))
+
+    async def run(client, row):
+        first, _ = await client.chat("one")
+        second, _ = await client.chat("one", first, "two")
+        await client.chat("one", first, "two", second, "three")
+        return 1.0
+
+    def member(stamp):
+        copies = KeptSamples(tmp_path, 0)
+        copies.note(stamp)
+        return acting(lambda *_: f"action {next(counter)}", run, copies=copies), copies
+
+    losing, copies = member(WeightStamp(0, "aa"))
+    with losing as rolled:
+        advance = rolled.engine.advance
+
+        def lose_third():
+            if len(rolled.engine.seeds) == 3:
+                raise EngineError("the engine is lost")
+            return advance()
+
+        rolled.engine.advance = lose_third
+        with pytest.raises(EngineError, match="is lost"):
+            rolled.fetch(groups({}))
+        copies._writer.shutdown(wait=True)
+    replacing, _ = member(stamps[0])
+    with replacing as rolled:
+        rows = rolled.fetch(groups({}))
+    numbers = (0, 1, 3) if stamps[0].fingerprint == "aa" else (3, 4, 5)
+    assert texts(rows, "action_mask") == ["".join(f"action {number}{END}" for number in numbers)]
 
 
 @pytest.mark.feature(157)

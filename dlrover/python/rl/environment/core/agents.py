@@ -13,7 +13,18 @@ from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.environment.core.base import StepResult, validate_step
 from dlrover.python.rl.environment.core.functions import find_argument_fault, load_named
 
-AGENTS = ExtensionPoint("agent", "dlrover_rl.agents", {}, {})
+_ADAPTERS = "dlrover.python.rl.environment.agents"
+
+AGENTS = ExtensionPoint(
+    "agent",
+    "dlrover_rl.agents",
+    {
+        "mcp": f"{_ADAPTERS}.mcp_tools:McpAgent",
+        "openenv": f"{_ADAPTERS}.openenv:OpenEnv",
+        "reasoning_gym": f"{_ADAPTERS}.reasoning:ReasoningGym",
+    },
+    {},
+)
 
 Agent: TypeAlias = Callable[[Any, dict[str, Any]], Coroutine[Any, Any, Any]]
 

@@ -37,7 +37,8 @@ from dlrover.python.rl.recipe.base.config import AgentConfig, EngineConfig, Roll
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
 from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.rollout.agents import AgentGuard
-from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
+from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.trainer.workload import trainer_invocation

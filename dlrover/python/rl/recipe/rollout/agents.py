@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
 from dlrover.python.rl.data.conversation import encode_prompt, find_think_prefix
-from dlrover.python.rl.engine.api.base import Completion, Request
+from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.rollout_server import RolloutServer
 from dlrover.python.rl.environment.core.base import Environment
 from dlrover.python.rl.environment.core.messages import Message, State, make_assistant_message
@@ -30,6 +30,7 @@ from dlrover.python.rl.environment.core.turns import Episode, Guard, Trajectory
 from dlrover.python.rl.recipe.base.config import AgentConfig
 from dlrover.python.rl.recipe.rollout.chat_api import Answer, ApiError, Ask, Choice, Kind, normalize_chat_message
 from dlrover.python.rl.recipe.rollout.episodes import ChatText, EpisodeRunner, Group, Sample, columns_of
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples, completed
 
 _TRIES = 3  # of an agent that loses its process
 _INDEX_BITS = 16
@@ -89,14 +90,15 @@ class AgentSession:
     actions for the same requests."""
 
     def __init__(self, runner: "AgentRunner", group: Group, sample: Sample, attempt: int) -> None:
-        self._runner, self._group, self._sample = runner, group, sample
+        seed = (*group.seed, *([0] * (3 - len(group.seed))), attempt) if attempt else group.seed
+        self._runner, self._group, self._sample = runner, replace(group, seed=seed), sample
         self.loop = asyncio.get_running_loop()
         self._ends_s = self.loop.time() + self._runner.settings.timeout_s
-        self._seed = (*group.seed, *([0] * (3 - len(group.seed)) + [attempt] if attempt else []))
         self._record: dict[bytes, asyncio.Task[tuple[Sequence[int], list[Choice]]]] = {}
         self._rows: list[_Row] = []
         self._latest: _Row | None = None
         self._actions = self._tokens = sample.turns = 0  # begun or reserved
+        self._kept = {} if runner.copies is None else runner.copies.load_actions(self._group, sample.index)
         self.address = runner.endpoint.open(self)
 
     @property
@@ -162,9 +164,8 @@ class AgentSession:
             row = self._continue_row(ask, self._runner.fitting(sampling))
             context = list(row.trajectory.context)
             rows = [row, *(self._copy_row(row, context) for _ in range(ask.n - 1))]
-            requests = [self._request(ask, number, context) for number in range(ask.n)]
-            generate = partial(self._runner.complete, self._group, self._sample, sampling=sampling, seed=self._seed)
-            completions = await asyncio.gather(*map(generate, requests))
+            numbers = range(ask.n)
+            completions = await asyncio.gather(*(self._complete(ask, number, context, sampling) for number in numbers))
         except BaseException:
             self._actions -= ask.n
             self._tokens -= most * ask.n
@@ -176,10 +177,17 @@ class AgentSession:
         ]
         return context, choices
 
-    def _request(self, ask: Ask, number: int, context: Sequence[int]) -> Request:
+    async def _complete(self, ask: Ask, number: int, context: Sequence[int], sampling: SamplingParams) -> Completion:
+        runner, sample = self._runner, self._sample
         mark = blake2b(ask.digest + bytes([number]), digest_size=5).digest()
-        index = self._sample.index | int.from_bytes(mark) << _INDEX_BITS
-        return Request.fresh(self._group.prompt_id, index, context)
+        index = sample.index | int.from_bytes(mark) << _INDEX_BITS
+        request = Request.fresh(self._group.prompt_id, index, context)
+        if action := self._kept.pop(mark.hex(), None):
+            return runner.take_action(sample, completed(request, action))
+        completion = await runner.complete(self._group, sample, request, sampling, self._group.seed)
+        if runner.copies is not None:
+            runner.copies.save_action(self._group, sample.index, mark.hex(), completion)
+        return completion
 
     def _continue_row(self, ask: Ask, fits: Callable[[list[int]], bool]) -> _Row:
         """Return the row with the request's state as its context: the longest one that it continues, or a new one."""
@@ -260,9 +268,15 @@ class AgentRunner(EpisodeRunner):
     requests is open."""
 
     def __init__(
-        self, server: RolloutServer, guard: AgentGuard, max_turns: int, arguments_of_template: Callable[..., Any]
+        self,
+        server: RolloutServer,
+        guard: AgentGuard,
+        max_turns: int,
+        arguments_of_template: Callable[..., Any],
+        copies: KeptSamples | None,
     ) -> None:
         super().__init__(server, guard, max_turns, arguments_of_template)
+        self.copies = copies
         self.guard, self.settings, self.endpoint = guard, guard.settings, guard.endpoint
         self.max_turns = max_turns
 
@@ -277,7 +291,7 @@ class AgentRunner(EpisodeRunner):
     def template_arguments(self, group: Group, ask: Ask) -> dict[str, Any]:
         return {**self._arguments_of_template(group.extra_info), **ask.template_kwargs}
 
-    def fitting(self, sampling: Any) -> Callable[[list[int]], bool]:
+    def fitting(self, sampling: SamplingParams) -> Callable[[list[int]], bool]:
         return partial(self._fits, sampling)
 
     def encode(self, text: str) -> list[int]:

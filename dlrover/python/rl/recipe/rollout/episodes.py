@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of samples, their rows, the episode of one sample (its turns with an environment), and copies of finished
-samples that survive their worker."""
+"""Groups of samples, their rows, and the episode of one sample: its turns with an environment."""
 
 import asyncio
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,14 +18,10 @@ from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, S
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.rollout_server import PendingRequest, RolloutServer
-from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
 
 _LOG = get_logger(__name__)
-
-_STAMPS = "stamps.json"
-_MOST_STAMPS = 1000
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
@@ -280,6 +271,10 @@ class EpisodeRunner:
             completion = await self._server.wait(pending)
         finally:
             sample.pending.discard(pending)
+        return self.take_action(sample, completion)
+
+    def take_action(self, sample: Sample, completion: Completion) -> Completion:
+        """Count an action, which is returned."""
         versions = completion.request.versions
         sample.versions = sample.merge_versions((int(versions.min()), int(versions.max())))
         sample.turns += 1
@@ -309,92 +304,3 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
 
 def columns_of(completion: Completion) -> dict[str, Any]:
     return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
-
-
-class KeptSamples:
-    """Copies of the finished samples of the worker ``rank``: a process that replaces it generates only the others.
-
-    The role's workers on this node share ``folder``. A sample is reused only if its tokens come from weights of the
-    run's present history: all workers note the stamp of each version, and forget later ones when the run goes back.
-    Last bits of the remaining samples may differ, so only rollouts that run ahead use this. A full memory does not end
-    a run: a sample that cannot be written is lost."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._stamps_file = folder / str(rank), folder / _STAMPS
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._writer = ThreadPoolExecutor(1, "kept-samples")
-        self._stamps: dict[str, str] = {}  # version to fingerprint
-
-    def note(self, stamp: WeightStamp) -> None:
-        """Add these weights to the run's history, and forget later ones."""
-        earlier = {version: mark for version, mark in self._read_stamps().items() if int(version) < stamp.version}
-        newest = sorted(earlier, key=int)[-_MOST_STAMPS:]
-        self._stamps = {version: earlier[version] for version in newest} | {str(stamp.version): stamp.fingerprint}
-        if not _write(self._stamps_file, self._stamps):
-            self._stamps_file.unlink(missing_ok=True)  # otherwise later ones would still count
-
-    def save(self, group: Group, sample: Sample) -> None:
-        versions = {version for sequence in sample.sequences for version in sequence.values["versions"] if version >= 0}
-        data = {
-            "seed": group.seed,
-            "sampling": repr(group.sampling),
-            "prompt": group.text,
-            "stamps": {str(version): self._stamps.get(str(version)) for version in versions},
-            "sequences": [[sequence.values, sequence.opening, sequence.text] for sequence in sample.sequences],
-            "turns": sample.turns,
-            "error": sample.error,
-            "versions": sample.versions,
-        }
-        self._writer.submit(_write, self._file(group.key, sample.index), data)
-
-    def load(self, group: Group, index: int, columns: Mapping[str, ColumnSpec]) -> Sample | None:
-        """Return a finished sample of this group by an earlier process, if it is still valid and has ``columns``."""
-        specs = {**ROW, **columns}
-        try:
-            data = json.loads(self._file(group.key, index).read_text())
-            stamps, origin = self._read_stamps(), (tuple(data["seed"]), data["sampling"], data["prompt"])
-            is_valid = origin == (group.seed, repr(group.sampling), group.text) and all(
-                mark is not None and stamps.get(version) == mark for version, mark in data["stamps"].items()
-            )
-            if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
-                return None
-            sequences = [SequenceColumns(specs, *sequence) for sequence in data["sequences"]]
-            low, high = data["versions"]
-            return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def retain(self, keys: Iterable[GroupKey]) -> None:
-        names = {"-".join(map(str, key)) for key in keys}
-
-        def remove() -> None:
-            for file in self._folder.iterdir():
-                if file.stem.rpartition("-")[0] not in names:
-                    file.unlink(missing_ok=True)
-
-        self._writer.submit(remove)
-
-    def close(self) -> None:
-        self._writer.shutdown(wait=False, cancel_futures=True)
-
-    def _read_stamps(self) -> dict[str, str]:
-        try:
-            stamps: dict[str, str] = json.loads(self._stamps_file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return stamps
-
-    def _file(self, key: GroupKey, index: int) -> Path:
-        return self._folder / f"{'-'.join(map(str, (*key, index)))}.json"
-
-
-def _write(file: Path, data: Any) -> bool:
-    new = file.with_suffix(f".{os.getpid()}")
-    try:
-        new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy
-        new.replace(file)
-    except OSError as error:
-        _LOG.warning("%s was not saved: %s", file.name, error)
-        new.unlink(missing_ok=True)
-        return False
-    return True

@@ -21,7 +21,8 @@ from dlrover.python.rl.engine.api.rollout_server import RolloutServer, Wakeup
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.recipe.rollout.agents import AgentGuard, AgentRunner
-from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 
 _LOG = get_logger(__name__)
 
@@ -60,7 +61,7 @@ class RolloutScheduler:
         arguments = max_turns, self.arguments_of_template
         self._runner = EpisodeRunner(self._server, guard, *arguments)
         if isinstance(guard, AgentGuard):
-            self._runner = AgentRunner(self._server, guard, *arguments)
+            self._runner = AgentRunner(self._server, guard, *arguments, copies)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
