@@ -104,7 +104,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     def close(self) -> None:
         self._channel.close()
 
-    def submit(  # noqa: PLR0913 -- the fields of a submission
+    def submit(
         self,
         job_file: str,
         name: str = "",

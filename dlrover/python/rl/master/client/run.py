@@ -154,7 +154,7 @@ def _redraw(status: JobStatus) -> None:
         redraw(Path(status.folder))
 
 
-def run_on_ray(  # noqa: PLR0913 -- its listeners, and where it runs
+def run_on_ray(
     checked: CheckedJob,
     report: Reporter = report_nothing,
     address: str | None = None,
