@@ -115,8 +115,8 @@ class PolicyPlan(RecipePlan):
             if rollout.env_path is not None:
                 find_environment(rollout.env_path, rollout.env_options)
             elif agent.agent is not None:
-                require_openai()
                 find_agent(agent.agent, agent.options)
+                require_openai()
         except (EnvironmentFailed, MissingExtra) as error:
             errors.append(ConfigError(f"config.{source}", str(error)))
         if rollout.env_path is not None and agent.agent is not None:
