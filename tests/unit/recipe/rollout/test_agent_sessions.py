@@ -72,6 +72,31 @@ def test_tool_calls_are_returned_and_their_results_continue_the_row():
     assert rows.dense("reward").tolist() == [1.0]
 
 
+@pytest.mark.feature(154)
+def test_call_is_text_for_an_agent_without_tools():
+    async def run(client, row):
+        message, answer = await client.chat("2+?")
+        hidden, _ = await client.chat("2+?", "now?", tools=[ADD], tool_choice="none")
+        assert message == hidden == {"role": "assistant", "content": f"I add.\n{CALL}", "refusal": None}
+        return float(answer["choices"][0]["finish_reason"] == "stop")
+
+    assert run_one(run, lambda *_: f"I add.\n{CALL}")[0].dense("reward").sum() == 1.0
+
+
+def test_open_request_of_an_ended_agent_leaves_no_row():
+    async def run(client, row):
+        await client.chat("one")
+        left = asyncio.create_task(client.post("chat/completions", {"model": "policy", "messages": [user("long")]}))
+        while len(rolled.engine.seeds) < 2:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        return 1.0
+
+    with acting(lambda context, index: "x" * 90 if "long" in context else "yes", run) as rolled:
+        rows = rolled.fetch(groups({}))
+        assert (texts(rows, "action_mask"), rolled.engine.running) == ([f"yes{END}"], 0)
+
+
 @pytest.mark.feature(153)
 @pytest.mark.parametrize("change", ["trimmed", "edited", "other tools", "two continuations"])
 def test_request_that_changes_the_past_starts_a_row(change):
