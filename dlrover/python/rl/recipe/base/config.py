@@ -5,6 +5,7 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -497,7 +498,7 @@ class PolicyConfig:
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
 
-    @property
+    @cached_property
     def has_environment(self) -> bool:
         """True if an environment or an agent rewards the samples, not the role REWARD."""
         return self.rollout.env_path is not None or self.environment.agent is not None
