@@ -79,7 +79,7 @@ class Written(NamedTuple):
 class SampleRows:
     """Plain rows: the columns that all of them have, in the files' order, and further values of some rows."""
 
-    columns: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, list[Any]]
     details: Mapping[int, Mapping[str, Any]]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -98,8 +98,8 @@ class SampleRows:
                 varying.append(cells)
             line += key.replace("%", "%%") + value
         lines = [f"{line}}}\n" % cells for cells in zip(*varying, strict=True)]
-        for at, values in self.details.items():
-            more = "".join(f", {_JSON.encode(name)}: {_encode_value(value)}" for name, value in values.items())
+        for at, detail in self.details.items():
+            more = "".join(f", {_JSON.encode(name)}: {_encode_value(value)}" for name, value in detail.items())
             lines[at] = f"{lines[at][:-2]}{more}}}\n"
         return lines
 
@@ -112,7 +112,7 @@ def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> Sa
     token_names = [name for name in joined if name.startswith("token_")]
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
     names = [*first, *(name for name in joined if name not in (*first, *token_names, "digest", "detailed"))]
-    columns = {name: each.tolist() if isinstance(each := joined[name], np.ndarray) else each for name in names}
+    columns = {name: each.tolist() if isinstance(each := joined[name], np.ndarray) else list(each) for name in names}
     details = {}
     if tokens is not None and "detailed" in numbers:
         for at, row in enumerate(np.flatnonzero(numbers.dense("detailed")).tolist()):

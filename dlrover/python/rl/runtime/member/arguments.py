@@ -77,7 +77,9 @@ def encode(value: Any) -> Any:
 def decode(value: Any, get: Callable[[Any], Any]) -> Any:
     """Decode one argument; ``get`` fetches the value of a token, or the values of a list of tokens."""
     if isinstance(value, ListOfRefs):
-        return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
+        marked = list(zip(value.items, value.is_ref, strict=True))
+        fetched = iter(get([item for item, is_ref in marked if is_ref]))
+        return [next(fetched) if is_ref else item for item, is_ref in marked]
     if isinstance(value, RowsOfRefs):
         return take_rows(value.rows, get(list(value.sizes)), get)
     return value
