@@ -328,7 +328,7 @@ class SampleCollector:
         return StepBatch.from_rollouts(rollouts, scored, order, len(groups))
 
     def _score(self, rollouts: Pending, rows: int) -> Batch:
-        if self._cfg.rollout.env_path is not None:
+        if self._cfg.has_environment:
             summarize = bind_method(self._trainer.RG_ROLLOUT, "summarize", rows)
         else:
             summarize = bind_method(self._trainer.RG_REWARD, "score", rows)
