@@ -25,6 +25,8 @@ from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
+from tests.support.commands import CLI
+from tests.support.commands import run as run_command
 from tests.support.served import JOB, until
 
 pytestmark = pytest.mark.usefixtures("kept_logger")
@@ -345,3 +347,18 @@ NEAR = "algorithm={name: my_grpo}", "engine={train: fsdp3, rollout: my_vllm, wei
 def test_check_submitted_needs_nothing_of_another_machine(tmp_path, recipe, overrides):
     (tmp_path / "broken_here.py").write_text("import of_another_machine\n\nclass GRPOTrainer: ...\n")
     check_submitted(REMOTE_JOB.replace("dlrover.python.rl.recipe.grpo", recipe), "a-job", overrides, tmp_path)
+
+
+# -- processor time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["list", "status job", "stop job", "fetch job", "enqueue none.yaml"])
+def test_client_verb_starts_within_a_second_of_processor_time(desk, line):
+    """The command line in a process, which tells its own time as it ends."""
+    desk.begin()
+    (desk.folder / "laptop/sitecustomize.py").write_text(
+        "import atexit, os, sys\natexit.register(lambda: print(sum(os.times()[:2]), file=sys.stderr))\n"
+    )
+    command = [*CLI, *line.split(), "--server", desk.address]
+    done = run_command(desk.folder / "laptop", *command, code=None)
+    assert float(done.stderr.splitlines()[-1]) < 1.0, done.stderr

@@ -16,16 +16,17 @@ import click
 from rich.console import Console
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from dlrover.python.rl.cli.remote import check_submitted, read_file, read_job_file, with_server
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.common.names import hint, is_url
+from dlrover.python.rl.config.command import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
+from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client import resume as resumption
-from dlrover.python.rl.master.client.jobs import check_name
 from dlrover.python.rl.master.client.run import (
     CheckedJob,
     check_described,
@@ -34,10 +35,11 @@ from dlrover.python.rl.master.client.run import (
     run_on_ray,
     with_limits,
 )
+from dlrover.python.rl.master.client.views import check_name
 from dlrover.python.rl.master.process.status import INTERRUPTED
 from dlrover.python.rl.runtime.checkpoint.runs import describe_room
-from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, MODEL, SUMMARY
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 CLUSTERS = ("local", "ray", "kuberay", "slurm")
@@ -300,4 +302,31 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     sys.exit(EXIT_FAILED if ended.phase is Phase.FAILED else stopped)
 
 
-VERBS = (init, run, resume, evaluate, check, submit)
+def _describe_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    text, name = read_job_file(Path(job_file))
+    name = "" if any(override.startswith("name=") for override in overrides) else name
+    check_submitted(text, name, overrides, Path(job_file).absolute().parent)
+    return {"text": text, "name": name, "overrides": overrides}
+
+
+def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
+    return {"text": job_to_yaml(job_of_options(job_name, rl_config, options)), "name": job_name}
+
+
+def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Describe an evaluation of the newest run of a name; the run's files are on the service's machine."""
+    run = client.get(name_or_dir)
+    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
+    text = read_file(client, run.name, DESCRIPTION)
+    changes = [*resumption.evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
+    return {"text": text, "name": resumption.evaluation_name(run.name), "overrides": changes}
+
+
+VERBS = (
+    init,
+    with_server(run, _describe_file),
+    resume,
+    with_server(evaluate, _describe_evaluation),
+    check,
+    with_server(submit, _describe_options),
+)

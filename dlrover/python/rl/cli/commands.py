@@ -7,29 +7,42 @@ Ctrl-C interrupted it.
 """
 
 import sys
+from importlib import import_module
 
 import click
 
-from dlrover.python.rl.cli import begin, look, operate, remote, serve
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_MASTER_LOST, EXIT_NO_CLUSTER
 from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.log import configure_logging, echo
 from dlrover.python.rl.common.names import package_version
 
+_HOMES = {  # the modules of the verbs
+    "begin": ("init", "run", "resume", "eval", "check", "submit"),
+    "operate": ("list", "status", "attach", "wait", "stop", "resize", "logs", "explain"),
+    "look": ("view", "trace", "samples", "lineage", "events", "stacks", "runs"),
+    "serve": ("serve", "token", "doctor"),
+    "remote": ("enqueue", "fetch"),
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Verbs(click.Group):
+    """Imports the module of a verb when the verb is used: together they take seconds."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(verb for verbs in _HOMES.values() for verb in verbs)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        home = next((home for home, verbs in _HOMES.items() if name in verbs), None)
+        commands = import_module(f"{__package__}.{home}").VERBS if home is not None else ()
+        return next((command for command in commands if command.name == name), None)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_version(), prog_name="dlrover-rl")
 def cli() -> None:
     """Run RL post-training jobs."""
     configure_logging()
-
-
-_OTHERS = (serve.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch)
-for command in (*begin.VERBS, *operate.VERBS, *look.VERBS, *_OTHERS):
-    cli.add_command(command)
-for name, describe in remote.DESCRIBE.items():
-    remote.add_server(cli.commands[name], describe)
 
 
 def main() -> None:

@@ -11,22 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, inert
+from dlrover.python.rl.common.names import is_job_name
 from dlrover.python.rl.master.client.explain import explain_lines
-from dlrover.python.rl.master.client.jobs import (
-    JobOperations,
-    JobView,
-    SavedRuns,
-    check_name,
-    is_run_folder,
-)
-from dlrover.python.rl.page.findings import time_lines
-from dlrover.python.rl.page.run_data import RunView
-from dlrover.python.rl.page.timeline import use_lines
+from dlrover.python.rl.master.client.views import JobOperations, JobView, RunOperations, check_name
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -59,10 +52,12 @@ def _operation(function: Callable[..., None]) -> click.Command:
 
     def run(address: str, server: str | None, **arguments: Any) -> None:
         folder = arguments.get("name_or_dir")
-        if folder is not None and server is None and is_run_folder(folder):
+        if folder is not None and _is_folder(folder, server):
             if address != "auto":
                 message = "is not used for a run's folder: give the job's name to ask a cluster"
                 raise InvalidJob([ConfigError("--address", message)])
+            from dlrover.python.rl.master.client.jobs import SavedRuns  # the readers of runs take a second
+
             function(SavedRuns(), **arguments)
             return
         name = arguments.get("name", folder)
@@ -74,6 +69,16 @@ def _operation(function: Callable[..., None]) -> click.Command:
     run.__doc__ = function.__doc__
     run.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     return click.command(function.__name__.removesuffix("_jobs"))(_ADDRESS(_SERVER(run)))
+
+
+def _is_folder(name_or_dir: str, server: str | None) -> bool:
+    """Return True for the folder of a run, which answers without a cluster and without a service."""
+    if server:
+        is_default = click.get_current_context().get_parameter_source("server") is ParameterSource.ENVIRONMENT
+        return is_default and not is_job_name(name_or_dir)
+    from dlrover.python.rl.master.client.jobs import is_run_folder
+
+    return is_run_folder(name_or_dir)
 
 
 @_operation
@@ -99,7 +104,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
 @_operation
 @click.argument("name_or_dir")
 @_JSON
-def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
+def status(jobs: RunOperations, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job, or of a run in a folder. If no cluster answers, show the job's last run in ./runs."""
     _show(jobs.get(name_or_dir), as_json)
 
@@ -151,7 +156,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Print only the last lines of each process.")
-def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+def logs(jobs: RunOperations, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
     writer = ""
@@ -166,7 +171,7 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 @click.argument("name_or_dir")
 @click.option("--time", "with_time", is_flag=True, help="Show where its hours went instead, and each recovery's cost.")
 @_JSON
-def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool, as_json: bool) -> None:
+def explain(jobs: RunOperations, name_or_dir: str, with_time: bool, as_json: bool) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     folder = Path(view.folder) if view.folder and not view.owner else None
@@ -174,6 +179,10 @@ def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool, 
         folder = None
     if with_time and folder is None:
         raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
+    if folder is not None:  # a service's client has none, and imports no reader of runs
+        from dlrover.python.rl.page.findings import time_lines
+        from dlrover.python.rl.page.run_data import RunView
+        from dlrover.python.rl.page.timeline import use_lines
     if as_json:
         history = jobs.history(view)
         failures = [{"at_s": at_s, "message": message} for at_s, message in (history.failures if history else ())]

@@ -3,7 +3,7 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,12 @@ import click
 import yaml
 from click.core import ParameterSource
 
-from dlrover.python.rl.cli.begin import job_of_options
 from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo
-from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import OverridesCommand, load_job_text, name_of_file, search_folders
-from dlrover.python.rl.master.client.resume import evaluation_name, evaluation_overrides
-from dlrover.python.rl.master.client.run import check_types
-from dlrover.python.rl.runtime.run.files import SUMMARY
-from dlrover.python.rl.runtime.run.folder import DESCRIPTION, MODEL
+from dlrover.python.rl.common.names import hint, name_of_file
+from dlrover.python.rl.config.command import OverridesCommand
+from dlrover.python.rl.runtime.run.names import SUMMARY
 from dlrover.python.rl.runtime.run.progress import print_summary
 
 _REQUIRED_SERVER = click.option(
@@ -39,7 +34,7 @@ _DETACH = click.Option(["--detach"], is_flag=True, help="With --server: return o
 _HERE_ONLY = ("address", "local", "supervise")
 
 
-def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) -> None:
+def with_server(command: click.Command, describe: Callable[..., dict[str, Any]]) -> click.Command:
     """Add ``--server`` to a command that starts a job; ``describe(client, **arguments)`` returns the submission."""
     here: Callable[..., None] = command.callback  # type: ignore[assignment]  # every command has one
     has_detach = any(parameter.name == "detach" for parameter in command.params)
@@ -65,11 +60,12 @@ def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) 
             if ended is None:
                 sys.exit(EXIT_INTERRUPTED)
             if any(file.path == SUMMARY for file in client.artifacts(name)):
-                print_summary(name, _read(client, name, SUMMARY))
+                print_summary(name, read_file(client, name, SUMMARY))
         exit_as(ended)
 
     command.callback = begin
     command.params += [_SERVER, *options]
+    return command
 
 
 def _refuse(names: Iterable[str], fault: str) -> None:
@@ -80,37 +76,10 @@ def _refuse(names: Iterable[str], fault: str) -> None:
         raise InvalidJob([ConfigError(f"--{name}", fault) for name in used])
 
 
-def _describe_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    text, name = read_job_file(Path(job_file))
-    name = "" if any(override.startswith("name=") for override in overrides) else name
-    check_submitted(text, name, overrides, Path(job_file).absolute().parent)
-    return {"text": text, "name": name, "overrides": overrides}
-
-
-def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
-    return {"text": job_to_yaml(job_of_options(job_name, rl_config, options)), "name": job_name}
-
-
-def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Describe an evaluation of the newest run of a name; the run's files are on the service's machine."""
-    run = client.get(name_or_dir)
-    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
-    text = _read(client, run.name, DESCRIPTION)
-    changes = [*evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
-    return {"text": text, "name": evaluation_name(run.name), "overrides": changes}
-
-
-def _read(client: Any, name: str, path: str) -> str:
+def read_file(client: Any, name: str, path: str) -> str:
     file = io.BytesIO()
     client.fetch(name, path, file)
     return file.getvalue().decode()
-
-
-DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "run": _describe_file,
-    "submit": _describe_options,
-    "eval": _describe_evaluation,
-}
 
 
 @click.command(cls=OverridesCommand)
@@ -154,6 +123,10 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
 
 def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
     """Check the types of a job's fields; its trainer may be in ``folders``. Raises InvalidJob."""
+
+    from dlrover.python.rl.config.load import load_job_text, search_folders  # with the child's, this takes seconds
+    from dlrover.python.rl.master.client.run import check_types
+
     check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 
@@ -209,3 +182,6 @@ def _copy(read: Callable[..., int], target: Path) -> None:
         with suppress(OSError):  # a folder with files stays
             for folder in new_folders:
                 folder.rmdir()
+
+
+VERBS = (enqueue, fetch)

@@ -293,3 +293,6 @@ def _examine_service(server: str) -> Check:
             return Check(server, True, f"answers; {len(client.list_jobs())} of its jobs have not ended")
     except errors.DLRoverRLError as error:
         return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")
+
+
+VERBS = (serve, token, doctor)

@@ -20,14 +20,14 @@ import grpc
 from dlrover.python.rl.common.errors import CallError, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobView, log_of
+from dlrover.python.rl.master.client.views import SHARED_FIELDS, JobHistory, JobView, log_of
 from dlrover.python.rl.master.process.status import RunningProcess
-from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
+from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
 from dlrover.python.rl.service.auth import TOKEN, default_state
 from dlrover.python.rl.service.jobs.records import JobPhase
 from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
+from dlrover.python.rl.trainer.step_report import Announcer, Reporter, StepReport
 
 _SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 _CALL_S = 15.0

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.master.client.jobs import JobHistory, JobView
+from dlrover.python.rl.master.client.views import JobHistory, JobView
 
 
 def when(unix_s: float) -> str:

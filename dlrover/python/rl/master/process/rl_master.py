@@ -57,7 +57,7 @@ from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_la
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.trainer.steps import StepPace
+from dlrover.python.rl.trainer.step_report import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)

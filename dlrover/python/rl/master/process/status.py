@@ -11,7 +11,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import Cause, Event
 from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, processes
-from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.trainer.step_report import StepReport
 
 INTERRUPTED = "interrupted"
 """``JobStatus.reason`` of a job that Ctrl-C has stopped."""

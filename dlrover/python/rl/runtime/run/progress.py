@@ -21,9 +21,8 @@ from rich.table import Table
 
 from dlrover.python.rl.common.disk_space import DiskWait, replace
 from dlrover.python.rl.common.log import get_logger, inert
-from dlrover.python.rl.runtime.run.files import METRICS
-from dlrover.python.rl.trainer.steps import StepPace
-from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.runtime.run.names import METRICS
+from dlrover.python.rl.trainer.step_report import StepPace, StepReport
 
 _LOG = get_logger(__name__)
 
