@@ -54,7 +54,7 @@ def test_owner_at_the_quota_blocks_no_other():
     limits = QueueLimits(max_running_per_owner=1)
     starts, waits = schedule([job(1), job(2), job(3, owner="bob")], {"cpu": 9}, limits)
     assert starts == ["r1", "r3"]
-    assert waits == {"r2": "'ann' runs 1 jobs, the limit"}
+    assert waits == {"r2": "'ann' runs 1 job, the limit"}
 
 
 def test_all_together_run_as_many_as_allowed():

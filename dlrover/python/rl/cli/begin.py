@@ -77,6 +77,7 @@ def _copy(source: Traversable, target: Path, name: str) -> None:
         target.chmod(0o755)
 
 
+_HAS_FINISHED = "the run has finished; to continue it, override a setting such as its number of steps"
 _ADDRESS = click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 _LOCAL_OR_RAY = click.option("--local/--ray", default=None, help="By default as the run was started.")
 _DETACH = click.option("--detach", is_flag=True, help="Return once the job has started; needs --address or --server.")
@@ -120,7 +121,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
         message = "was run by several processes of a launcher: run the same command again to resume it"
         raise InvalidJob([ConfigError(name_or_dir, message)])
     if owner.state == FINISHED and not overrides:
-        echo(f"{folder}: the run has finished; to continue it, override a setting such as its number of steps")
+        echo(f"{folder}: {_HAS_FINISHED}")
         return
     local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
@@ -314,18 +315,37 @@ def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> 
 
 
 def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Describe an evaluation of the newest run of a name; the run's files are on the service's machine."""
+    """Describe an evaluation of a run, by default the newest one of the name, whose files the service has."""
     run = client.get(name_or_dir)
-    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
-    text = read_file(client, run.name, DESCRIPTION)
+    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(name_or_dir))
+    text = read_file(client, name_or_dir, DESCRIPTION)
     changes = [*resumption.evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
-    return {"text": text, "name": resumption.evaluation_name(run.name), "overrides": changes}
+    name = resumption.evaluation_name(run.name)
+    return {"text": text, "name": name, "overrides": changes, "folder": run.work_dir, "priority": run.priority}
+
+
+def _describe_resume(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Describe the job that continues a run, by default the newest one of the name, in its folder on the service's
+    machine. Raises InvalidJob for a run that has not ended, or has nothing to continue."""
+    from dlrover.python.rl.service.client import JobPhase, phase_of  # gRPC takes a moment
+
+    resumption.refuse_names(overrides)
+    run = client.get(name_or_dir)
+    phase = phase_of(run)
+    if not phase.ended or not run.folder:
+        raise InvalidJob([ConfigError(name_or_dir, f"is {phase}, and has nothing to continue")])
+    if phase is JobPhase.FINISHED and not overrides:
+        echo(f"{name_or_dir}: {_HAS_FINISHED}")
+        raise click.exceptions.Exit(0)
+    text = read_file(client, name_or_dir, DESCRIPTION)
+    changes = [f"job_dir={run.folder}", "checkpoint.resume=latest", *overrides]
+    return {"text": text, "name": run.name, "overrides": changes, "folder": run.work_dir, "priority": run.priority}
 
 
 VERBS = (
     init,
     with_server(run, _describe_file),
-    resume,
+    with_server(resume, _describe_resume),
     with_server(evaluate, _describe_evaluation),
     check,
     with_server(submit, _describe_options),

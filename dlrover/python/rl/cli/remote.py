@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo
-from dlrover.python.rl.common.names import hint, name_of_file
+from dlrover.python.rl.common.names import hint, is_job_name, name_of_file
 from dlrover.python.rl.config.command import OverridesCommand
 from dlrover.python.rl.runtime.run.names import SUMMARY
 from dlrover.python.rl.runtime.run.progress import print_summary
@@ -23,7 +23,9 @@ from dlrover.python.rl.runtime.run.progress import print_summary
 _REQUIRED_SERVER = click.option(
     "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
 )
-_SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
+_SERVER = click.Option(
+    ["--server"], envvar="DLROVER_RL_SERVER", show_envvar=True, help="Submit the job to this job service, host:port."
+)
 _PRIORITY = click.Option(
     ["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server: higher ones start first."
 )
@@ -42,18 +44,24 @@ def with_server(command: click.Command, describe: Callable[..., dict[str, Any]])
     server_only = [str(option.name) for option in options]
 
     def begin(server: str | None, **arguments: Any) -> None:
+        if _is_default(server) and _used(_HERE_ONLY):
+            server = None
         if server is None:
             _refuse(server_only, "needs --server")
             here(**{name: value for name, value in arguments.items() if name not in server_only})
             return
         _refuse(_HERE_ONLY, "cannot be used with --server, which chooses where a job runs")
         arguments = {name: value for name, value in arguments.items() if name not in _HERE_ONLY}
+        if not is_job_name(str(arguments.get("name_or_dir", "job")).partition("@")[0]):
+            why = "is no job's name, as --server and DLROVER_RL_SERVER need; --local, --ray or --address run it here"
+            raise InvalidJob([ConfigError(arguments["name_or_dir"], why)])
         placing = {name: arguments.pop(name) for name in ("priority", "folder")}
+        placing = {name: value for name, value in placing.items() if value}
         detach = arguments.pop("detach")
         from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
 
         with connected(server) as client:
-            name = submit(client, server, **describe(client, **arguments), **placing)
+            name = submit(client, server, **{**describe(client, **arguments), **placing})
             if detach:
                 return
             ended = follow(RemoteJobs(client), name)
@@ -70,10 +78,18 @@ def with_server(command: click.Command, describe: Callable[..., dict[str, Any]])
 
 def _refuse(names: Iterable[str], fault: str) -> None:
     """Raises InvalidJob if an option of ``names``, which would have no effect, is on the command line."""
-    context = click.get_current_context()
-    used = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if used:
+    if used := _used(names):
         raise InvalidJob([ConfigError(f"--{name}", fault) for name in used])
+
+
+def _used(names: Iterable[str]) -> list[str]:
+    """Return the options of ``names`` that are on the command line."""
+    context = click.get_current_context()
+    return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def _is_default(server: str | None) -> bool:
+    return bool(server) and click.get_current_context().get_parameter_source("server") is ParameterSource.ENVIRONMENT
 
 
 def read_file(client: Any, name: str, path: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import grpc
 
-from dlrover.python.rl.common.errors import CallError, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.common.errors import CallError, QuotaReached, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.master.client.views import SHARED_FIELDS, JobHistory, JobView, log_of
@@ -160,7 +160,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         try:
             yield from self._calls["Logs"](request, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error.code(), error.details() or "") from None
+            raise error_of(error) from None
 
     def artifacts(self, name: str) -> list[wire.Artifact]:
         return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
@@ -206,8 +206,8 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
             time.sleep(_FIRST_PAUSE_S)
 
     def _raise_unless_passing(self, error: grpc.RpcError, began_s: float) -> None:
-        failure = error_of(error.code(), error.details() or "")
-        may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
+        failure = error_of(error)
+        may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy) and not isinstance(failure, QuotaReached)
         if not may_pass or time.monotonic() - began_s >= self._patience_s:
             raise failure from None
 
@@ -218,9 +218,11 @@ def has_ended(job: wire.Job) -> bool:
 
 # -- the verbs of the command line -------------------------------------------------------------------------------------
 
+_OF_SERVICE = ("cause", "detail", "owner", "priority", "submitted_s", "devices")
 _FAILURES = ("recovered", "restarted", "failed")
 _STOP_S = 60.0
 _COMMAND_PATIENCE_S = 10.0
+_RECENT_S = 5
 
 
 def connected(address: str) -> ServiceClient:
@@ -240,29 +242,30 @@ class RemoteJobs:
         return view_of_message(self._client.get(name))
 
     def history(self, view: JobView) -> JobHistory | None:
-        job = self._client.get(view.name)
+        job = self._client.get(view.reference)
         since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
-        events = self._client.watch(view.name, follow=False, without_steps=True)
-        for event in (event for event in events if event.run == job.run):
+        for event in self._client.watch(view.reference, follow=False, without_steps=True):
             if event.phase != phase:
                 since_s, phase = event.at_s, event.phase
             if event.kind in _FAILURES and event.message:
                 failures.append((event.at_s, event.message))
         log = log_of(failures)
-        files = {file.path for file in self._client.artifacts(view.name)} if log else set()
-        where = f"dlrover-rl logs {view.name} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
+        files = {file.path for file in self._client.artifacts(view.reference)} if log else set()
+        where = f"dlrover-rl logs {view.reference} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
         return JobHistory(since_s, tuple(failures), "the service's events", where)
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         job = self._client.get(name)
-        total = job.total_steps
-        for event in (event for event in self._client.watch(name) if event.run == job.run):
+        total, reference = job.total_steps, f"{job.name}@{job.run}"
+        for event in self._client.watch(reference):
             if event.kind == "step":
-                total = total or self._client.get(name).total_steps
-                report(StepReport(event.step, total, dict(event.metrics)))
+                total = total or self._client.get(reference).total_steps
+                report(StepReport(event.step, total, dict(event.metrics), at_s=event.at_s))
             else:
-                announce(f"{event.kind} {event.message}".strip())
-        return self.get(name)
+                age_s = round(time.time() - event.at_s)
+                before = f" ({age_s} s ago)" if age_s > _RECENT_S else ""
+                announce(f"{event.kind} {event.message}".strip() + before)
+        return self.get(reference)
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         return view_of_message(self._client.wait(name, timeout_s))
@@ -289,7 +292,7 @@ def view_of_message(job: wire.Job) -> JobView:
         roles=dict(job.roles),
         recoveries=dict(job.recoveries),
         members=tuple(RunningProcess(each.process, each.node, each.pid, each.devices) for each in job.members),
-        **{name: getattr(job, name) for name in (*SHARED_FIELDS, "cause", "detail", "owner")},
+        **{name: getattr(job, name) for name in (*SHARED_FIELDS, *_OF_SERVICE)},
     )
 
 

@@ -25,6 +25,9 @@ class StepReport:
     commit_bytes: int = 0
     """Bytes that commits have written since the last report."""
 
+    at_s: float = 0.0
+    """When it was reported, Unix time; 0: now."""
+
 
 Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""

@@ -70,6 +70,7 @@ def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = 
         started_s=history.began_s,
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
+        run=settings.run if settings else "",
         reason=state.reason if over else reason,
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",

@@ -57,14 +57,14 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the job that resumes a run in its folder; secrets come from the environment. Raises InvalidJob."""
-    _refuse_names(overrides, "cannot be changed: the run resumes in its folder, under its name")
+    refuse_names(overrides)
     return _read(run, ["checkpoint.resume=latest", *overrides], lambda job: replace(job, job_dir=run.folder))
 
 
 def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """Return a job that evaluates the saved model of a run, or of an override, in a separate folder. Raises
     InvalidJob."""
-    _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
+    refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
     text = _description(run)
     changes = evaluation_overrides(text, run.folder, (run.folder / MODEL).is_dir(), overrides)
     return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
@@ -86,7 +86,9 @@ def _description(run: SavedRun) -> str:
         return file.read().decode()
 
 
-def _refuse_names(overrides: Sequence[str], why: str) -> None:
+def refuse_names(
+    overrides: Sequence[str], why: str = "cannot be changed: the run resumes in its folder, under its name"
+) -> None:
     names = [match[1] for override in overrides if (match := re.match(r"\+*(name|job_dir)=", override))]
     if names:
         raise InvalidJob([ConfigError(name, why) for name in names])

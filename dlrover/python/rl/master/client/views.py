@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
+from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, devices_of
 from dlrover.python.rl.trainer.step_report import Announcer, Reporter
+
+_LATE_STEPS, _LATE_S = 10, 60.0  # without a step, a job is taken to stand still
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class JobView:
     step_s: float = 0.0
     started_s: float = 0.0
     elapsed_s: float = 0.0
+    last_step_s: float = 0.0  # when its last step was reported, Unix time
     restarts: int = 0
     reason: str = ""
     cause: str = ""  # kind of the first cause of a failure
@@ -53,26 +56,39 @@ class JobView:
     activity: str = ""
     folder: str = ""
     owner: str = ""
+    run: str = ""
+    priority: int = 0
+    submitted_s: float = 0.0
     roles: Mapping[str, int] = field(default_factory=dict)
     recoveries: Mapping[str, int] = field(default_factory=dict)
     members: tuple[RunningProcess, ...] = ()
+    devices: int = 0  # in use
 
     @property
     def nodes(self) -> int:
         return len({member.node for member in self.members})
 
     @property
-    def devices(self) -> int:
-        """The number of devices, of which processes may share some."""
-        return len({(each.node, device) for each in self.members for device in each.devices.split(",") if device})
+    def reference(self) -> str:
+        return f"{self.name}@{self.run}"
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the last step; 0: none yet, or the job has ended."""
+        return 0.0 if self.ended or not self.last_step_s else max(time.time() - self.last_step_s, 0.0)
+
+    @property
+    def moves(self) -> bool:
+        """True while steps come at their pace."""
+        is_late = self.step_age_s > max(_LATE_STEPS * self.step_s, _LATE_S)
+        return self.phase == "running" and not self.activity and not is_late
 
     @property
     def eta_s(self) -> float:
-        left = self.total_steps - self.step
-        return 0.0 if self.ended or left <= 0 else left * self.step_s
+        return max(self.total_steps - self.step, 0) * self.step_s if self.moves else 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        plain = {**vars(self), "eta_s": self.eta_s, "nodes": self.nodes, "devices": self.devices}
+        plain = {**vars(self), "eta_s": self.eta_s, "nodes": self.nodes, "step_age_s": self.step_age_s}
         plain["members"] = [member._asdict() for member in self.members]
         return {
             name: None if isinstance(value, float) and not isfinite(value) else value for name, value in plain.items()
@@ -108,7 +124,10 @@ class JobOperations(RunOperations, Protocol):
     def resize(self, name: str, role: str, num: int) -> JobView: ...
 
 
-SHARED_FIELDS = ("name", "step", "total_steps", "step_s", "started_s", "restarts", "reason", "activity", "folder")
+SHARED_FIELDS = (
+    "name", "run", "step", "total_steps", "step_s", "last_step_s", "started_s", "restarts", "reason", "activity",
+    "folder",
+)  # fmt: skip
 """Fields that a view shares with a job's status and with a service's message of a job."""
 
 
@@ -120,6 +139,7 @@ def view_of_status(status: JobStatus) -> JobView:
         elapsed_s=time.time() - status.started_s if status.started_s else 0.0,
         cause=cause.kind.value if cause else "",
         detail=cause.detail if cause else "",
+        devices=devices_of(status.members),
         **{name: getattr(status, name) for name in (*SHARED_FIELDS, "reward", "roles", "recoveries", "members")},
     )
 

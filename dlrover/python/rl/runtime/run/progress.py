@@ -113,7 +113,7 @@ class ProgressView:
             self._print(self._unprinted)
 
     def __call__(self, report: StepReport) -> None:
-        self._pace.note(report.step, time.monotonic())
+        self._pace.note(report.step, report.at_s or time.monotonic())
         if self._bar is None:
             now_s = time.monotonic()
             if now_s - self._printed_s < _PLAIN_INTERVAL_S and report.step != report.total_steps:

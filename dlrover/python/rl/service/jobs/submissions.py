@@ -34,6 +34,7 @@ _MAX_PRIORITY = 100
 _MAX_REASON = 500
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROCESS = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}")
+_RUN = re.compile(r"[0-9a-z]{1,64}")
 _MAX_PATH = 1000
 _MAX_WAITING = 64  # submissions of one caller that are being read, or wait for it
 _MAX_S = 5.0  # hundreds of times what a job file takes
@@ -65,6 +66,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
         folder="" if job.run_folders else str(job.job_dir.resolve()),
+        work_dir=str(folder.relative_to(root)),
     )
     description = JobDescription(request.job_file, tuple(request.overrides), str(folder))
     return SubmitJob(record, description, str(job.run_folders.resolve()) if job.run_folders else "")
@@ -92,11 +94,15 @@ def name_faults(name: str) -> list[ConfigError]:
     return []
 
 
-def check_name(name: str) -> str:
-    """Raises InvalidJob."""
-    if faults := name_faults(name[:1000]):
+def check_name(reference: str) -> str:
+    """Return a valid NAME or NAME@RUN. Raises InvalidJob."""
+    name, mark, run = reference[:1000].partition("@")
+    faults = name_faults(name)
+    if mark and not _RUN.fullmatch(run):
+        faults.append(ConfigError("name", f"{shown(run)!r} is not a run's id, as 'list' shows it"))
+    if faults:
         raise InvalidJob(faults)
-    return name
+    return reference
 
 
 def check_process(process: str) -> str:
