@@ -63,6 +63,10 @@ def write_skeleton(name: str, cluster: str) -> Path:
     job = folder / "base" / "files" if cluster == "kuberay" else folder
     _copy(skeleton / "common", job, name)
     _copy(skeleton / cluster, folder, name)
+    if cluster == "kuberay":  # the files of the job are mounted alone, and its model is on the volume
+        file = job / "job.yaml"
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("model: tiny-model ", "model: /work/runs/tiny-model "), encoding="utf-8")
     return folder
 
 
