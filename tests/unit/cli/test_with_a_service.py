@@ -2,9 +2,13 @@
 """The verbs against a service whose jobs only do what the test reports, and the service's own command."""
 
 import asyncio
+import hashlib
+import io
 import json
+import os
 import re
 import socket
+import tarfile
 import threading
 import time
 from dataclasses import replace
@@ -347,6 +351,84 @@ def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
             began_s = time.monotonic()
             client.submit(JOB, name="third")
         assert time.monotonic() - began_s < 10
+
+
+# -- working directories ----------------------------------------------------------------------------------------------
+
+
+def test_folder_of_a_job_is_sent_once_and_kept(desk):
+    """50 MB from another folder; what is ignored stays here, and the run resumes with the same files."""
+    mine = desk.folder / "mine"
+    (mine / "pkg/__pycache__").mkdir(parents=True)
+    (mine / "pkg/rewards.py").write_text("A = 1\n")
+    (mine / "pkg/__pycache__/rewards.pyc").write_text("x")
+    (mine / "data.bin").write_bytes(bytes(range(256)) * 200_000)
+    (mine / "secret.txt").write_text("key")
+    (mine / ".dlrover-rl-ignore").write_text("# not for the service\nsecret.txt\n")
+    (mine / "link.py").symlink_to("pkg/rewards.py")
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    folders = []
+    for name in ("first", "second"):
+        desk("enqueue", "toy.yaml", "--name", name, "--working-dir", "../mine")
+        folders.append(desk.store.description(desk.manager.get(name).run).folder)
+    stored = Path(folders[0])
+    assert folders[0] == folders[1] and stored.parent == desk.folder / "root/working-dirs"
+    names = {path.relative_to(stored).as_posix() for path in stored.rglob("*") if path.is_file()}
+    assert names == {"pkg/rewards.py", "data.bin", "link.py", ".dlrover-rl-ignore"}
+    assert (stored / "data.bin").read_bytes() == (mine / "data.bin").read_bytes()
+    assert [path.name for path in stored.parent.iterdir()] == [stored.name]
+    assert desk.manager.get("first").work_dir == f"working-dirs/{stored.name}"
+
+
+def make_huge(folder):
+    (folder / "huge.bin").touch()
+    os.truncate(folder / "huge.bin", 10**10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: (folder / "out").symlink_to("/etc/passwd"), "out: is a link out of ../mine"),
+        (lambda folder: (folder / "up").symlink_to(".."), "up: is a link out of ../mine"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "pipe: is no plain file"),
+        (
+            lambda folder: (folder / "huge.bin").touch() or os.truncate(folder / "huge.bin", 10**10),
+            "huge.bin: is the largest",
+        ),
+    ],
+)
+def test_file_that_cannot_be_sent_is_refused_by_name(desk, make, message):
+    (desk.folder / "mine").mkdir()
+    make(desk.folder / "mine")
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    assert message in desk("run", "toy.yaml", "--detach", "--working-dir", "../mine", code=1)
+    assert desk.manager.list_jobs(ended=True) == []
+    assert "needs --server" in str(CliRunner().invoke(cli, ["run", "toy.yaml", "--working-dir", "."]).exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("../../escaped", tarfile.REGTYPE, "escaped: is refused"),
+        ("link", tarfile.SYMTYPE, "link: is no plain file"),
+        ("device", tarfile.CHRTYPE, "device: is no plain file"),
+    ],
+)
+def test_service_refuses_a_hostile_archive_by_its_member(desk, name, kind, message):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        tar.addfile(entry, io.BytesIO())
+    digest = hashlib.sha256(archive.getvalue()).hexdigest()
+    with connected(desk.address) as client:
+        with pytest.raises(InvalidJob, match=message):
+            client.upload(archive, digest)
+        with pytest.raises(InvalidJob, match="was not uploaded"):
+            client.submit(JOB, name="toy", working_dir=digest)
+        with pytest.raises(InvalidJob, match="differs from its digest"):
+            client.upload(archive, "0" * 64)
+    assert not list(desk.folder.rglob("escaped")) and not list((desk.folder / "root/working-dirs").iterdir())
 
 
 # -- a stuck job ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
@@ -32,6 +33,9 @@ _PRIORITY = click.Option(
 _FOLDER = click.Option(
     ["--folder"], default="", help="With --server: where the job's modules and data are, relative to its root."
 )
+_WORKING_DIR = click.Option(
+    ["--working-dir"], type=click.Path(path_type=Path), help="With --server: send this folder, with modules and data."
+)
 _DETACH = click.Option(["--detach"], is_flag=True, help="With --server: return once the job is submitted.")
 _HERE_ONLY = ("address", "local", "supervise")
 
@@ -40,7 +44,7 @@ def with_server(command: click.Command, describe: Callable[..., dict[str, Any]])
     """Add ``--server`` to a command that starts a job; ``describe(client, **arguments)`` returns the submission."""
     here: Callable[..., None] = command.callback  # type: ignore[assignment]  # every command has one
     has_detach = any(parameter.name == "detach" for parameter in command.params)
-    options = [_PRIORITY, _FOLDER, *([] if has_detach else [_DETACH])]
+    options = [_PRIORITY, _FOLDER, _WORKING_DIR, *([] if has_detach else [_DETACH])]
     server_only = [str(option.name) for option in options]
 
     def begin(server: str | None, **arguments: Any) -> None:
@@ -55,7 +59,7 @@ def with_server(command: click.Command, describe: Callable[..., dict[str, Any]])
         if not is_job_name(str(arguments.get("name_or_dir", "job")).partition("@")[0]):
             why = "is no job's name, as --server and DLROVER_RL_SERVER need; --local, --ray or --address run it here"
             raise InvalidJob([ConfigError(arguments["name_or_dir"], why)])
-        placing = {name: arguments.pop(name) for name in ("priority", "folder")}
+        placing = {name: arguments.pop(name) for name in ("priority", "folder", "working_dir")}
         placing = {name: value for name, value in placing.items() if value}
         detach = arguments.pop("detach")
         from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
@@ -104,6 +108,7 @@ def read_file(client: Any, name: str, path: str) -> str:
 @click.option("--name", default="", help="By default the name in the file, or of the file.")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--folder", default="", help="Where the job's modules and data are, relative to the service's root.")
+@click.option("--working-dir", type=click.Path(path_type=Path), help="Send this folder, with modules and data.")
 @click.option("--token", "client_token", default="", help="Submitting again with the same token makes no second job.")
 @_REQUIRED_SERVER
 def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
@@ -146,8 +151,14 @@ def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Pa
     check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 
-def submit(client: Any, server: str, text: str, **options: Any) -> str:
+def submit(client: Any, server: str, text: str, working_dir: Path | None = None, **options: Any) -> str:
     """Submit a job to the service that ``client`` is connected to, and print how to follow it; return its name."""
+    if working_dir is not None:
+        from dlrover.python.rl.service.jobs.working_dirs import pack
+
+        with TemporaryFile() as archive:
+            options["working_dir"] = pack(working_dir, archive)
+            client.upload(archive, options["working_dir"])
     job = client.submit(text, **options)
     echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
     return str(job.name)

@@ -25,7 +25,8 @@ from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
 from dlrover.python.rl.service.auth import TOKEN, default_state
 from dlrover.python.rl.service.jobs.records import JobPhase
-from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
+from dlrover.python.rl.service.jobs.working_dirs import PART
+from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, UPLOAD_S, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.trainer.step_report import Announcer, Reporter, StepReport
 
@@ -112,11 +113,21 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         priority: int = 0,
         folder: str = "",
         client_token: str = "",
+        working_dir: str = "",
     ) -> wire.Job:
-        """Queue a job in YAML. ``folder`` is relative to the service's root. A ``client_token`` makes one job."""
+        """Queue a job in YAML. ``folder`` is relative to the service's root, or to the uploaded folder whose digest is
+        ``working_dir``. A ``client_token`` makes one job."""
         request = wire.SubmitRequest(job_file=job_file, name=name, overrides=overrides, priority=priority)
         request.folder, request.client_token = folder, client_token or secrets.token_urlsafe(16)
+        request.working_dir = working_dir
         return self._job("Submit", request)
+
+    def upload(self, archive: BinaryIO, digest: str) -> None:
+        """Send an archive of :func:`pack`, or as much of it as the service lacks."""
+        request = wire.UploadRequest(digest=digest, size=archive.seek(0, os.SEEK_END))
+        while (received := self._ask("Upload", request, UPLOAD_S).received) < request.size:
+            archive.seek(received)
+            request.offset, request.data = received, archive.read(PART)
 
     def get(self, name: str) -> wire.Job:
         return self._job("Get", wire.GetRequest(name=name))

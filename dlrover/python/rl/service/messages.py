@@ -12,6 +12,7 @@ from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 RESIZE_S = 150.0  # limit of a resize, which checks the job's classes and reserves resources
 QUOTA = "quota"  # metadata key of the end of a call that a quota refused: to repeat it at once is of no use
+UPLOAD_S = 150.0  # limit of the last part of an upload, after which the folder is unpacked
 STREAM_OPEN = "stream-open"  # metadata key, sent at the start of a stream: its first message may come much later
 _SHARED_FIELDS = (
     "name", "run", "owner", "priority", "revision", "cause", "submitted_s", "started_s", "ended_s", "step",

@@ -31,11 +31,13 @@ from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import submissions
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionReader, check_name, shown
+from dlrover.python.rl.service.jobs.working_dirs import WorkingDirs
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.messages import (
     QUOTA,
     RESIZE_S,
     STREAM_OPEN,
+    UPLOAD_S,
     code_of,
     details_of,
     event_message,
@@ -171,7 +173,7 @@ class FailureLimit:
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 RIGHTS = {  # the lowest role that may call each method
     **dict.fromkeys(("Get", "List", "Wait", "Watch", "Logs", "Artifacts", "Fetch"), AccessRole.READ),
-    **dict.fromkeys(("Submit", "Stop", "Resize"), AccessRole.SUBMIT),
+    **dict.fromkeys(("Submit", "Upload", "Stop", "Resize"), AccessRole.SUBMIT),
 }
 MAX_MESSAGE = 4 * 1024 * 1024
 _OPTIONS = (
@@ -188,7 +190,7 @@ _OPTIONS = (
 _MAX_CALLS = 2_000
 _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
-_LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
+_LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S, "Upload": UPLOAD_S}
 _MAX_LISTED, _LISTED = 1_000, 100
 _PART = 256 * 1024  # bytes of events in a message, before its last event
 _ROW = 8  # bytes of a row's frame, at most
@@ -325,6 +327,10 @@ class JobServer:
     async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
         operation = await self._reader.read(request, caller.name, self._root)
         return job_message(await self._manager.ask(operation))
+
+    async def _upload(self, request: wire.UploadRequest, caller: Caller) -> wire.UploadResponse:
+        part = request.digest, caller.name, request.size, request.offset, request.data
+        return wire.UploadResponse(received=await asyncio.to_thread(WorkingDirs(self._root).add_part, *part))
 
     async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
         return job_message(self._named(request))

@@ -26,6 +26,7 @@ from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.service.jobs.records import JobDescription, JobRecord, SubmitJob
+from dlrover.python.rl.service.jobs.working_dirs import WorkingDirs
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 MAX_TEXT = 256 * 1024
@@ -44,7 +45,8 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     """Return the job of a request, whose paths stay below ``root``. Raises InvalidJob with all errors that are visible
     without importing the job's classes."""
     errors = _faults(request)
-    folder = _folder(request.folder, root, errors)
+    base = WorkingDirs(root).find(request.working_dir) if request.working_dir else root
+    folder = _folder(request.folder, base, errors)
     if errors:
         raise InvalidJob(errors)
     job = load_job_text(request.job_file, request.name, request.overrides, (str(folder),))
@@ -53,6 +55,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     if errors or placement is None:
         raise InvalidJob(errors)
     fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
+    fields += [request.working_dir] if request.working_dir else []
     resources = dict(placement.total)
     resources["cpu"] = resources.get("cpu", 0.0) + job.master.cpu
     record = JobRecord(

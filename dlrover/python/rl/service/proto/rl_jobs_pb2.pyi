@@ -107,20 +107,40 @@ class Member(_message.Message):
     def __init__(self, process: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder")
+    __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder", "working_dir")
     CLIENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     JOB_FILE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    WORKING_DIR_FIELD_NUMBER: _ClassVar[int]
     client_token: str
     job_file: str
     name: str
     overrides: _containers.RepeatedScalarFieldContainer[str]
     priority: int
     folder: str
-    def __init__(self, client_token: _Optional[str] = ..., job_file: _Optional[str] = ..., name: _Optional[str] = ..., overrides: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
+    working_dir: str
+    def __init__(self, client_token: _Optional[str] = ..., job_file: _Optional[str] = ..., name: _Optional[str] = ..., overrides: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., folder: _Optional[str] = ..., working_dir: _Optional[str] = ...) -> None: ...
+
+class UploadRequest(_message.Message):
+    __slots__ = ("digest", "size", "offset", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    size: int
+    offset: int
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UploadResponse(_message.Message):
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: int
+    def __init__(self, received: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("name",)
