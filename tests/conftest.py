@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of all tests."""
+"""Fixtures of all tests, which may be coroutine functions."""
 
 import gc
 import logging
@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.needs import absent_need
+from tests.support.async_tests import pytest_pyfunc_call  # noqa: F401
 
 try:
     from hypothesis import settings

@@ -4,8 +4,11 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
+
+from networkx import Graph, connected_components
 
 ROOT = "dlrover.python.rl"
 
@@ -62,7 +65,6 @@ class Import:
 
     name: str
     line: int
-    fault: str = ""
 
     @property
     def top(self):
@@ -75,20 +77,24 @@ class Import:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib."""
+    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib.
+
+    Relative and star imports are the linter's.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield Import(node.module or "", node.lineno, "relative import")
-            for alias in node.names if not node.level else ():
-                fault = "star import" if alias.name == "*" else ""
-                yield Import(f"{node.module}.{alias.name}", node.lineno, fault)
+            yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Call) and _function(node) in ("import_module", "__import__") and node.args:
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 yield Import(argument.value, node.lineno)
+
+
+@cache
+def _imports_in(source: str) -> tuple[Import, ...]:
+    return tuple(imports_of(ast.parse(source)))
 
 
 def _function(call: ast.Call) -> str:
@@ -101,10 +107,9 @@ def faults(path: str, source: str) -> list[str]:
     package = PurePosixPath(path).parts[0]
     if package not in LAYER_OF:
         return [f"{path}: '{package}' is not a package of the layers"]
-    for item in imports_of(ast.parse(source)):
+    for item in _imports_in(source):
         judge = _inside if item.top == "dlrover" else _outside
-        reasons = [item.fault] if item.fault else judge(path, package, item)
-        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
+        messages += [f"{path}:{item.line}: {reason} ({item.name})" for reason in judge(path, package, item)]
     return messages
 
 
@@ -171,7 +176,7 @@ def folder_cycle(root: Path) -> list[str]:
 def _imports_inside(base: Path) -> dict[Path, set[str]]:
     """Return each file of the package, and the names inside the package that it imports."""
     return {
-        file: {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
+        file: {item.inside for item in _imports_in(file.read_text(encoding="utf-8")) if item.inside}
         for file in sorted(base.rglob("*.py"))
     }
 
@@ -200,16 +205,8 @@ def separate_parts(root: Path) -> dict[str, list[list[str]]]:
             prefix = name.replace("/", ".") + "."
             inside = (other.removeprefix(prefix) for other in imports[file] if other.startswith(prefix))
             links.setdefault(module, set()).update(other.partition(".")[0] for other in inside)
-        parts = _connected_parts({module: siblings & links.keys() for module, siblings in links.items()})
+        graph = Graph({module: siblings & links.keys() for module, siblings in links.items()})
+        parts = sorted(map(sorted, connected_components(graph)))
         if len(parts) > 1:
             separate[name] = parts
     return separate
-
-
-def _connected_parts(links: dict[str, set[str]]) -> list[list[str]]:
-    parts: list[set[str]] = []
-    for module, siblings in links.items():
-        touched = [part for part in parts if part & ({module} | siblings)]
-        parts = [part for part in parts if part not in touched]
-        parts.append({module}.union(siblings, *touched))
-    return sorted(sorted(part) for part in parts)

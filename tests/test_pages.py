@@ -59,7 +59,7 @@ def broken_links(pages, files):
 
 def test_generated_parts_of_pages_are_up_to_date():
     outdated = [str(page.relative_to(ROOT)) for page, _ in outdated_pages()]
-    assert not outdated, f"run `make format` or `python -m docs.generate`: {', '.join(outdated)}"
+    assert not outdated, f"run `python -m docs.generate` for {', '.join(outdated)}"
 
 
 def test_pages_have_nothing_for_sphinx_alone():

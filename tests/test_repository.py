@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The root of the repository, the make targets, the commit hook, CI, and the wheel that is released."""
+"""The root of the repository, the make targets, the commit hook, CI, the wheel that is released,
+and what adapters and tests need."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -16,6 +18,8 @@ import pytest
 import yaml
 
 from dlrover.python.rl.common.names import package_version
+from tests.import_rules import imports_of
+from tests.needs import NEEDS
 from tests.support.commands import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,3 +208,35 @@ def test_extras_resolve_with_their_constraints(extras, tmp_path):
     options = ["--dry-run", "--ignore-installed", "--quiet", "--constraint", str(ROOT / constraints)]
     resolved = run_python(tmp_path, "-m", "pip", "install", *options, f"{tmp_path}[test,{extras}]", within_s=850)
     assert f"dlrover-rl {package_version()} does not provide" not in resolved.stderr
+
+
+# -- tests that need a backend or a device, and adapters of other libraries -------------------------------------------
+
+OF_A_FILE = re.compile(r'^pytestmark = [^@]*?needs\("([\w ]+)"\)', re.MULTILINE)
+
+
+def test_page_for_contributors_lists_every_need():
+    page = (ROOT / "docs/contributing/tests.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w ]+)` \| \d+ \|", page, re.MULTILINE)) == set(NEEDS)
+
+
+def test_contract_file_is_named_after_its_backend():
+    """``make test-backends`` selects by name."""
+    files = sorted((ROOT / "tests/contract").rglob("test_*.py"))
+    needs = {file: match[1] for file in files if (match := OF_A_FILE.search(file.read_text(encoding="utf-8")))}
+    assert len(needs) >= 3
+    assert [file.name for file, need in needs.items() if need not in file.name] == []
+
+
+MOST_LINES = 300
+ADAPTERS = {"trl": "trl", "verl": "verl", "openrlhf": "openrlhf"}
+"""Folder of examples to the library's package."""
+
+
+@pytest.mark.parametrize(("folder", "package"), ADAPTERS.items())
+def test_adapter_of_a_library_is_small_and_imports_public_names(folder, package):
+    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples" / folder).rglob("*.py"))]
+    assert 0 < sum(1 for source in sources for line in source.splitlines() if line.strip()) <= MOST_LINES
+    imports = [item.name for source in sources for item in imports_of(ast.parse(source)) if item.top == package]
+    assert imports
+    assert [name for name in imports if any(part.startswith("_") for part in name.split("."))] == []

@@ -45,7 +45,8 @@ def test_files_of_a_folder_are_connected_by_imports():
 
 def unconnected(root, allowed, families):
     """A message for each folder with more parts than it may have, and for each exception that is higher than needed."""
-    parts = {folder: groups for folder, groups in separate_parts(root).items() if folder not in families}
+    separate = separate_parts(root)
+    parts = {folder: groups for folder, groups in separate.items() if folder not in families}
     messages = []
     for folder, groups in parts.items():
         if len(groups) > allowed.get(folder, 1):
@@ -53,7 +54,7 @@ def unconnected(root, allowed, families):
     for folder, number in allowed.items():
         if len(parts.get(folder, [[]])) < number:
             messages.append(f"[unconnected] allows {folder} {number} parts: lower it")
-    idle = [folder for folder in families if folder not in separate_parts(root)]
+    idle = [folder for folder in families if folder not in separate]
     return messages + [f"[families] names {folder}, whose files are connected: remove it" for folder in idle]
 
 

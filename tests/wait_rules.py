@@ -37,7 +37,7 @@ def wait_faults(path: str, source: str) -> list[str]:
     """Every wait without a deadline in a text; ``path`` is for the messages."""
     tree = ast.parse(source)
     excused = {number for number, line in enumerate(source.splitlines(), 1) if line.partition(MARK)[2].strip()}
-    waits = _Waits(tree)
+    waits = _Waits(list(ast.walk(tree)))
     waits.visit(tree)
     return [
         f"{path}:{node.lineno}: {why}"
@@ -55,11 +55,11 @@ def wait_faults_of_tree(root: Path) -> list[str]:
 class _Waits(ast.NodeVisitor):
     """Collects the waits of a module that have no deadline."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, nodes: list[ast.AST]) -> None:
         self.faults: list[tuple[ast.expr, str]] = []
-        self._aliases = dict(_names(tree))
-        self._harmless = _context_variables(tree)
-        self._waited_for = _handed_on(tree, self._aliases)
+        self._aliases = dict(_names(nodes))
+        self._harmless = _context_variables(nodes)
+        self._waited_for = _handed_on(nodes, self._aliases)
         self._bounded = 0
         self._references: set[str] = set()
 
@@ -156,9 +156,9 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
     return aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
-def _context_variables(tree: ast.AST) -> set[str]:
+def _context_variables(nodes: list[ast.AST]) -> set[str]:
     """``current.get`` for each ``current = ContextVar(...)``: it takes no argument and never waits."""
-    bound = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    bound = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
     calls = [
         node for node in bound if isinstance(node.value, ast.Call) and "ContextVar" in ast.unparse(node.value.func)
     ]
@@ -166,15 +166,15 @@ def _context_variables(tree: ast.AST) -> set[str]:
     return {f"{target.id}.get" for target in targets if isinstance(target, ast.Name)}
 
 
-def _handed_on(tree: ast.AST, aliases: dict[str, str]) -> set[str]:
+def _handed_on(nodes: list[ast.AST], aliases: dict[str, str]) -> set[str]:
     """Names given to a wait with a deadline: a coroutine may be made in one line and waited for in the next."""
-    calls = [(node, _dotted(node.func, aliases)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [(node, _dotted(node.func, aliases)) for node in nodes if isinstance(node, ast.Call)]
     bounded = [call for call, name in calls if name in BOUNDED_CALLS and not _reason(call, name)]
     return {argument.id for call in bounded for argument in call.args if isinstance(argument, ast.Name)}
 
 
-def _names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _names(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
         elif isinstance(node, ast.ImportFrom):

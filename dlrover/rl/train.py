@@ -15,8 +15,6 @@ from math import isnan
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
@@ -181,6 +179,8 @@ def _describe(recipe: str, keys: Mapping[str, Any], arguments: Mapping[str, Any]
     file = launcher.recipe_file(recipe)
     values = write_inputs(_folder(recipe, keys) / "inputs", keys, arguments)
     if on_ray:  # the roles share a device of this machine
+        import torch  # not at the top, so that the core names the missing library
+
         roles, gpus = load_job_with(file, {}, ()).workloads, torch.cuda.device_count()
         devices = {"device_type": "GPU" if gpus else "CPU", "device_per_node": gpus or len(roles)}
         values = {"trainer": devices, "workload_group": [{str(role).lower(): 1 for role in roles}], **values}

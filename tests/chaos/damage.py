@@ -40,12 +40,10 @@ def tear_journal(journal: Path) -> int:
 def fill_disk(folder: Path) -> Callable[[], None]:
     """Take all the space there is on the disk of ``folder``; returns what gives it back."""
     ballast = folder / _BALLAST
-    with open(ballast, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(1 << 20))
-    with open(ballast, "ab", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(512))
+    for size in (1 << 20, 512):
+        with open(ballast, "ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(size))
     return lambda: ballast.unlink(missing_ok=True)
 
 

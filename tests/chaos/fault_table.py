@@ -12,7 +12,7 @@ import json
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,44 +61,46 @@ def render_outside(series: Sequence[Mapping[str, Any]]) -> str:
     if not series:
         return "No run that was disturbed from outside is kept here yet."
     head = ["killed", "runs", "in the undisturbed bits", "kills", "of these before the first step"]
-    return markdown([*head, "seconds p50", "max"], [_outside_row(results) for results in series])
-
-
-def _outside_row(results: Mapping[str, Any]) -> list[object]:
-    runs = [result for name, result in results.items() if name != "undisturbed"]
-    names = Counter(name.removeprefix("ray::").partition(".")[0] for result in runs for _, name in result["killed"])
-    early = sum(at_s < result["first_step_s"] for result in runs for at_s, _ in result["killed"])
-    seconds = [result["seconds"] for result in runs]
-    killed = ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
-    counts = [len(runs), sum(result["same"] for result in runs), names.total(), early]
-    return [killed, *counts, f"{percentile(seconds, 0.5):.0f}", f"{max(seconds):.0f}"]
+    rows = []
+    for results in series:
+        runs = [result for name, result in results.items() if name != "undisturbed"]
+        names = Counter(name.removeprefix("ray::").partition(".")[0] for result in runs for _, name in result["killed"])
+        early = sum(at_s < result["first_step_s"] for result in runs for at_s, _ in result["killed"])
+        seconds = [result["seconds"] for result in runs]
+        killed = ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
+        counts = [len(runs), sum(result["same"] for result in runs), names.total(), early]
+        rows.append([killed, *counts, f"{percentile(seconds, 0.5):.0f}", f"{max(seconds):.0f}"])
+    return markdown([*head, "seconds p50", "max"], rows)
 
 
 def render(runs: Sequence[Run], outside: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the text between the page's markers."""
-    return f"{_render_chosen(runs)}\n\nKilled from outside (`make chaos-outside`):\n\n{render_outside(outside)}"
-
-
-def _render_chosen(runs: Sequence[Run]) -> str:
     rows = [[f"{kind.value}", *EXPECTED[kind]] for kind in Kind]
     expected = markdown(["fault", "done by", "expected", "noticed by", "recovery"], rows)
-    if not runs:
-        return f"{expected}\n\nNo run's metrics are kept here yet."
-    return f"{expected}\n\n{_summary(runs)}\n\n{_measured(runs)}"
+    measured = render_measured(runs) if runs else "No run's metrics are kept here yet."
+    outside_table = render_outside(outside)
+    return f"{expected}\n\n{measured}\n\nKilled from outside (`make chaos-outside`):\n\n{outside_table}"
 
 
-def _summary(runs: Sequence[Run]) -> str:
-    findings = _findings(runs)
+def render_measured(runs: Sequence[Run]) -> str:
+    """Sum runs up in a sentence, and their findings in a table of the kinds of faults."""
+    findings = [finding for run in runs for finding in run["findings"]]
     kinds = len({finding["fault"]["kind"] for finding in findings})
     overlapping = sum(bool(finding.get("overlaps")) for finding in findings)
     steps = sum(max((commit["step"] for commit in run["commits"]), default=0) for run in runs)
     redone = sum(sum(run["redone"].values()) for run in runs)
     violations = sum(len(run["problems"]) for run in runs)
-    return (
+    summary = (
         f"{_count(len(runs), 'run')} of {_count(steps, 'step')} in all, {_count(len(findings), 'fault')} of "
         f"{_count(kinds, 'kind')}, {overlapping} of them overlapping another recovery; {_count(redone, 'step')} done "
         f"again, {_count(violations, 'violation')} of what must hold. {_crashes(findings)} Seconds, from the fault on:"
     )
+    by_kind: dict[str, list[Mapping[str, Any]]] = {kind.value: [] for kind in Kind}
+    for finding in findings:
+        by_kind[finding["fault"]["kind"]].append(finding)
+    names = ("noticed", "replaced", "next commit")
+    head = ["fault", "count", *(f"{name} {share}" for name in names for share in ("p50", "p99")), "noted as"]
+    return f"{summary}\n\n{markdown(head, [[kind, *_figures(rows)] for kind, rows in by_kind.items()])}"
 
 
 def _crashes(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -125,16 +127,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('sh') else 's'}"
 
 
-def _measured(runs: Sequence[Run]) -> str:
-    by_kind: dict[str, list[Mapping[str, Any]]] = {}
-    for finding in _findings(runs):
-        by_kind.setdefault(finding["fault"]["kind"], []).append(finding)
-    rows = [[kind.value, *_figures(by_kind.get(kind.value, ()))] for kind in Kind]
-    names = ("noticed", "replaced", "next commit")
-    head = ["fault", "count", *(f"{name} {share}" for name in names for share in ("p50", "p99")), "noted as"]
-    return markdown(head, rows)
-
-
 def _figures(findings: Sequence[Mapping[str, Any]]) -> list[object]:
     times = [
         percentile([finding[name] for finding in findings], share)
@@ -144,10 +136,6 @@ def _figures(findings: Sequence[Mapping[str, Any]]) -> list[object]:
     causes = Counter(str(finding["cause"]) for finding in findings)
     causes_text = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items())) or "-"
     return [len(findings), *times, causes_text]
-
-
-def _findings(runs: Iterable[Run]) -> list[Mapping[str, Any]]:
-    return [finding for run in runs for finding in run["findings"]]
 
 
 def with_table(page: str, table: str) -> str:

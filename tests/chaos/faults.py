@@ -83,7 +83,11 @@ def schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = tuple(K
     chance = random.Random(f"chaos-{seed}")
     quick = [kind for kind in kinds if kind in QUICK]
     overlapping = -(-faults * _OVERLAPPING // 100) if quick else 0
-    first = _firsts(chance, faults - overlapping, kinds)
+    every, count = list(kinds), faults - overlapping
+    chance.shuffle(every)
+    weights = [1 if kind in _RARE else 3 for kind in kinds]
+    first = [*every[:count], *chance.choices(kinds, weights, k=max(count - len(every), 0))]
+    chance.shuffle(first)
     sizes = [1] * len(first)
     lasting = [at for at, kind in enumerate(first) if kind not in HARMLESS] or list(range(len(first)))
     for _ in range(overlapping):
@@ -95,16 +99,6 @@ def schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = tuple(K
         Burst(_FIRST_STEP + at * room // len(first), tuple(_burst(chance, kind, sizes[at], quick)))
         for at, kind in enumerate(first)
     )
-
-
-def _firsts(chance: random.Random, count: int, kinds: Sequence[Kind]) -> list[Kind]:
-    every = list(kinds)
-    chance.shuffle(every)
-    weights = [1 if kind in _RARE else 3 for kind in kinds]
-    more = chance.choices(kinds, weights, k=max(count - len(every), 0))
-    chosen = [*every[:count], *more]
-    chance.shuffle(chosen)
-    return chosen
 
 
 def _burst(chance: random.Random, first: Kind, size: int, quick: Sequence[Kind]) -> Iterator[Planned]:

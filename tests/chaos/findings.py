@@ -27,11 +27,6 @@ class Finding:
     commit_s: float | None  # until the next commit
     overlaps: bool = False  # it struck less than a second after another one that had not healed
 
-    @property
-    def healed_at_s(self) -> float:
-        """When the run had healed, in seconds since 1970."""
-        return self.fault.at_s + max(self.back_s or 0.0, self.commit_s or 0.0)
-
 
 def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Commit]) -> list[Finding]:
     """Each fault with what became of it, in the order in which they struck."""
@@ -39,7 +34,8 @@ def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Co
     for fault in sorted(faults, key=lambda fault: fault.at_s):
         loss, back = _loss_and_return(fault, ledger)
         before = findings[-1] if findings else None
-        overlaps = before is not None and fault.at_s < min(before.fault.at_s + 1.0, before.healed_at_s)
+        healed_s = max(before.back_s or 0.0, before.commit_s or 0.0) if before else 0.0
+        overlaps = before is not None and fault.at_s < before.fault.at_s + min(1.0, healed_s)
         returned_s = fault.back_s or (back.at_s if back else 0.0)
         noticed_s, cause = (loss.at_s - fault.at_s, loss.cause.kind.value) if loss else (None, NOTHING)
         back_s = returned_s - fault.at_s if returned_s else None
@@ -107,11 +103,3 @@ def lost_commits(commits: Sequence[Commit], faults: Sequence[Injected]) -> list[
         newest = max(newest, commit.step)
         seen.add(commit.step)
     return problems
-
-
-def confusion(findings: Sequence[Finding]) -> dict[str, Counter[str]]:
-    """Kind of fault to what the master took it for, and how often."""
-    matrix: dict[str, Counter[str]] = {}
-    for finding in findings:
-        matrix.setdefault(finding.fault.kind.value, Counter())[finding.cause] += 1
-    return matrix

@@ -35,10 +35,6 @@ class Gates:
         """The next process that comes to the gate takes it."""
         (self._folder / f"{name}.armed").touch()
 
-    def disarm(self, name: str) -> None:
-        """Nobody takes it any more."""
-        (self._folder / f"{name}.armed").unlink(missing_ok=True)
-
     def take(self, name: str) -> bool:
         """Return True if the gate was armed, to one process alone."""
         try:
@@ -85,5 +81,5 @@ class Gates:
                 return int(taken.suffix[1:])
             time.sleep(_LOOK_S)
         with suppress(OSError):
-            self.disarm(name)
+            (self._folder / f"{name}.armed").unlink(missing_ok=True)
         return None

@@ -23,16 +23,11 @@ def graded(completion, answer, extra_info):
 
 def judge(completion: str, answer: str | None, extra_info: dict) -> float:
     """The tiny job's own reward. On the marked problem the text decides what goes wrong."""
-    if str(answer) == MARKED:
-        _misbehave(zlib.crc32(completion.encode()) % 16)
-    return graded(completion, answer, extra_info)
-
-
-def _misbehave(how: int) -> None:
-    if how == 0:
-        while True:  # an endless loop: only a deadline ends it
-            pass
-    if how == 1:
+    fault = zlib.crc32(completion.encode()) % 16 if str(answer) == MARKED else None
+    while fault == 0:  # an endless loop: only a deadline ends it
+        pass
+    if fault == 1:
         os._exit(3)
-    if how == 2:
+    if fault == 2:
         raise ValueError("a poisoned sample")
+    return graded(completion, answer, extra_info)

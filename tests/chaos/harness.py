@@ -7,7 +7,6 @@ import queue
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -27,13 +26,13 @@ from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 from tests.chaos.damage import small_disk
+from tests.chaos.fault_table import render_measured
 from tests.chaos.faults import CORRUPTING, NODE_LOSSES, Burst
-from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commits
+from tests.chaos.findings import false_alarms, findings_of, lost_commits
 from tests.chaos.gates import FOLDER, Gates
 from tests.chaos.injector import Injected, Injector, Target
 from tests.chaos.job import tiny_job
 from tests.chaos.ledger import Recorder, is_stopped
-from tests.chaos.tables import confusion_table, fault_table
 from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps, violations
 from tests.chaos.workloads import EXECUTIONS
 from tests.ray.two_nodes import TwoNodes
@@ -59,13 +58,8 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def findings(self) -> list[Finding]:
-        """The faults with what became of them."""
-        return findings_of(self.faults, self.recorder.ledger, self.recorder.commits)
 
-
-def chaos_job(  # noqa: PLR0913 - what a run is told apart by
+def chaos_job(
     inputs: Path, folder: Path, name: str, steps: int, seed: int, hang_after_s: float = HANG_S, max_staleness: int = 0
 ) -> JobSpec:
     """The tiny GRPO job with the workloads of this package, limits that are out of the way, and short patience.
@@ -205,34 +199,16 @@ def judge(oracle: Path, chaos: Path, outcome: Outcome, config: Any) -> tuple[lis
     return problems, redone
 
 
-def blame(redone: Mapping[int, int], faults: list[Injected]) -> dict[str, int]:
-    """Steps done again by the kind of the fault that struck last before or in them."""
-    blamed: Counter[str] = Counter()
-    for step, count in redone.items():
-        before = [fault for fault in faults if fault.step < step or (fault.kind in CORRUPTING and fault.step == step)]
-        blamed[before[-1].kind.value if before else "(none)"] += count
-    return dict(blamed)
-
-
-def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], command: str, ahead: bool = False) -> str:
+def report(data: Mapping[str, Any], status: JobStatus, command: str, ahead: bool = False) -> str:
     """The run as text: the faults by kind, what they were noted as, and the verdict."""
     ends = "every problem trained on once, none too stale" if ahead else "ends bit for bit as undisturbed"
-    ends += ", nothing lost, nothing left over"
-    findings = outcome.findings
-    alarms = Counter(loss.cause.kind.value for loss in false_alarms(outcome.faults, outcome.recorder.ledger))
-    overlapping = sum(finding.overlaps for finding in findings)
-    status = outcome.status
+    recoveries = {str(cause): count for cause, count in status.recoveries.items()}
     lines = [
-        fault_table(findings, blame(redone, outcome.faults)),
+        render_measured([data]),
         "",
-        confusion_table(findings, alarms),
-        "",
-        f"{len(findings)} faults of {len({f.fault.kind for f in findings})} kinds, {overlapping} overlapping, in "
-        f"{outcome.seconds:.0f} s; masters {status.masters}, job restarts {status.restarts}, recoveries "
-        f"{ {str(cause): count for cause, count in status.recoveries.items()} }",
-        f"steps done again: {sum(redone.values())}; false alarms: {sum(alarms.values())}",
-        *(f"VIOLATION: {problem}" for problem in problems),
-        f"verdict: {'FAILED' if problems else ends}",
+        f"{data['seconds']:.0f} s; masters {status.masters}, job restarts {status.restarts}, recoveries {recoveries}",
+        *(f"VIOLATION: {problem}" for problem in data["problems"]),
+        f"verdict: {'FAILED' if data['problems'] else f'{ends}, nothing lost, nothing left over'}",
         f"again: {command}",
     ]
     return "\n".join(lines)
@@ -240,7 +216,9 @@ def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], com
 
 def as_json(outcome: Outcome, problems: list[str], redone: Mapping[int, int]) -> dict[str, Any]:
     """The run for machines."""
-    rows = {"findings": outcome.findings, "commits": outcome.recorder.commits}
+    recorder = outcome.recorder
+    findings = findings_of(outcome.faults, recorder.ledger, recorder.commits)
+    rows: dict[str, list[Any]] = {"findings": findings, "commits": recorder.commits}
     numbers = {"seconds": outcome.seconds, "redone": {str(step): count for step, count in redone.items()}}
     return {**numbers, "problems": problems, **{name: [asdict(row) for row in of] for name, of in rows.items()}}
 

@@ -14,19 +14,18 @@ table and the cables.
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
 import dlrover.python.rl.cli
 from tests.chaos.outside import REPOSITORY, digests, prepare
-from tests.support.commands import CLI, command_of, say
+from tests.support.commands import CLI, command_of, kill_processes, say
 
 _PREFIX = f"dlrl{os.getpid()}"
 _SWITCH = f"{_PREFIX}sw"
@@ -127,9 +126,7 @@ class Host:
         for process in self.processes:
             process.kill()
             process.wait(timeout=10)
-        for pid in self.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes(self.pids())
 
     def cut_off(self) -> None:
         ip("-n", _SWITCH, "link", "set", self.cable, "down")

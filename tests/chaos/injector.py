@@ -104,7 +104,12 @@ class Injector:
                 self._await(lambda burst=burst: self._due(burst), f"step {burst.step} committed and all healed")
                 for planned in burst.faults:
                     self._over.wait(planned.after_s)
-                    self._strike(planned)
+                    injected = _METHODS[planned.kind](self, planned)
+                    self.done.append(injected)
+                    self._last_step = self._recorder.step
+                    struck = f"{time.strftime('%H:%M:%S', time.localtime(injected.at_s))} fault {len(self.done)}"
+                    victim = f"{injected.who} {injected.pid or ''} {injected.note}".rstrip()
+                    self._log(f"{struck}: {injected.kind.value} at step {injected.step}: {victim}")
         except Stalled as stalled:
             self.problem = str(stalled)
         except Exception:  # noqa: BLE001 -- a thread's error would otherwise pass unseen
@@ -130,15 +135,6 @@ class Injector:
                 up = ", ".join(sorted(self._recorder.ledger.up))
                 raise Stalled(f"after {timeout_s:g} s without a commit, still not: {event}; up: {up}")
 
-    def _strike(self, planned: Planned) -> None:
-        injected = _METHODS[planned.kind](self, planned)
-        self.done.append(injected)
-        self._last_step = self._recorder.step
-        self._log(
-            f"{time.strftime('%H:%M:%S', time.localtime(injected.at_s))} fault {len(self.done)}: {injected.kind.value} "
-            f"at step {injected.step}: {injected.who} {injected.pid or ''} {injected.note}".rstrip()
-        )
-
     def _injected(self, planned: Planned, **more: object) -> Injected:
         return Injected(planned.kind, time.time(), self._recorder.step, **more)  # type: ignore[arg-type]
 
@@ -160,8 +156,10 @@ class Injector:
         victims: list[Up] = []
 
         def some() -> bool:
-            up = self._recorder.ledger.up
-            victims[:] = [up[process] for process in sorted(up) if _fits(process, part) and is_alive(up[process].pid)]
+            up = sorted(self._recorder.ledger.up.items())
+            is_standby = part.startswith("-")
+            fitting = [one for name, one in up if (part in name if is_standby else name.startswith(part))]
+            victims[:] = [one for one in fitting if is_alive(one.pid)]
             return bool(victims)
 
         self._await(some, f"a process {part}", _REACH_S)
@@ -173,10 +171,9 @@ class Injector:
         os.kill(victim.pid, number)
         return injected
 
-    def _kill(self, planned: Planned) -> Injected:
-        return self._signal(planned, signal.SIGKILL, _KILLED[planned.kind])
-
-    def _hang(self, planned: Planned) -> Injected:
+    def _kill_or_hang(self, planned: Planned) -> Injected:
+        if planned.kind in _KILLED:
+            return self._signal(planned, signal.SIGKILL, _KILLED[planned.kind])
         return self._signal(planned, signal.SIGSTOP, _HUNG[planned.kind])
 
     def _cut(self, planned: Planned) -> Injected:
@@ -239,15 +236,8 @@ class Injector:
         if not self._target.own_disk:
             return self._injected(planned, note="skipped: the job's directory is not a separate disk")
         empty = fill_disk(self._target.job_dir)
-        injected = self._injected(planned, note=f"for {_DISK_S:g} s")
-
-        def later() -> None:
-            self._over.wait(_DISK_S)
-            empty()
-            injected.back_s = time.time()
-
-        self._soon(later)
-        return injected
+        injected = self._injected(planned)
+        return self._end_after(injected, _DISK_S, empty)
 
     def _kill_gcs(self, planned: Planned) -> Injected:
         injected = self._injected(planned, who="GCS", pid=self._gcs())
@@ -279,8 +269,11 @@ class Injector:
         return injected
 
     def _replace_node(self, injected: Injected, index: int) -> None:
+        def is_lost() -> bool:
+            return any(loss.who == "node" and loss.node == injected.node for loss in self._recorder.ledger.losses)
+
         if injected.kind is Kind.CUT_NODE:
-            self._await(lambda: self._is_lost(injected), "the partition to be noticed", _PARTITION_S)
+            self._await(is_lost, "the partition to be noticed", _PARTITION_S)
         joined = threading.Event()
 
         def join() -> None:
@@ -294,23 +287,26 @@ class Injector:
             self._over.wait(_AFTER_PARTITION_S)
             self._cluster.continue_raylet(index)
 
-    def _is_lost(self, injected: Injected) -> bool:
-        return any(loss.who == "node" and loss.node == injected.node for loss in self._recorder.ledger.losses)
-
     def _pause(self, planned: Planned) -> Injected:
         if planned.kind is Kind.PAUSE_MASTER:
-            return self._stop_for(self._signal(planned, signal.SIGSTOP, "master"), _PAUSE_S)
+            return self._continue_after(self._signal(planned, signal.SIGSTOP, "master"), _PAUSE_S)
         of_gcs = planned.kind is Kind.PAUSE_GCS
         pid = self._gcs() if of_gcs else self._cluster.raylet_pid(self._node)
         injected = self._injected(planned, who="GCS" if of_gcs else "raylet", pid=pid)
         os.kill(injected.pid, signal.SIGSTOP)
-        return self._stop_for(injected, _RAYLET_PAUSE_S)
+        return self._continue_after(injected, _RAYLET_PAUSE_S)
 
-    def _stop_for(self, injected: Injected, seconds: float) -> Injected:
-        def later() -> None:
-            self._over.wait(seconds)
+    def _continue_after(self, injected: Injected, seconds: float) -> Injected:
+        def continue_it() -> None:
             with suppress(ProcessLookupError):
                 os.kill(injected.pid, signal.SIGCONT)
+
+        return self._end_after(injected, seconds, continue_it)
+
+    def _end_after(self, injected: Injected, seconds: float, end: Callable[[], None]) -> Injected:
+        def later() -> None:
+            self._over.wait(seconds)
+            end()
             injected.back_s = time.time()
 
         injected.note = f"for {seconds:g} s"
@@ -318,13 +314,8 @@ class Injector:
         return injected
 
 
-def _fits(process: str, part: str) -> bool:
-    return part in process if part.startswith("-") else process.startswith(part)
-
-
 _METHODS: dict[Kind, Callable[[Injector, Planned], Injected]] = {
-    **dict.fromkeys(_KILLED, Injector._kill),
-    **dict.fromkeys(_HUNG, Injector._hang),
+    **dict.fromkeys(_KILLED | _HUNG, Injector._kill_or_hang),
     **dict.fromkeys((Kind.CUT_RECEIVE, Kind.CUT_PUBLISH), Injector._cut),
     Kind.NAN_LOSS: Injector._poison,
     **dict.fromkeys((Kind.FLIP_MEMORY, Kind.TEAR_MEMORY), Injector._damage_commit),

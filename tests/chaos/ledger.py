@@ -10,9 +10,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, JournalCorrupt
 from dlrover.python.rl.config.spec import JobSpec
@@ -40,14 +43,9 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(Up):
     """A loss that the master has noted; ``pid`` is the process's, or 0 if there is no process."""
 
-    who: str
-    number: int
-    pid: int
-    node: str
-    at_s: float
     cause: Cause
 
 
@@ -87,15 +85,12 @@ class Ledger:
 
     def _lost(self, at_s: float, event: events.MemberLost | events.StandbyLost | events.TrainerLost) -> None:
         process, number = _name_of(event)
-        known_up = self._known(process, number)
-        pid, node = (known_up.pid, known_up.node) if known_up else (0, "")
+        # A standby that has become a worker is still found by what it was.
+        started = next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
+        pid, node = (started.pid, started.node) if started else (0, "")
         self.losses.append(Loss(process, number, pid, event.node or node, at_s, event.cause))
         if process in self.up and self.up[process].number == number:
             del self.up[process]
-
-    def _known(self, process: str, number: int) -> Up | None:
-        """The process; a standby that has become a worker is still found by what it was."""
-        return next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
 
     def complete(self) -> bool:
         """Return True if all workers, standbys and the trainer are up."""
@@ -125,15 +120,6 @@ def _name_of(event: Any) -> tuple[str, int]:
     return "trainer", event.epoch
 
 
-def read_ledger(journal: Path) -> Ledger:
-    """The journal as it stands. It may be read while it is written: what is not whole yet is left for the next time."""
-    try:
-        lines = read_lines(journal)
-    except JournalCorrupt:
-        return Ledger()
-    return ledger_of(decode(lines))
-
-
 def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
     """The fold of a journal's events."""
     ledger = Ledger()
@@ -144,10 +130,9 @@ def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
 
 def is_stopped(pid: int) -> bool:
     """Return True if a process exists but a signal has stopped it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 @dataclass(frozen=True, order=True)
@@ -221,28 +206,21 @@ class Recorder:
         return next(iter(generations(root)), None) if root else None
 
     def read(self) -> Ledger:
-        """Read the journal now."""
-        fresh = read_ledger(self.journal)
-        if fresh.submitted is not None:
-            self.ledger = fresh
+        """Read the journal now. While it is written, what is not whole yet is left for the next time."""
+        with suppress(JournalCorrupt):
+            self.ledger = ledger_of(decode(read_lines(self.journal)))
         return self.ledger
 
     def _watch(self) -> None:
         turn = 0
         while not self._over.wait(_LOOK_S):
             turn += 1
-            if turn % _JOURNAL_EVERY == 0 and self._has_grown():
+            size = self.journal.stat().st_size if self.journal.exists() else 0
+            if turn % _JOURNAL_EVERY == 0 and size != self._size:
+                self._size = size
                 self.read()
             if (root := self.root) is not None:
                 self._note(generations(root))
-
-    def _has_grown(self) -> bool:
-        try:
-            size = self.journal.stat().st_size
-        except OSError:
-            return False
-        grown, self._size = size != self._size, size
-        return grown
 
     def _note(self, generations: list[Generation]) -> None:
         now_s, run = time.time(), self.ledger.submitted.run if self.ledger.submitted is not None else ""

@@ -60,7 +60,7 @@ def left_over(seen: Iterable[int], folder: Path) -> list[str]:
     while left and time.monotonic() < until_s:
         time.sleep(_POLL_S)
         table = process_table()
-        left = [f"process {pid}: {table[pid][1][:100]}" for pid in seen if pid in table and table[pid][1]]
+        left = [f"process {pid}: {table[pid][:100]}" for pid in seen if table.get(pid)]
         runs = [json.loads(file.read_text())["run"] for file in folder.glob("owner.*.json")]
         left += [str(path) for path in MEMORY.glob("arithmetic-grpo-*") if path.name.rpartition("-")[2] in runs]
     return left

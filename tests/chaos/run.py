@@ -48,8 +48,9 @@ def chaos(
         return oracle, problems
     outcome = run_job(job("chaos"), cluster, plan, log)
     run_problems, redone = judge(folder / "oracle", folder / "chaos", outcome, config)
-    log(text := report(outcome, run_problems, redone, command(options), ahead))
-    save(folder, text, as_json(outcome, run_problems, redone))
+    data = as_json(outcome, run_problems, redone)
+    log(text := report(data, outcome.status, command(options), ahead))
+    save(folder, text, data)
     return outcome, run_problems
 
 

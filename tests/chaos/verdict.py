@@ -7,12 +7,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 
 from dlrover.python.rl.common.names import NAMESPACE
@@ -23,7 +23,7 @@ from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
-from tests.support.commands import command_of, listening, process_table
+from tests.support.commands import command_of, listening
 from tests.support.run_files import TIMES
 
 _GRACE_S = 10.0
@@ -227,12 +227,9 @@ def _left(job: str, run: str, shared: Path, pids: set[int]) -> Iterator[str]:
 
 
 def _processes(shared: Path) -> set[int]:
-    mark, started = f"{FOLDER}={shared}".encode(), set()
-    for pid in process_table().keys() - {os.getpid()}:
-        with suppress(OSError):  # it has ended, or is another user's
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                started.add(pid)
-    return started
+    processes = psutil.process_iter(["environ"])  # None of what has ended, or is another user's
+    started = {process.pid for process in processes if (process.info["environ"] or {}).get(FOLDER) == str(shared)}
+    return started - {os.getpid()}
 
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:

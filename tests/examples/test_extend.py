@@ -13,8 +13,7 @@ from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import plan_of
 from tests.support.commands import ROOT, run_python
-from tests.support.documented_metrics import undocumented
-from tests.support.run_files import read_lines, write_rows
+from tests.support.run_files import read_lines, undocumented, write_rows
 
 EXAMPLES = ROOT / "docs/extending/examples"
 ALGORITHM = ROOT / "docs/guides/own_algorithm"

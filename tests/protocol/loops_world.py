@@ -7,18 +7,39 @@ dead one takes none any more. What goes from one to another takes a time that th
 
 import asyncio
 import heapq
+import logging
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from math import inf
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 
 class Violation(AssertionError):
     """Something happened that must never happen."""
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Let nothing be logged."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def simulated_disk() -> Iterator[Path]:
+    """A folder in memory, where there is one, for the files of a simulated job."""
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(prefix="simulation-", dir=memory, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 class _NoWait(selectors.DefaultSelector):

@@ -3,7 +3,7 @@
 calls of actors by name that wait while an actor is started again."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -13,17 +13,13 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
-from dlrover.python.rl.runtime.ray.cluster.api import CREATED, REMOVED, GroupRow
+from dlrover.python.rl.runtime.ray.cluster.api import CREATED, REMOVED
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 from tests.protocol.loops_world import Process as ProcessLoop
 from tests.protocol.loops_world import Reply, World
+from tests.support.memory_cluster import MemoryCluster, Method
 
 _ANSWER_S = 5.0  # of the master to a beat
-
-
-class Method:
-    def __init__(self, call):
-        self.remote = call
 
 
 class Actor:
@@ -67,11 +63,10 @@ class Actor:
     def on_locate(self, reply, ports):
         reply.value(self.process)
 
-    def on_prepare(self, reply, job):
+    def on_close(self, reply, *arguments):
         reply.value(None)
 
-    def on_close(self, reply):
-        reply.value(None)
+    on_prepare = on_close
 
     def on_leave(self, reply):
         self.is_up = False
@@ -176,32 +171,23 @@ class StaleCallError(Exception):
 
 
 @dataclass
-class Cluster:
-    """A twin of ``RayClusterApi``."""
+class Cluster(MemoryCluster):
+    """A twin of ``RayClusterApi``, whose ``nodes`` are their names to whether they are alive."""
 
+    _: KW_ONLY
     world: World
     trainer: type
-    nodes: dict[str, bool] = field(default_factory=dict)  # name to whether it is alive
-    groups: dict[str, GroupRow] = field(default_factory=dict)
-    actors: dict[str, Actor] = field(default_factory=dict)
     everyone: list[Actor] = field(default_factory=list)
     master: ProcessLoop | None = None
     is_away: bool = False  # Ray's head
     cut_off: dict[str, int] = field(default_factory=dict)  # nodes that cannot be reached, each with the number of a cut
     delayed: list = field(default_factory=list)  # calls that have not arrived because of them
     audit: object = None
-    _excluded: dict = field(default_factory=dict)
     _scaled: set = field(default_factory=set)
     _cuts: count = field(default_factory=count)
     _calls: list = field(default_factory=list)
 
     # -- RayClusterApi: in threads ------------------------------------------------------------------------------------
-
-    def list_actors(self, prefix):
-        return [name for name in self.actors if name.startswith(prefix)]
-
-    def find_actor(self, name):
-        return self.actors.get(name)
 
     def start_actor(self, request):
         if request.name in self.actors:
@@ -229,25 +215,14 @@ class Cluster:
         except ActorDiedError as error:
             return error
 
-    def list_groups(self):
-        return list(self.groups.values())
-
-    def create_group(self, bundles, name, excluded=(), node=""):
-        group = f"group-{len(self.groups)}"
-        self.groups[group] = GroupRow(group, name, "PENDING", frozenset())
-        self._excluded[group] = set(excluded)
-        self.schedule()
-        return group
-
     def remove_group(self, group):
         for actor in list(self.actors.values()):
             if actor.request.placement.group == group:
                 self.audit(actor)
                 actor.end()
-        self.groups[group] = replace(self.groups[group], state=REMOVED, nodes=frozenset())
-        self.schedule()
+        super().remove_group(group)
 
-    def schedule(self):
+    def _schedule(self):
         waiting = [row for row in self.groups.values() if row.state not in (CREATED, REMOVED)]
         used = {node for group in self.groups.values() for node in group.nodes} if waiting else set()
         for row in waiting:
@@ -265,10 +240,7 @@ class Cluster:
         self._scaled.discard(group)
         if self.groups[group].state not in (CREATED, REMOVED):
             self.nodes[f"n{len(self.nodes)}"] = True
-            self.schedule()
-
-    def free_resources(self):
-        return {}
+            self._schedule()
 
     def list_nodes(self):
         return [NodeRow(node, is_alive, "127.0.0.1", 0) for node, is_alive in self.nodes.items()]
@@ -341,7 +313,7 @@ class Cluster:
         for group, row in self.groups.items():
             if node in row.nodes:
                 self.groups[group] = replace(row, state="RESCHEDULING", nodes=frozenset())
-        self.schedule()
+        self._schedule()
 
     # -- calls of the master ------------------------------------------------------------------------------------------
 

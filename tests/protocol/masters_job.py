@@ -58,7 +58,8 @@ class Job:
         self.placement = plan(self.spec)[0]
         rejoining = ("ACTOR",) if terms.rejoins else ()
         self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",), rejoining=rejoining)
-        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(terms.nodes)})
+        nodes = {f"n{index}": True for index in range(terms.nodes)}
+        self.cluster = Cluster(nodes, world=world, trainer=TrainerActor)
         self.cluster.job, self.cluster.audit = self, self.audit
         self.masters: list[Process] = []
         self.handle = SimpleNamespace(resume=SimpleNamespace(remote=self._resume_later))
@@ -137,10 +138,9 @@ class Job:
 
     def look(self):
         """Tell when the job is in another situation than before."""
-        situation = self._situation()
-        if situation != self.situation:
-            self.situation = situation
-            self.entered(situation)
+        before, self.situation = self.situation, self._situation()
+        if self.situation != before:
+            self.entered(self.situation)
 
     def _situation(self):
         if self.master.is_dead or not hasattr(self.master, "rl_master"):
@@ -199,19 +199,15 @@ class Job:
 
     def audit(self, actor):
         """A master that was replaced ends no process that the job needs."""
-        with suppress(RuntimeError):
-            process = asyncio.get_running_loop()
-            if process in self.masters and process is not self.master and self._is_needed(actor):
-                self.world.broken = Violation(f"{process.name}, which was replaced, ends {actor.name}")
-
-    def _is_needed(self, actor):
         state = self.referee.last
-        if state.phase is not Phase.RUNNING or not actor.is_alive:
-            return False
-        if actor.process_id == TRAINER_ID:
-            return state.epoch == actor.number
         member = state.members.get(actor.process_id)
-        return member is not None and member.phase is MemberPhase.UP and member.incarnation == actor.number
+        is_needed = member is not None and member.phase is MemberPhase.UP and member.incarnation == actor.number
+        if actor.process_id == TRAINER_ID:
+            is_needed = state.epoch == actor.number
+        with suppress(RuntimeError):
+            process, is_running = asyncio.get_running_loop(), state.phase is Phase.RUNNING and actor.is_alive
+            if process in self.masters and process is not self.master and is_running and is_needed:
+                self.world.broken = Violation(f"{process.name}, which was replaced, ends {actor.name}")
 
     def check_end(self):
         state = self.state()
@@ -272,13 +268,11 @@ class Job:
 
     async def _to_thread(self, function, *arguments, **named):
         await asyncio.sleep(self.world.latency_s())
-        of_cluster = getattr(function, "__self__", None) in (self.cluster, getattr(self._own(), "_cluster", None))
+        own = getattr(asyncio.get_running_loop(), "rl_master", None)
+        of_cluster = getattr(function, "__self__", None) in (self.cluster, getattr(own, "_cluster", None))
         while self.cluster.is_away and of_cluster:
             await asyncio.sleep(0.1)
         return function(*arguments, **named)
-
-    def _own(self):
-        return getattr(asyncio.get_running_loop(), "rl_master", None)
 
     def _end_unless(self, has_begun, after_s, why):
         process = asyncio.get_running_loop()
@@ -301,7 +295,7 @@ class Job:
             self.restart_master_later()
         raise Left(why)
 
-    def _watched_brain(job):  # noqa: N805 -- the brain's methods have their self
+    def _watched_brain(job):
         """A brain on the world's clock, under the eyes of the referee."""
 
         class Brain(brain.Brain):

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed of the simulation of masters: faults at random, then quiet, in which the job must finish."""
 
-import logging
-import shutil
-from pathlib import Path
-from tempfile import mkdtemp
+from functools import partial
 
-from tests.protocol.loops_world import Violation, World
+from tests.protocol.loops_world import Violation, World, silence, simulated_disk
 from tests.protocol.masters_disk import TRANSIENT
 from tests.protocol.masters_job import Job
 from tests.protocol.masters_terms import LEASE_S, random_terms
 
-OF_TRAINER = ("trainer dies", "trainer hangs", "trainer stops")
-OF_PROCESSES = ("worker dies", "worker hangs", "worker stops", "standby dies", *OF_TRAINER)
+
+def _is_trainer(name):
+    return "/trainer/" in name
+
+
+_TO_PROCESSES = {
+    "worker dies": (lambda name: not _is_trainer(name) and "standby" not in name, "die"),
+    "worker hangs": (lambda name: not _is_trainer(name), "stick"),
+    "worker stops": (lambda name: not _is_trainer(name), "stop"),
+    "standby dies": (lambda name: "standby" in name, "die"),
+    "trainer dies": (_is_trainer, "die"),
+    "trainer hangs": (_is_trainer, "stick"),
+    "trainer stops": (_is_trainer, "stop"),
+}
+OF_PROCESSES = tuple(_TO_PROCESSES)
+OF_TRAINER = OF_PROCESSES[-3:]
 REPLACING = ("master is replaced while it is frozen", "master is replaced while it is cut off")
 OF_MASTERS = (
     "master dies",
@@ -70,13 +81,7 @@ class Faults:
         self.in_wait += [_LEADS_TO[situation] for situation, _ in self.in_wait if situation in _LEADS_TO]
         job.entered = self.spring
         self._acts = {
-            "worker dies": lambda: self._do(_is_worker, "die"),
-            "worker hangs": lambda: self._do(_is_member, "stick"),
-            "worker stops": lambda: self._do(_is_member, "stop"),
-            "standby dies": lambda: self._do(_is_standby, "die"),
-            "trainer dies": lambda: self._do(_is_trainer, "die"),
-            "trainer hangs": lambda: self._do(_is_trainer, "stick"),
-            "trainer stops": lambda: self._do(_is_trainer, "stop"),
+            **{fault: partial(self._do, *act) for fault, act in _TO_PROCESSES.items()},
             "master dies": self._kill_master,
             "master freezes": lambda: self._freeze(self.rng.choice((0.3, 3.0, 15.0)) * self.rng.random()),
             "master is replaced while it is frozen": self._replace_frozen,
@@ -119,7 +124,8 @@ class Faults:
 
     def strike(self, fault):
         is_late = self.is_over() and (self.job.is_over() or self.job.situation != "ending")
-        if is_late or (fault in OF_MASTERS and not self._is_served()):
+        is_served = self.cluster.master is self.job.master and not self.job.master.is_dead
+        if is_late or (fault in OF_MASTERS and not is_served):
             return False
         situation = self.job.situation
         if self._acts[fault]() is False:
@@ -141,9 +147,6 @@ class Faults:
         self.world.trace("fault at", actor.name)
         getattr(actor, method)()
         return True
-
-    def _is_served(self):
-        return self.cluster.master is self.job.master and not self.job.master.is_dead
 
     def _kill_master(self):
         self.job.master.kill()
@@ -194,39 +197,20 @@ class Faults:
         self.cluster.ask_master("stop", ("enough",), lambda answer, error: None)
 
 
-def _is_trainer(name):
-    return "/trainer/" in name
-
-
-def _is_standby(name):
-    return "standby" in name
-
-
-def _is_member(name):
-    return not _is_trainer(name)
-
-
-def _is_worker(name):
-    return _is_member(name) and not _is_standby(name)
-
-
 def run(seed: int) -> World:
     """Simulate one job; returns its world. Raises Violation, with the trace as ``lines``."""
-    folder = Path(mkdtemp(prefix="masters-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     world = World(seed)
-    job = Job(world, folder, random_terms(seed))
-    logging.disable(logging.CRITICAL)
-    try:
-        play(job)
-    except Exception as error:
-        error.add_note(f"seed {seed}: python -m tests.protocol.replay_protocol masters {seed}")
-        error.lines = world.lines
-        raise
-    finally:
-        logging.disable(logging.NOTSET)
-        job.close()
-        world.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with silence(), simulated_disk() as folder:
+        job = Job(world, folder, random_terms(seed))
+        try:
+            play(job)
+        except Exception as error:
+            error.add_note(f"seed {seed}: python -m tests.protocol.replay_protocol masters {seed}")
+            error.lines = world.lines
+            raise
+        finally:
+            job.close()
+            world.close()
     return world
 
 

@@ -7,19 +7,20 @@ Faults first, then none; the run must come to its end with the results of an und
 import errno
 import shutil
 from dataclasses import dataclass
+from functools import partial
 
 from dlrover.python.rl.common.errors import JobFailed, StaleCall
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import TAKE_OVER_S
-from dlrover.python.rl.runtime.local import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext
 from tests.protocol.steps_world import Violation, World
-from tests.support.durable_toys import Judge, Pipelined, Policy, Sampler, Training, plain
+from tests.support.durable_toys import AlonePolicy, Judge, Pipelined, Policy, Sampler, Training, plain
 
 STEPS = 4
 WITHIN_S = 600.0
@@ -36,12 +37,6 @@ AFTER_TAKE_OVER_S = TAKE_OVER_S + 0.1
 _ERRORS = {"full": (errno.ENOSPC, 20.0), "falters": (errno.EIO, 10.0)}
 
 _FAILING = {"full": ("disk write",), "falters": ("disk write", "disk read", "disk replace", "disk fsync")}
-
-
-class Alone(Policy):
-    """A role whose ranks restart one by one."""
-
-    needs_own_process = False
 
 
 class MemberGone(BaseException):
@@ -82,24 +77,15 @@ class SeenPort(LocalPort):
         self.process.inside.append((verb, member))
         try:
             result = super().execute(member, role, rank, call)
-            self.job.check_served(member.host, call.epoch, result)
+            if not isinstance(result.error, StaleCall):
+                self.job.check_served(member.host, call.epoch)
             return result
         except MemberGone:
             world.is_broken = False
-            return CallResult(None, self._death(member, role, rank, call))
+            return super().execute(member, role, rank, call)
         finally:
             self.process.inside.pop()
             self.job.busy.discard(member.host)
-
-    def _death(self, member, role, rank, call):
-        return super().execute(member, role, rank, call).error
-
-
-class SeenRecovery(LocalRecovery):
-    """Asks the job for replacements, which refuses trainers that are replaced."""
-
-    def renew(self, role, rank, incarnation, why):
-        return self.job.renew(self, role, rank, incarnation, why)
 
 
 class StepsJob:
@@ -149,10 +135,10 @@ class StepsJob:
     def run_trainer(self, epoch):
         process, terms = self.world.current, self.terms
         port = SeenPort(self, process)
-        recovery = SeenRecovery(
+        recovery = LocalRecovery(
             port, self.member, epoch, epoch == 1, opened=self.opened, progressed=lambda step: self.took(epoch, step)
         )
-        recovery.job = self
+        recovery.renew = partial(self.renew, recovery)  # which refuses trainers that are replaced
         commits = self.folder / "commits" if terms.shared else None
         roots = Roots("job", "run1", epoch, self.folder / "durable", commits, process.node, terms.shared)
         spread = not terms.shared and terms.nodes > 1
@@ -213,10 +199,8 @@ class StepsJob:
     def opened(self):
         self.is_open = True
 
-    def check_served(self, host, epoch, result):
+    def check_served(self, host, epoch):
         """A worker has answered a trainer of this epoch."""
-        if isinstance(result.error, StaleCall):
-            return
         if epoch < self.served.get(host, 0):
             raise Violation(f"{host._context.name} serves epoch {epoch} after epoch {self.served[host]}")
         self.served[host] = epoch
@@ -380,7 +364,7 @@ class StepsJob:
 def terms_of(seed):
     """Take no random number of the world: the reference takes the same ones."""
     trainer = (Training, Pipelined)[seed % 2]
-    classes = {"ACTOR": (Policy, Alone)[seed // 2 % 2], "ROLLOUT": Sampler, "REWARD": Judge}
+    classes = {"ACTOR": (Policy, AlonePolicy)[seed // 2 % 2], "ROLLOUT": Sampler, "REWARD": Judge}
     nodes, shared = ((3, False), (1, False), (3, True), (3, False))[seed // 4 % 4]
     commit_every, every = ((1, 2), (3, 100), (2, 3), (1, 100))[seed // 16 % 4]
     sizes = {"ACTOR": 2, "ROLLOUT": 1, "REWARD": 1}

@@ -25,11 +25,8 @@ def beyond_loopback(addresses):
 
 @pytest.fixture
 def desk(tmp_path):
-    desk = Desk(tmp_path, HOME=str(tmp_path))
-    yield desk
-    for command in desk.commands:
-        command.terminate()
-        command.wait(60)
+    with Desk(tmp_path, HOME=str(tmp_path)) as desk:
+        yield desk
 
 
 def test_service_its_ray_and_its_job_listen_on_loopback(desk, tmp_path):

@@ -19,7 +19,7 @@ from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from tests.support.commands import Desk, debian_programs, processes_below, wait_for
+from tests.support.commands import Desk, debian_programs, kill_processes, processes_below, wait_for
 from tests.support.processes import free_port
 from tests.support.toy_job import toy_text
 from tests.unit.master.test_job_metrics import expressions
@@ -153,18 +153,13 @@ def test_alerts_fire_on_a_hang_and_on_a_crash_loop(watched, tmp_path):
 
 @pytest.fixture
 def desk(tmp_path):
-    desk = Desk(tmp_path, HOME=str(tmp_path))
-    yield desk
-    for command in desk.commands:
-        command.terminate()
-        command.wait(60)
+    with Desk(tmp_path, HOME=str(tmp_path)) as desk:
+        yield desk
 
 
 def kill_masters(service):
-    for pid, command in processes_below(service.pid).items():
-        if command.startswith("ray::RLMaster"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    commands = processes_below(service.pid)
+    kill_processes(pid for pid, command in commands.items() if command.startswith("ray::RLMaster"))
 
 
 @pytest.mark.parametrize("every", ["1s", "15s"])

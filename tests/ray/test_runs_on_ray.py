@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import answers, processes_below
+from tests.support.commands import answers, kill_processes, processes_below
 from tests.support.held_job import Desk, wait_for
 from tests.support.processes import free_port
 
@@ -22,9 +21,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    desk = Desk(tmp_path)
-    yield desk
-    desk.kill_all()
+    with Desk(tmp_path) as desk:
+        yield desk
 
 
 def in_use(desk, where):
@@ -110,9 +108,7 @@ def foreign():
         started.append(process)
 
         def end():
-            for pid in (process.pid, *processes_below(process.pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_processes([process.pid, *processes_below(process.pid)])
             process.wait(20)
 
         return end

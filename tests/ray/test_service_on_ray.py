@@ -2,14 +2,13 @@
 """The service over jobs on real Ray: they do not notice when it ends, and its next process finds them."""
 
 import asyncio
-import functools
 import os
 import secrets
 import shutil
 import signal
 import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,11 @@ from dlrover.python.rl.runtime.ray.processes.actors import end, find
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
-from dlrover.python.rl.service.jobs.store import SqliteJobStore
-from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
-from tests.support import toy_job
+from tests.support import service_stage, toy_job
+from tests.support.async_tests import until
 from tests.support.commands import ROOT, Desk, processes_below, wait_for
+from tests.support.manual_clock import within
 from tests.support.toy_job import toy_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -35,14 +34,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 WITHIN_S = 60.0
 
 
-@asynccontextmanager
-async def serving(folder):
-    manager = JobManager(SqliteJobStore(folder / "state"), RayJobRunner())
-    await manager.start()
-    try:
-        yield manager
-    finally:
-        await manager.close()
+def serving(folder):
+    return service_stage.serving(folder / "state", RayJobRunner())
 
 
 def submission(name, text):
@@ -51,43 +44,31 @@ def submission(name, text):
     return SubmitJob(job, description)
 
 
-def in_loop(test):
-    """Run a coroutine function as a test, within a deadline and in a folder that is the working directory."""
-
-    @functools.wraps(test)
-    def wrapped(tmp_path, monkeypatch, ray_session):
-        monkeypatch.chdir(tmp_path)
-        asyncio.run(asyncio.wait_for(test(tmp_path, monkeypatch, ray_session), 3 * WITHIN_S))
-
-    return wrapped
+@pytest.fixture
+def folder(tmp_path, monkeypatch, ray_session):
+    """The working directory, beside a cluster."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-async def until(condition, within_s=WITHIN_S):
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-@in_loop
-async def test_next_manager_finds_a_running_job(tmp_path, monkeypatch, ray_session):
-    async with serving(tmp_path) as manager:
-        await manager.ask(submission("served", toy_text(tmp_path / "notes", steps=60, step_s=0.1)))
+async def test_next_manager_finds_a_running_job(folder):
+    async with serving(folder) as manager:
+        await manager.ask(submission("served", toy_text(folder / "notes", steps=60, step_s=0.1)))
         await until(lambda: manager.get("served").step >= 2)
         left = manager.get("served").step
-    async with serving(tmp_path) as manager:
+    async with serving(folder) as manager:
         await until(lambda: manager.get("served").step > left)
         ended = await manager.wait("served", WITHIN_S)
         assert (ended.phase, ended.step, ended.total_steps, ended.restarts) == (JobPhase.FINISHED, 60, 60, 0)
         events = [event async for page in manager.watch("served", follow=False) for event in page]
         assert [event.step for event in events if event.kind == "step"] == list(range(1, 61))
         assert events[-1].metrics == {} and events[-2].metrics["reward"] == sum(range(1, 61))
-        assert Path(ended.results).parent == tmp_path / "runs" / "served"
-    assert (tmp_path / "notes/starts").read_text() == "started\n"
+        assert Path(ended.results).parent == folder / "runs" / "served"
+    assert (folder / "notes/starts").read_text() == "started\n"
     assert find(master_name("served")) is None
 
 
-@in_loop
-async def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_session):
+async def test_next_manager_starts_a_launched_master(folder, monkeypatch):
     """Pretend that the service was killed in between."""
     launched = []
 
@@ -99,36 +80,33 @@ async def test_next_manager_starts_a_launched_master(tmp_path, monkeypatch, ray_
         patch.setattr(on_ray, "ask", unanswered)
         patch.setattr(ray_runner, "_REVIVALS", 0)
         patch.setattr(RayJobRunner, "_kill_all", lambda *_: asyncio.sleep(WITHIN_S))
-        async with serving(tmp_path) as manager:
-            await manager.ask(submission("unbegun", toy_text(tmp_path / "notes", steps=3)))
+        async with serving(folder) as manager:
+            await manager.ask(submission("unbegun", toy_text(folder / "notes", steps=3)))
             await until(lambda: launched)
-    async with serving(tmp_path) as manager:
+    async with serving(folder) as manager:
         ended = await manager.wait("unbegun", WITHIN_S)
         assert (ended.phase, ended.step) == (JobPhase.FINISHED, 3)
-    assert (tmp_path / "notes/starts").read_text() == "started\n"
+    assert (folder / "notes/starts").read_text() == "started\n"
 
 
 async def stop_quickly(manager, name, hard=False):
-    began_s = time.monotonic()
-    await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
-    ended = await manager.wait(name, WITHIN_S)
-    assert ended.phase is JobPhase.STOPPED, ended
-    assert time.monotonic() - began_s < 5.0
+    with within(5.0):
+        await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
+        ended = await manager.wait(name, WITHIN_S)
+        assert ended.phase is JobPhase.STOPPED, ended
 
 
-@in_loop
-async def test_stop_takes_five_seconds_at_most_in_each_state(tmp_path, monkeypatch, ray_session):
+async def test_stop_takes_five_seconds_at_most_in_each_state(folder):
     states = (("s-starting", JobPhase.STARTING), ("s-running", JobPhase.RUNNING), ("s-hard", JobPhase.RUNNING))
-    async with serving(tmp_path) as manager:
+    async with serving(folder) as manager:
         for name, phase in states:
-            await manager.ask(submission(name, toy_text(tmp_path / name, steps=10_000)))
+            await manager.ask(submission(name, toy_text(folder / name, steps=10_000)))
             await until(lambda name=name, phase=phase: manager.get(name).phase is phase)
             await stop_quickly(manager, name, hard=name == "s-hard")
             await until(lambda name=name: find(master_name(name)) is None, 10)
 
 
-@in_loop
-async def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeypatch, ray_session):
+async def test_stop_takes_five_seconds_while_the_master_starts(folder, monkeypatch):
     launched, ask = threading.Event(), on_ray.ask
 
     def slow(request, timeout_s):
@@ -137,32 +115,30 @@ async def test_stop_takes_five_seconds_while_the_master_starts(tmp_path, monkeyp
         return ask(request, timeout_s)
 
     monkeypatch.setattr(on_ray, "ask", slow)
-    async with serving(tmp_path) as manager:
-        await manager.ask(submission("slow", toy_text(tmp_path / "notes", steps=10_000)))
+    async with serving(folder) as manager:
+        await manager.ask(submission("slow", toy_text(folder / "notes", steps=10_000)))
         await until(launched.is_set)
         await stop_quickly(manager, "slow")
-    assert not (tmp_path / "notes/starts").exists()
+    assert not (folder / "notes/starts").exists()
 
 
 @pytest.mark.slow
-@in_loop
-async def test_job_whose_master_is_lost_resumes_at_its_last_commit(tmp_path, monkeypatch, ray_session):
-    async with serving(tmp_path) as manager:
-        await manager.ask(submission("lost", toy_text(tmp_path / "notes", steps=40, step_s=0.1)))
+async def test_job_whose_master_is_lost_resumes_at_its_last_commit(folder):
+    async with serving(folder) as manager:
+        await manager.ask(submission("lost", toy_text(folder / "notes", steps=40, step_s=0.1)))
         await until(lambda: manager.get("lost").step >= 5)
         end(find(master_name("lost")))
         ended = await manager.wait("lost", WITHIN_S)
         assert (ended.phase, ended.step, ended.reward) == (JobPhase.FINISHED, 40, sum(range(1, 41))), ended
 
 
-@in_loop
-async def test_failed_job_gives_its_cause(tmp_path, monkeypatch, ray_session):
-    async with serving(tmp_path) as manager:
-        await manager.ask(submission("wrong", toy_text(tmp_path / "no-such-folder" / "notes")))
+async def test_failed_job_gives_its_cause(folder):
+    async with serving(folder) as manager:
+        await manager.ask(submission("wrong", toy_text(folder / "no-such-folder" / "notes")))
         ended = await manager.wait("wrong", WITHIN_S)
         assert (ended.phase, ended.cause) == (JobPhase.FAILED, "user_error"), ended
         assert "FileNotFoundError" in ended.detail
-        await manager.ask(submission("unknown", toy_text(tmp_path / "unknown").replace("Loop", "Lop")))
+        await manager.ask(submission("unknown", toy_text(folder / "unknown").replace("Loop", "Lop")))
         ended = await manager.wait("unknown", WITHIN_S)
         assert ended.phase is JobPhase.FAILED and "Lop" in ended.detail and "Loop" in ended.detail
 

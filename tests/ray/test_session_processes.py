@@ -18,7 +18,7 @@ import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
 from tests.ray.two_nodes import users_of
 from tests.support.commands import environment, processes_below, wait_for
-from tests.support.session_toys import EchoEngine, TwoLayers
+from tests.support.session_toys import EchoEngine, TwoLayers, empty
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -37,11 +37,6 @@ def built(engine, **options):
         yield engine
     finally:
         engine.release()
-
-
-def empty(cls, *args):
-    with rl.nn.empty_weights():
-        return cls(*args)
 
 
 @pytest.mark.feature(6, 8)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sbatch script of ``init --cluster slurm``, outside Slurm: ``srun`` and ``scontrol`` on PATH are stand-ins."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from dlrover.python.rl.cli.begin import write_skeleton
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.support.commands import CLI, ROOT, wait_for
+from tests.support.commands import CLI, ROOT, kill_processes, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -62,11 +61,8 @@ def batch(desk, job_id, **more):
 
 def clear(desk):
     """End every process of an allocation, as Slurm does: whatever has its environment."""
-    mark = f"LOG={desk / 'scontrol.log'}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
+    processes, mark = psutil.process_iter(["environ"]), str(desk / "scontrol.log")
+    kill_processes(process.pid for process in processes if (process.info["environ"] or {}).get("LOG") == mark)
     time.sleep(1)
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.runtime.ray.cluster import cluster as own
-from tests.support.commands import processes_below
+from tests.support.commands import kill_processes, processes_below
 
 _START_ATTEMPTS = 3
 _STORE_BYTES = 100 * 1024 * 1024
@@ -78,7 +78,7 @@ class TwoNodes:
         """SIGKILL of a raylet and of everything that it started, as if the power had gone."""
         below = processes_below(self.raylet_pid(index))
         killed_s = self.kill_raylet(index)
-        _kill(below)
+        kill_processes(below)
         return killed_s
 
     def stop_raylet(self, index: int) -> float:
@@ -115,7 +115,7 @@ class TwoNodes:
         deadline_s = time.monotonic() + 10.0
         while (left := users_of(self.folder)) and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        _kill(left)
+        kill_processes(left)
         assert not left, f"left over: {left}"
 
     def _reap(self) -> None:
@@ -196,7 +196,7 @@ def _start_node(
         try:
             return cluster.add_node(node_ip_address="127.0.0.1", object_store_memory=_STORE_BYTES, **node)
         except Exception:  # Ray raises just that when a busy machine was too slow
-            _kill(_raylets() - before)  # what it has started ends with it
+            kill_processes(_raylets() - before)  # what it has started ends with it
             if attempt == attempts - 1:
                 raise
     raise AssertionError("unreachable")
@@ -220,9 +220,3 @@ def users_of(folder: Path) -> list[int]:
             ):
                 mounts.append(int(process.name))
     return mounts
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

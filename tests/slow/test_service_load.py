@@ -7,9 +7,9 @@ import statistics
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
@@ -27,9 +27,8 @@ LIMITS = {"max_queued": 100_000, "max_queued_per_owner": 100_000, "max_running":
 
 def rss_mb(pid):
     """Sum the memory of a service and its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, *children)]
-    return sum(pages) * 4096 / 2**20
+    service = psutil.Process(pid)
+    return sum(process.memory_info().rss for process in (service, *service.children())) / 2**20
 
 
 class Client:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine from outside the package, which declares columns that no other engine has."""
+"""A rollout engine from outside the package, which declares columns that no other engine has, and a loss that names
+them."""
 
-import dataclasses
 from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.data.batch import ColumnSpec
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.api.weights import verify_snapshot
@@ -32,7 +34,7 @@ class MarginEngine(RolloutEngineBase):
     def __init__(self, model, settings, memory=None):
         lm = load_causal_lm(model)
         self._model = lm.model
-        self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
+        self._requests = RunningRequests(replace(lm, model=None), columns=self.info.columns)
 
     def _check_ready(self):
         assert self.version >= 0
@@ -67,3 +69,24 @@ class MarginEngine(RolloutEngineBase):
 
 class ClashingEngine(MarginEngine):
     info = EngineInfo(columns={"ref_logprobs": ColumnSpec()})
+
+
+annotated, arrived = [], []
+
+
+@dataclass(frozen=True)
+class Doubtful(GRPO):
+    """GRPO that is trained more on tokens at which the policy was in doubt."""
+
+    @property
+    def needs(self):
+        annotate = super().needs.annotate | {"action_mask", "margin", "passes"}
+        return replace(super().needs, annotate=annotate, loss=super().needs.loss | {"margin", "likely", "passes"})
+
+    def annotate(self, rows):
+        annotated.append(rows)
+        return super().annotate(rows)
+
+    def loss(self, logprobs, columns):
+        arrived.append({name: column.detach() for name, column in columns.items()})
+        return super().loss(logprobs, {**columns, "weight": columns["weight"] / (1.0 + columns["margin"])})

@@ -12,10 +12,11 @@ import time
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 _DEADLINE_S = 120.0
-_LISTEN = "0A"
 
 
 def environment(**more):
@@ -136,6 +137,14 @@ class Desk:
             command.kill()
             command.wait(_DEADLINE_S)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for command in self.commands:
+            command.terminate()
+            command.wait(_DEADLINE_S)
+
 
 def wait_for(reached, within_s=_DEADLINE_S):
     """Wait until ``reached()`` is true, and return what it gave."""
@@ -144,6 +153,13 @@ def wait_for(reached, within_s=_DEADLINE_S):
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
         time.sleep(0.02)
     return outcome
+
+
+def kill_processes(pids):
+    """Kill these processes; some may have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def answers(address):
@@ -160,63 +176,35 @@ def say(line):
 
 
 def process_table():
-    """Return the parent and the command line of every process."""
-    rows = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
-    return rows
+    """Return the command line of every process."""
+    processes = psutil.process_iter(["cmdline"])
+    return {process.pid: " ".join(process.info["cmdline"] or ()).strip() for process in processes}
 
 
 def processes_below(pid):
     """Return the command lines of all descendants of a process."""
-    rows, below, waiting = process_table(), {}, [pid]
-    while waiting:
-        above = waiting.pop()
-        children = {child: command for child, (parent, command) in rows.items() if parent == above}
-        below |= children
-        waiting += children
-    return below
+    with suppress(psutil.NoSuchProcess):
+        return {child.pid: command_of(child.pid) for child in psutil.Process(pid).children(recursive=True)}
+    return {}
 
 
 def command_of(pid):
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    with suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline()).strip()
     return ""
 
 
 def is_alive(pid: int) -> bool:
     """Return True if a process exists that is no zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
 def listening(pids):
-    """The addresses that processes listen at, as ``address:port``, from the kernel's tables."""
-    rows = {}
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == _LISTEN:
-                rows[inode] = family, local
-    return {_readable(*rows[inode]) for pid in pids for inode in _sockets_of(pid) if inode in rows}
-
-
-def _sockets_of(pid):
-    """The inodes of a process's sockets."""
-    links = []
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                links.append(os.readlink(entry))
-    return [link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")]
-
-
-def _readable(family, local):
-    address, _, port = local.partition(":")
-    size = 4 if family == socket.AF_INET else 16
-    words = bytes.fromhex(address)
-    plain = b"".join(words[at : at + 4][::-1] for at in range(0, size, 4))
-    return f"{socket.inet_ntop(family, plain)}:{int(port, 16)}"
+    """The addresses that processes listen at, as ``address:port``."""
+    sockets = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            sockets += psutil.Process(pid).net_connections("tcp")
+    return {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN}

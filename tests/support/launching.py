@@ -3,17 +3,17 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
+import psutil
+from safetensors.torch import load_file
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, kill_processes
 from tests.support.run_files import write_rows
 
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
@@ -75,21 +75,11 @@ def started(desk, *lines, **env):
     try:
         yield children
     finally:
-        for pid in _working_in(desk):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # torchrun's children have their own sessions.
+        processes = psutil.process_iter(["cwd"])
+        kill_processes(process.pid for process in processes if process.info["cwd"] == str(desk))
         for child in children:
             child.communicate(timeout=10)
-
-
-def _working_in(folder):
-    """The processes that work there: torchrun's children have sessions of their own."""
-    pids = []
-    for entry in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):
-            if entry.readlink() == folder:
-                pids.append(int(entry.parent.name))
-    return pids
 
 
 def run(desk, *lines, code=0, **env):
@@ -101,13 +91,9 @@ def run(desk, *lines, code=0, **env):
     return "\n".join(outputs)
 
 
-def weights(folder):
-    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-
-
-def differ(one, other):
-    """The largest difference between two models."""
-    first, second = weights(one), weights(other)
+def distance(one, other):
+    """The largest difference between the models in two folders."""
+    first, second = (load_file(Path(folder) / "model.safetensors") for folder in (one, other))
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 

@@ -22,19 +22,19 @@ SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 
 CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
 
-def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", **config):
+def policy_job(folder, recipe, *, roles=(), rollouts=1, out="out", module="", **config):
     """A job of a recipe with one worker of each role but rollouts, which writes to the folder ``out`` beside its model
-    and data; ``roles``: beside those that the trainer cannot do without."""
+    and data; ``roles``: beside those that the trainer cannot do without; ``module``: another one with the classes."""
     folder = Path(folder)
     write_inputs(folder)
     trainer, *own = TRAINERS[recipe]
     builder = JobBuilder().device_type("CPU").device_per_node(16).config(policy_config(folder) | config)
-    builder.trainer(f"dlrover.python.rl.recipe.{recipe}", trainer)
-    builder.actor(WORKLOADS, "ActorWorkload").total(1)
-    builder.rollout(WORKLOADS, "RolloutWorkload").total(rollouts)
-    builder.reward(WORKLOADS, "RewardWorkload").total(1)
+    builder.trainer(module or f"dlrover.python.rl.recipe.{recipe}", trainer)
+    builder.actor(module or WORKLOADS, "ActorWorkload").total(1)
+    builder.rollout(module or WORKLOADS, "RolloutWorkload").total(rollouts)
+    builder.reward(module or WORKLOADS, "RewardWorkload").total(1)
     for role in (*own, *roles):
-        builder.role(role, WORKLOADS, CLASSES.get(role, "TeacherWorkload")).total(1)
+        builder.role(role, module or WORKLOADS, CLASSES.get(role, "TeacherWorkload")).total(1)
     job = builder.spec(recipe, search_path=(str(ROOT),))
     object.__setattr__(job, "job_dir", folder / out)
     return job

@@ -9,8 +9,8 @@ import socket
 import time
 import traceback
 from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import torch
 
 from dlrover.python.rl.common.sockets import HeldPort
@@ -72,8 +72,7 @@ def _one(results, function, rank, world_size, port, arguments):
 
 def children():
     """The processes that this one has started."""
-    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return {pid for file in files if file.exists() for pid in file.read_text().split()}
+    return {child.pid for child in psutil.Process().children()}
 
 
 def wait_until_gone(pid, limit_s=15.0):

@@ -26,12 +26,6 @@ class Stage(durable_toys.Stage):
             self._judges.append(member.host.workload)
         return member
 
-    def _link(self):
-        return super().link(fresh=self.epoch == 0)
-
-    def link(self, fresh=True):
-        return self._link()
-
     def run(self, faults=None):
         """Verifiers end here: a killed worker's process would have taken its own along."""
         self.folder.mkdir(parents=True, exist_ok=True)

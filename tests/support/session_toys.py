@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
+import dlrover.rl as rl
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.model.train_module import TrainModule
 
@@ -87,6 +88,12 @@ class TwoLayers(Watched):
 
     def wait(self, seconds):
         time.sleep(seconds)
+
+
+def empty(cls, *args):
+    """A module without weights."""
+    with rl.nn.empty_weights():
+        return cls(*args)
 
 
 class Heavy(TwoLayers):

@@ -18,6 +18,7 @@ from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_lock import DeviceTurns
 from dlrover.python.rl.engine.weight_sync.base import Seal, SyncSettings
 from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
@@ -61,6 +62,11 @@ def toy_weights(seed=0):
         "long": draw(17_003),
         "norm": draw(3),
     }
+
+
+def turn_of(lock):
+    """Have the device inside the block."""
+    return DeviceTurns((lock,), leave=int, lingers=False).turn(LATEST_S)
 
 
 class ToySource:
@@ -163,7 +169,7 @@ def completions(engine):
     return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
 
 
-def send_side(kind, folder, pipe, seed, halt_at, versions=1):  # noqa: PLR0913 - as a process is started
+def send_side(kind, folder, pipe, seed, halt_at, versions=1):
     """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
 
     def halt(number):
@@ -196,7 +202,7 @@ def receive_side(kind, folder, pipe, device="cpu", keeps=False):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):  # noqa: PLR0913 - as a process is started
+def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
     engine = engine_class(TRAIN_ENGINES, name)(model, optimizer, settings, place)

@@ -144,7 +144,7 @@ class Adder(BaseWorkload):
         sys.exit(3)
 
     def stop_here(self):
-        breakpoint()  # noqa: T100 -- what a user writes
+        breakpoint()
 
     @trainer_invocation(blocking=False)
     def change(self, values):

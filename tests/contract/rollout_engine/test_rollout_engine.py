@@ -2,6 +2,7 @@
 """The contract of rollout engines: samples and their log-probs, single requests, places, and new weights."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.common.progress import noted_progress
+from dlrover.python.rl.common.spans import record_phases
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import Request, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
@@ -322,6 +324,17 @@ def test_abort_of_some_requests_leaves_the_others(engine):
     assert [item.request.key for item in aborted] == keys
     done.update(drain(engine))
     assert drawn(done) == {key: tokens for key, tokens in expected.items() if key not in keys}
+
+
+def test_most_of_a_call_is_in_phases(engine, reference):
+    weights = reference.snapshot(1, scale=1.02)
+    began_s = time.perf_counter()
+    with record_phases() as phases:
+        engine.generate(prompts(), sampling(max_new_tokens=32), (7,))
+    assert 0.5 * (time.perf_counter() - began_s) < sum(phases.values()) and "generate" in phases
+    with record_phases() as phases:
+        engine.receive(weights)
+    assert list(phases) == ["load weights"]
 
 
 @pytest.mark.feature(96)

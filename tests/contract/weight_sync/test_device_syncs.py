@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights on a device: copied to host memory piece by piece, or kept there for receivers that share the device.
 
-A host stands in for the device, but in the tests that need CUDA.
+A host stands in for the device, but in the tests that need CUDA: host memory with an account and a capacity.
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, RolloutSettings, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -25,7 +26,19 @@ from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support import sync_sides
 from tests.support.commands import wait_for
-from tests.support.sync_sides import PATIENT, ToySource, equal, hear, kill, process, step, toy_weights, transport
+from tests.support.sync_sides import (
+    PATIENT,
+    ToySource,
+    completions,
+    equal,
+    hear,
+    kill,
+    process,
+    step,
+    toy_weights,
+    transport,
+    turn_of,
+)
 
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000
@@ -306,3 +319,68 @@ def test_rollout_on_cuda_serves_the_sent_weights(tmp_path, kind, precision, adap
         del received
     for each in (sender, receiver, actor, rollout):
         each.close()
+
+
+# -- engines that share a device: the larger one's memory and a sync's buffers suffice ---------------------------------
+
+BUCKET = 8192
+
+
+def trainer(model_path, memory):
+    return Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), memory=memory)
+
+
+def rollout(model_path, memory):
+    return TorchRolloutEngine(model_path, RolloutSettings(max_batch=16), memory)
+
+
+def apart(model_path, wire):
+    """The peak memory of each engine by itself, and what is generated after each of three steps."""
+    memories, generated = (DeviceMemory(), DeviceMemory()), []
+    trained, served = trainer(model_path, memories[0]), rollout(model_path, memories[1])
+    for seed in range(3):
+        served.receive(wire.sync(trained)[1][0])
+        generated.append(completions(served))
+        step(trained, seed)
+    return memories[0].peak, memories[1].peak, generated
+
+
+def together(model_path, wire, locks, memory):
+    """Return what is generated after each of three steps, of engines that have the device in turn."""
+    (actor_lock, rollout_lock), generated = locks, []
+    with turn_of(actor_lock):
+        trained = trainer(model_path, memory)
+        trained.cpu()
+    with turn_of(rollout_lock):
+        served = rollout(model_path, memory)
+        served.meta()
+    for seed in range(3):
+        with turn_of(actor_lock):
+            _, (snapshot,) = wire.sync(trained)
+        with turn_of(rollout_lock):
+            served.cuda("weights")
+            served.receive(snapshot)
+            served.cuda("kv_cache")
+            generated.append(completions(served))
+            served.meta()
+        with turn_of(actor_lock):
+            trained.cuda()
+            step(trained, seed)
+            trained.cpu()
+    return generated
+
+
+@pytest.mark.parametrize("kind", ["pull", "disk", "broadcast", "cuda_ipc"])
+def test_collocated_step_needs_the_larger_role_and_sync_buffers(kind, connect, tmp_path, model_path):
+    plain = connect("pull")
+    trained, served, generated = apart(model_path, plain)
+    weights = plain.source.offer(trainer(model_path, DeviceMemory())).table.nbytes
+    limit = max(trained, served) + (2 * (weights + BLOCK_BYTES) if kind == "cuda_ipc" else BUCKET)
+    assert trained + served > limit
+    memory = DeviceMemory(capacity=limit)
+    wire = connect(kind, settings=replace(PATIENT, bucket_bytes=BUCKET, memory=memory))
+    locks = [DeviceLock(tmp_path / "lock", role, memory) for role in ("ACTOR[0]", "ROLLOUT[0]")]
+    assert together(model_path, wire, locks, memory) == generated
+    assert max(trained, served) <= memory.peak <= limit
+    for lock in locks:
+        lock.close()

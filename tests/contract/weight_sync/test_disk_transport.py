@@ -4,7 +4,6 @@
 import errno
 import io
 import os
-import resource
 import time
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport, _read_exactly
 from tests.support import sync_sides
+from tests.support.disks import largest_file
 from tests.support.sync_sides import PATIENT, ToySource, Wire, equal, hear, kill, process, toy_weights, transport
 
 
@@ -102,13 +102,9 @@ def test_read_past_the_end_of_a_file_is_refused():
 # -- errors of the operating system -----------------------------------------------------------------------------------
 def test_missing_space_is_an_error_with_the_figures(wire, source, tmp_path):
     ticket = wire.source.offer(source)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        with pytest.raises(WeightSyncError, match=r"no space left for weights: [\d,]+ bytes needed, [\d,]+ free"):
-            wire.source.send(ticket, source)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"no space left for weights: [\d,]+ bytes needed, [\d,]+ free"
+    with largest_file(50_000), pytest.raises(WeightSyncError, match=message):
+        wire.source.send(ticket, source)
     assert list(tmp_path.glob("*.weights")) == []
     wire.source.send(ticket, source)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".sender", ".weights"]

@@ -133,6 +133,19 @@ def two_places():
     return first, dataclasses.replace(first, rank=1)
 
 
+def offering_ranks(stack, kind, folder, model, engine, settings, optimizer):
+    """Two ranks of an engine, as the pipes to them, that send what the first one offers; and its ticket."""
+    arguments = engine, settings, 1, optimizer
+    ranks = [
+        stack.enter_context(process(sync_sides.rank_side, kind, folder, model, place, *arguments))[1]
+        for place in two_places()
+    ]
+    ticket, _ = [hear(rank) for rank in ranks]
+    for rank in ranks:
+        rank.send(ticket)
+    return ranks, ticket
+
+
 def two_ranks():
     tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
     zero = {stage: {"zero_stage": stage} for stage in (1, 3)}
@@ -161,17 +174,9 @@ def test_divided_weights_arrive_whole(kind, engine, settings, tmp_path, model_pa
     optimizer = OptimizerConfig() if settings.precision == "bf16" or settings.lora else None
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
     with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                process(sync_sides.rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
-            )
-            for place in two_places()
-        ]
-        ticket = [hear(pipe) for _, pipe in ranks][0]
-        for _, pipe in ranks:
-            pipe.send(ticket)
+        ranks, ticket = offering_ranks(stack, kind, tmp_path, str(model_path), engine, settings, optimizer)
         received = transport(kind, tmp_path, dataclasses.replace(PATIENT, name="ROLLOUT[0]")).receive(ticket)
-        assert [hear(pipe) for _, pipe in ranks] == [stamp, None]
+        assert [hear(pipe) for pipe in ranks] == [stamp, None]
         assert received.stamp == stamp
         rollout = TorchRolloutEngine(model_path)
         rollout.receive(received)
@@ -509,17 +514,10 @@ def test_bf16_rollouts_get_float32_adapters(tmp_path, model_path):
 
 @needs_peft
 def test_sharded_model_and_its_adapters_arrive_whole(tmp_path, model_path):
-    port, settings = free_port(), TrainSettings(lora=LoraSettings(rank=2))
+    trained = "fsdp2", TrainSettings(lora=LoraSettings(rank=2)), OptimizerConfig()
     with ExitStack() as stack:
-        ranks = []
-        for rank in (0, 1):
-            place = Rendezvous(rank, 2, "127.0.0.1", port)
-            arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
-            ranks.append(stack.enter_context(process(sync_sides.rank_side, "adapters", tmp_path, *arguments))[1])
-        tickets = [hear(rank) for rank in ranks]
-        for rank, ticket in zip(ranks, tickets, strict=True):
-            rank.send(ticket)
-        received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
+        ranks, ticket = offering_ranks(stack, "adapters", tmp_path, str(model_path), *trained)
+        received = open_transport("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
         assert [hear(rank) for rank in ranks] == [received.stamp, None]
     for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
         assert torch.equal(received.tensor(name), tensor)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.optim import lr_scheduler as schedulers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dlrover.python.rl.classic import (
     EnvBase,
@@ -23,7 +24,7 @@ from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.support.fake_trackers import FakeWandb
 from tests.support.judging_envs import Length, Share, asked
-from tests.support.launching import run
+from tests.support.launching import distance, run
 from tests.support.processes import free_port
 from tests.support.run_files import read_json, read_lines
 from tests.support.run_files import steps_of as metrics
@@ -41,16 +42,6 @@ def grpo(model, folder, **arguments):
     usual = {"num_steps": 2, "batch_size": 2, "saving_steps": 2, "logging_steps": 1, "max_new_tokens": 6}
     dataset = arguments.pop("train_dataset", asked("Ada", "Grace", "Mary", kind=Share, answers=False))
     return GRPOTrainer(model, dataset, output_dir=folder, engine={"threads": 1}, **{**usual, **arguments})
-
-
-def weights(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def distance(one, other):
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def same(one, other):
@@ -153,15 +144,6 @@ def test_sums_are_trained_on_and_evaluated(tmp_path):
     trainer.train()
     assert [row["eval/reward"] for row in metrics(tmp_path)] == [-101.0, -101.0]
     assert trainer.test(num_batches=1)["num_samples"] == 2
-
-
-@pytest.mark.slow
-def test_hanging_or_raising_reward_costs_its_samples_only(model, tmp_path):
-    dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
-    grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
-    (row,) = metrics(tmp_path)
-    assert row["samples/failed"] == 4
-    assert row["reward/mean"] > 0
 
 
 @pytest.mark.slow
@@ -306,7 +288,7 @@ def test_schedule_gives_the_rates_of_pytorch(model, tmp_path, kind, arguments, f
 @pytest.mark.feature(142)
 def test_gradient_descent_by_its_class(model, tmp_path):
     sft(model, tmp_path, num_steps=1, optimizer=torch.optim.SGD, optimizer_args={"lr": 0.5}).train()
-    before, after = weights(model), weights(tmp_path / "final")
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (model, tmp_path / "final"))
     moved = torch.sqrt(sum(((before[name] - after[name]).float() ** 2).sum() for name in before))
     tied = "lm_head.weight" in before  # counted twice
     assert float(moved) > 0

@@ -83,13 +83,37 @@ def test_death_reported_often_is_recovered_once():
     assert (run.state.recoveries, run.number("ROLLOUT[1]")) == ({"ROLLOUT": 1}, 2)
 
 
-def test_lost_replacement_is_replaced_after_back_off():
-    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), terms=LOOSE)
-    assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
-    assert run.phase("ROLLOUT[1]") == "waiting"
-    assert run.ignores(lost("ROLLOUT", 1, 3)), "what has not been started cannot be lost"
-    assert run(WaitOver("ROLLOUT[1]#3")).commands == (StartMembers("ROLLOUT", ((1, 3),)),)
-    assert run.ignores(WaitOver("ROLLOUT[1]#3"))
+BACK_OFFS = {
+    "a worker": (
+        [lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2)],
+        (),
+        (Wait("ROLLOUT[1]#3", 1.0), lost("ROLLOUT", 1, 3), StartMembers("ROLLOUT", ((1, 3),))),
+    ),
+    "a group": (
+        [lost("ACTOR", 1), started("ACTOR", 0, 2), lost("ACTOR", 1, 2)],
+        (Kill(ProcessId("ACTOR", 0), 2),),
+        (Wait("ACTOR#3", 1.0), lost("ACTOR", 1, 3), StartMembers("ACTOR", ((0, 3), (1, 3)))),
+    ),
+    "the trainer": (
+        [trainer_lost(1), trainer_lost(2)],
+        (Kill(TRAINER_ID, 2),),
+        (Wait("trainer#3", 1.0), trainer_lost(3), StartTrainer(3, False, 2, "trainer: it is gone")),
+    ),
+    "a standby": (
+        [standby_lost(0), standby_lost(1)],
+        (Kill(ProcessId.standby("ROLLOUT", 1)),),
+        (Wait("ROLLOUT-standby[2]#0", 1.0), standby_lost(2), StartStandby("ROLLOUT", 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("losses", "kills", "back_off"), BACK_OFFS.values(), ids=BACK_OFFS)
+def test_second_loss_of_a_process_is_replaced_after_back_off(losses, kills, back_off):
+    run, (wait, early, start) = Run(*OPEN, *losses, terms=LOOSE), back_off
+    assert run.commands == (*kills, wait)
+    assert run.ignores(early), "what has not been started cannot be lost"
+    assert run(WaitOver(wait.timer)).commands == (start,)
+    assert run.ignores(WaitOver(wait.timer))
 
 
 def test_back_off_doubles_to_a_minute_until_progress():
@@ -132,12 +156,6 @@ def test_ranks_lost_together_are_one_recovery():
     assert run.ignores(lost("ACTOR", 1))
 
 
-def test_rank_lost_in_groups_start_restarts_group_again():
-    run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), lost("ACTOR", 1, 2), terms=LOOSE)
-    assert run.commands == (Kill(ProcessId("ACTOR", 0), 2), Wait("ACTOR#3", 1.0))
-    assert run(WaitOver("ACTOR#3")).commands == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
-
-
 def test_the_lost_rank_of_a_group_takes_the_standby():
     terms = replace(LOOSE, roles={**ROLES, "ACTOR": replace(ROLES["ACTOR"], standby=1)})
     run = Run(*OPEN, ready(0, "d", "ACTOR"), lost("ACTOR", 1), terms=terms)
@@ -162,17 +180,23 @@ def test_the_other_ranks_of_a_group_keep_their_processes():
     assert run.state.members[ProcessId("ACTOR", 0)].first == 1
 
 
-def test_group_lost_again_gets_new_processes():
-    run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
-    run(*(started("ACTOR", rank, 2, born=int(rank != 1)) for rank in range(3)), lost("ACTOR", 0, 2))
-    assert run.commands[:2] == (Kill(ProcessId("ACTOR", 1), 2), Kill(ProcessId("ACTOR", 2), 2))
-    assert run(WaitOver("ACTOR#3")).commands[0].rejoining == ()
+LEAVING = [lost("ACTOR", 1), started("ACTOR", 0, 2, born=1)]
+LOST_AGAIN = [*LEAVING, started("ACTOR", 1, 2), started("ACTOR", 2, 2, born=1), lost("ACTOR", 0, 2)]
+NEW_PROCESSES = {
+    "lost again": (LOST_AGAIN, [1, 2], []),
+    "lost again, after the back-off": ([*LOST_AGAIN, WaitOver("ACTOR#3")], [], [()]),
+    "an unknown error": ([lost("ACTOR", 1, kind=CauseKind.UNKNOWN_ERROR)], [1, 0, 2], [()]),
+    "a failed device": ([lost("ACTOR", 1, kind=CauseKind.DEVICE_FAILED)], [1, 0, 2], [()]),
+    "ranks that are not up": ([lost("ACTOR", 1), Progressed(1, 2), *LEAVING[1:], lost("ACTOR", 1, 2)], [2], [(0,)]),
+    "a master that is back": ([*LEAVING, MasterStarted()], [0, 1, 2], [()]),
+}
 
 
-@pytest.mark.parametrize("kind", [CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED])
-def test_device_or_unknown_fault_gives_group_new_processes(kind):
-    run = Run(*KEEPING_UP, lost("ACTOR", 1, kind=kind), terms=KEEPING)
-    assert [command.process_id.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].rejoining == ()
+@pytest.mark.parametrize(("events", "killed", "rejoining"), NEW_PROCESSES.values(), ids=NEW_PROCESSES)
+def test_ranks_that_may_be_damaged_get_new_processes(events, killed, rejoining):
+    commands = Run(*KEEPING_UP, *events, terms=KEEPING).commands
+    assert [each.process_id.rank for each in commands if isinstance(each, Kill)] == killed
+    assert [each.rejoining for each in commands if isinstance(each, StartMembers)] == rejoining
 
 
 def test_rank_on_excluded_node_leaves_it():
@@ -184,17 +208,6 @@ def test_rank_on_excluded_node_leaves_it():
         Kill(ProcessId("ACTOR", 0), 1),
         StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, ("a",), rejoining=(2,)),
     )
-
-
-def test_ranks_not_up_get_new_processes():
-    run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
-    run(lost("ACTOR", 1, 2))
-    assert run.commands[0] == Kill(ProcessId("ACTOR", 2), 2) and run.commands[-1].rejoining == (0,)
-
-
-def test_master_back_gives_leaving_ranks_new_processes():
-    run = Run(*KEEPING_UP, lost("ACTOR", 1), started("ACTOR", 0, 2, born=1), MasterStarted(), terms=KEEPING)
-    assert run.commands[0] == Kill(ProcessId("ACTOR", 0), 2) and run.commands[-1].rejoining == ()
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
@@ -212,13 +225,6 @@ def test_an_older_trainer_is_not_heard():
     run = Run(*OPEN, trainer_lost(1))
     for event in (trainer_lost(1), TrainerStarted(1), StepsOpened(1), Progressed(1, 99)):
         assert run.ignores(event)
-
-
-def test_trainer_lost_again_waits():
-    run = Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE)
-    assert run.commands == (Kill(TRAINER_ID, 2), Wait("trainer#3", 1.0))
-    assert run.ignores(trainer_lost(3))
-    assert run(WaitOver("trainer#3")).commands == (StartTrainer(3, False, 2, "trainer: it is gone"),)
 
 
 def test_losses_in_trainers_restart_are_recovered_by_scope():
@@ -264,7 +270,7 @@ def test_lost_node_takes_the_trainer_and_standbys_too(node, commands, recoveries
 
 def test_lost_node_loses_member_of_standby_taking_over():
     run = Run(*OPEN, lost("ROLLOUT", 1), node_lost("d"), terms=LOOSE)
-    assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
+    assert (run.commands, run.phase("ROLLOUT[1]")) == ((Wait("ROLLOUT[1]#3", 1.0),), "waiting")
     assert run.state.standbys["ROLLOUT"] == {}
 
 
@@ -274,24 +280,22 @@ def test_a_lost_node_restarts_the_job_once_before_steps():
     assert run(Released(1)).commands[0].excluded == ("a",)
 
 
-def test_node_with_too_many_losses_is_excluded():
-    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ACTOR", 0), terms=replace(LOOSE, node_max_failures=2))
-    assert run.state.excluded == ("a",)
-    assert run.commands[-1].excluded == ("a",)
+NODE_FAILURES = {
+    "two deaths": (2, [lost("ROLLOUT", 0), lost("ACTOR", 0)], [ProcessId("ACTOR", 1)], ("a",)),
+    "a loss that names the node": (2, [lost("ROLLOUT", 0), lost("ROLLOUT", 0, 2, node="a")], [], ("a",)),
+    "a failed device": (1, [lost("ROLLOUT", 1, kind=CauseKind.DEVICE_FAILED)], [ProcessId("ROLLOUT", 1)], ("b",)),
+    "a failed link": (1, [lost("ACTOR", 0, kind=CauseKind.LINK_FAILED)], [ProcessId("ACTOR", n) for n in (0, 1)], ()),
+    "an error that may pass": (1, [lost("ROLLOUT", 0, kind=CauseKind.RETRYABLE_ERROR)], [], ()),
+    "an end for others": (1, [lost("ROLLOUT", 0, kind=CauseKind.PREEMPTED)], [], ()),
+}
 
 
-def test_a_node_may_be_named_by_the_loss_itself():
-    terms = replace(LOOSE, node_max_failures=2)
-    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ROLLOUT", 0, 2, node="a"), terms=terms)
-    assert run.state.excluded == ("a",)
-
-
-@pytest.mark.parametrize("kind", [CauseKind.RETRYABLE_ERROR, CauseKind.PREEMPTED])
-def test_loss_not_by_node_is_not_counted_against_it(kind):
-    run = Run(
-        *OPEN, lost("ROLLOUT", 0, kind=kind), lost("ACTOR", 0, kind=kind), terms=replace(LOOSE, node_max_failures=1)
-    )
-    assert run.state.excluded == ()
+@pytest.mark.parametrize(("limit", "losses", "killed", "excluded"), NODE_FAILURES.values(), ids=NODE_FAILURES)
+def test_node_with_as_many_failures_as_allowed_is_excluded(limit, losses, killed, excluded):
+    run = Run(*OPEN, *losses, terms=replace(LOOSE, node_max_failures=limit))
+    assert run.state.excluded == excluded
+    assert [each.process_id for each in run.commands if isinstance(each, Kill)] == killed
+    assert all(each.excluded == excluded for each in run.commands if isinstance(each, StartMembers))
 
 
 def test_old_failures_of_a_node_do_not_count():
@@ -363,13 +367,6 @@ def test_standbys_lost_too_often_are_given_up():
     assert (run.state.standbys["ROLLOUT"], run.state.phase) == ({}, Phase.RUNNING)
     run(lost("ROLLOUT", 0), started("ROLLOUT", 0, 2), Progressed(1, 5))
     assert (run.commands, run.state.standbys["ROLLOUT"]) == ((), {})
-
-
-def test_the_second_lost_standby_waits():
-    run = Run(*OPEN, standby_lost(0), standby_lost(1))
-    assert run.commands == (Kill(ProcessId.standby("ROLLOUT", 1)), Wait("ROLLOUT-standby[2]#0", 1.0))
-    assert run.ignores(standby_lost(2))
-    assert run(WaitOver("ROLLOUT-standby[2]#0")).commands == (StartStandby("ROLLOUT", 2),)
 
 
 def test_a_standby_lost_while_taking_over_is_the_members_loss():
@@ -505,20 +502,6 @@ def test_before_steps_an_unknown_error_restarts_the_job_once():
     assert run.state.phase is Phase.RESTARTING
     run(Released(1), *up(2, 2, 2), TrainerLost(2, raised("could not start: RuntimeError: odd", "trainer")))
     assert (run.state.outcome, run.state.failure.kind) == (Phase.FAILED, CauseKind.START_FAILED)
-
-
-def test_failed_device_ends_process_and_blames_node():
-    device = raised("RuntimeError: CUDA error: uncorrectable ECC error encountered", kind=CauseKind.DEVICE_FAILED)
-    run = Run(*OPEN, MemberLost("ROLLOUT", 1, 1, device), terms=replace(LOOSE, node_max_failures=1))
-    assert run.commands[0] == Kill(ProcessId("ROLLOUT", 1), 1)
-    assert run.state.excluded == ("b",)
-
-
-def test_failed_link_ends_processes_and_blames_no_node():
-    link = raised("DistBackendError: NCCL error", "ACTOR[0]", CauseKind.LINK_FAILED)
-    run = Run(*OPEN, MemberLost("ACTOR", 0, 1, link), terms=replace(LOOSE, node_max_failures=1))
-    assert run.commands[:2] == (Kill(ProcessId("ACTOR", 0), 1), Kill(ProcessId("ACTOR", 1), 1))
-    assert run.state.excluded == ()
 
 
 def test_failed_job_has_first_cause_since_progress():

@@ -168,7 +168,7 @@ class Colour(enum.StrEnum):
     RED = "red"
 
 
-PAIR = namedtuple("PAIR", "a b")  # noqa: PYI024
+PAIR = namedtuple("PAIR", "a b")
 LOOP: list = []
 LOOP.append({"again": LOOP})
 DEEP: list = []

@@ -18,12 +18,11 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.memory import offload
-from dlrover.python.rl.engine.memory.device_lock import DeviceLock
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock, DeviceTurns
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger
 from dlrover.python.rl.engine.memory.offload import HostBlock, HostPages
 from tests.support.served import until
-
-LATEST_S = 240.0
+from tests.support.sync_sides import LATEST_S, turn_of
 
 
 def holder(folder, pipe, owner, nbytes):
@@ -73,7 +72,7 @@ def test_roles_have_the_device_in_the_order_of_asking(tmp_path):
     order = []
 
     def role(name):
-        with DeviceLock(tmp_path, name).acquired(LATEST_S):
+        with turn_of(DeviceLock(tmp_path, name)):
             order.append(name)
             time.sleep(0.002)
             order.append(name)
@@ -171,9 +170,47 @@ def test_second_acquire_and_needless_release_are_refused(tmp_path):
     lock = DeviceLock(tmp_path, "ACTOR[0]")
     with pytest.raises(EngineError, match=r"ACTOR\[0\] does not have the device"):
         lock.release()
-    with lock.acquired(), pytest.raises(EngineError, match=r"ACTOR\[0\] has the device already"):
+    with turn_of(lock), pytest.raises(EngineError, match=r"ACTOR\[0\] has the device already"):
         lock.acquire()
     assert not lock.is_held
+
+
+@pytest.mark.feature(17)
+@pytest.mark.parametrize("fails", [False, True])
+def test_lingering_role_leaves_once_another_waits(tmp_path, fails):
+    locks, left = [DeviceLock(tmp_path / name, "ROLLOUT[0]") for name in "ab"], []
+
+    def leave():
+        left.append([lock.is_held for lock in locks])
+        if fails:
+            raise OSError
+
+    turns = DeviceTurns(locks, leave, lingers=True)
+    for _ in range(2):
+        with turns.turn(LATEST_S):
+            assert left == []
+    with turn_of(DeviceLock(tmp_path / "b", "ACTOR[0]")):
+        assert left == [[True, True]]
+        with pytest.raises(EngineError, match=r"ROLLOUT\[0\] did not get the device"), turns.turn(0.1):
+            pass
+    with turns.turn(LATEST_S), turn_of(DeviceLock(tmp_path / "c", "ACTOR[0]")):
+        pass
+    turns.close()
+    with pytest.raises(EngineError, match=r"ROLLOUT\[0\] .* has had it"):
+        DeviceLock(tmp_path / "b", "ACTOR[0]").acquire(0.1)
+    for lock in locks:
+        lock.close()
+    assert (len(left), in_queue(tmp_path / "a"), in_queue(tmp_path / "b")) == (1, 0, 0)
+
+
+def test_role_that_does_not_linger_leaves_after_each_turn(tmp_path):
+    locks, left = [DeviceLock(tmp_path, "ACTOR[0]")], []
+    turns = DeviceTurns(locks, lambda: left.append(locks[0].is_held), lingers=False)
+    for _ in range(2):
+        with turns.turn(LATEST_S):
+            pass
+        assert not locks[0].is_held
+    assert left == [True, True]
 
 
 def test_missing_memory_names_other_processes(tmp_path, start):
@@ -201,7 +238,7 @@ def test_memory_of_a_dead_process_is_forgotten(tmp_path, start):
 def test_memory_is_published_for_each_device_until_closed(tmp_path):
     memory, ledgers = DeviceMemory(), [MemoryLedger(tmp_path / name) for name in ("cuda-0", "cuda-1")]
     locks = [DeviceLock(tmp_path / name, "ACTOR[0]", memory) for name in ("cuda-0", "cuda-1")]
-    with locks[0].acquired(), locks[1].acquired():
+    with turn_of(locks[0]), turn_of(locks[1]):
         _kept = memory.bring("actor", "weights", torch.zeros(10))
 
     def published():
@@ -218,14 +255,14 @@ def test_two_holders_of_one_process_are_both_published(tmp_path):
     locks = list(map(DeviceLock, [tmp_path] * 2, ("ACTOR[0]", "ROLLOUT[0]"), memories))
     weights = []
     for lock, memory, size in zip(locks, memories, (10, 20), strict=True):
-        with lock.acquired():
+        with turn_of(lock):
             weights.append(memory.bring("engine", "weights", torch.zeros(size)))
     third = DeviceMemory(capacity=100, ledger=MemoryLedger(tmp_path))
     with pytest.raises(OutOfDeviceMemory) as caught:
         third.bring("reference", "weights", torch.zeros(30))
     for size in (40, 80):
         assert f"process {os.getpid()} reports engine: {size} of weights" in str(caught.value)
-    with locks[1].acquired(), pytest.raises(EngineError, match="ROLLOUT.* with 80 bytes: engine: 80 of weights"):
+    with turn_of(locks[1]), pytest.raises(EngineError, match="ROLLOUT.* with 80 bytes: engine: 80 of weights"):
         locks[0].acquire(0.01)
     for lock in locks:
         lock.close()

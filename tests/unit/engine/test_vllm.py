@@ -24,8 +24,10 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from tests.support import rollout_cases
 from tests.support.rollout_cases import drain, drawn, snapshot
+from tests.support.sync_sides import ToySource, publish
 
 TEXTS = ("a", "what is it?", "37+45=")
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.filterwarnings("default")]  # vLLM calls what it deprecates
@@ -59,6 +61,11 @@ def engine(shared_engine, model_path):
 
 def tokens_of(engine, sampling, seed=(2,)):
     return engine.generate(prompts(), sampling, seed).ragged("tokens").values.tolist()
+
+
+def checksums_of(engine):
+    """Return the digest of each tensor of each worker's model."""
+    return engine._server._call(engine._server._llm.compute_weight_checksums())
 
 
 def versions_of(engine):
@@ -144,16 +151,16 @@ def test_each_tensor_is_read_back_in_one_of_eight_loads(engine, model_path):
 def test_loaded_weights_are_those_of_a_fresh_engine(engine, tmp_path, model_path):
     """Among them the head that is tied to the embeddings."""
     lm = load_causal_lm(model_path)
-    before = engine._server.checksums()
+    before = checksums_of(engine)
     engine.receive(snapshot(model_path, 1, scale=1.02))
-    updated = engine._server.checksums()
+    updated = checksums_of(engine)
     with torch.no_grad():
         for parameter in lm.model.parameters():
             parameter *= 1.02
     lm.model.save_pretrained(tmp_path / "later")
     lm.tokenizer.save_pretrained(tmp_path / "later")
     with closing(make(tmp_path / "later", max_batch=8)) as fresh:
-        assert updated == fresh._server.checksums()
+        assert updated == checksums_of(fresh)
     changed = [name for name, digest in updated[0].items() if digest != before[0][name]]
     constant = [name for name, digest in updated[0].items() if "bias" in name and digest == before[0][name]]
     assert sorted(changed + constant) == sorted(updated[0])
@@ -186,6 +193,54 @@ def test_no_request_meets_a_cache_of_older_weights(tmp_path, keep_kv):
         engine.receive(later)
         output = engine.generate(prompt, params, (0,))
     assert np.allclose(output.ragged("logprobs").values, expected.ragged("logprobs").values, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_update_reads_each_running_request_again_once(tmp_path, keep_kv):
+    """vLLM's counters show it: a request whose tokens are read again is preempted, and there is no further prompt."""
+    path = write_tiny_model(tmp_path / "T", hidden=128, layers=2, max_positions=1024)
+    backend = {"keep_kv": keep_kv, "engine_args": {"disable_log_stats": False}}
+    read_metrics = importlib.import_module("vllm.v1.metrics.reader").get_metrics_snapshot
+
+    def counts():
+        metrics = read_metrics()
+        names = ("vllm:num_preemptions", "vllm:prompt_tokens")
+        return np.array([sum(each.value for each in metrics if each.name == name) for name in names])
+
+    with closing(make(path, max_batch=8, backend=backend)) as engine:
+        engine.receive(snapshot(path, 0))
+        engine.add(requests(), SamplingParams(max_new_tokens=900, ignore_eos=True), (6,))
+        increases = []
+        for version in range(1, 4):
+            goal = 2 + max(len(each.tokens) for each in engine._requests.by_number.values())
+            while any(len(each.tokens) < goal for each in engine._requests.by_number.values()):
+                engine.advance()
+            before = counts()
+            engine.receive(snapshot(path, version))
+            while min(each.columns.values["versions"][-1] for each in engine._requests.by_number.values()) < version:
+                engine.advance()
+            increases.append((counts() - before).tolist())
+        assert len(drain(engine)) == len(TEXTS)
+    assert increases == [[0 if keep_kv else len(TEXTS), 0]] * 3
+
+
+@pytest.mark.feature(14)
+def test_weights_on_a_device_reach_vllm_without_the_host(engine, model_path, monkeypatch):
+    """vLLM's worker opens the sender's memory, and compares its bytes before it loads them; the host stands in for the
+    device."""
+    later, sampling = snapshot(model_path, 1, scale=1.02), SamplingParams(max_new_tokens=20)
+    source = ToySource({name: later.tensor(name) for name in later.buffers}, 1)
+    with closing(CudaIpcTransport()) as sender, closing(CudaIpcTransport()) as receiver:
+        weights = receiver.receive(publish(sender, source)[0])
+        monkeypatch.setattr(os, "memfd_create", None)
+        engine.receive(weights)
+        on_device = checksums_of(engine), tokens_of(engine, sampling)
+        monkeypatch.undo()
+        engine.receive(later)
+        assert on_device == (checksums_of(engine), tokens_of(engine, sampling))
+        weights.buffers["model.norm.weight"][0] += 1
+        with pytest.raises(WeightSyncError, match="'model.norm.weight'.* came with other bytes than were sent"):
+            engine.receive(weights, rewind=True)
 
 
 def test_weights_larger_than_the_memory_are_refused(model_path):

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.base import RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, read_options, validate_engine
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
@@ -89,9 +89,9 @@ def received():
     sender.close()
 
 
-def share(weights):
-    with share_weights(weights) as shared:
-        return SharedSnapshot(**json.loads(json.dumps(asdict(shared)))).open()
+def share(weights, on_device=False):
+    with share_weights(weights, on_device) as shared:
+        return SharedSnapshot(**json.loads(json.dumps(asdict(shared)))).open(torch.device("cpu"))
 
 
 def test_weights_on_a_device_are_shared_in_host_memory():
@@ -101,6 +101,23 @@ def test_weights_on_a_device_are_shared_in_host_memory():
         verify_snapshot(opened, weights.shapes, -1)
         assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp
         assert torch.equal(opened.tensor("b"), weights.tensor("b"))
+    sender.close()
+
+
+@pytest.mark.feature(14)
+def test_weights_on_a_device_are_opened_there(monkeypatch):
+    """The host stands in for the device. Two bytes of a parameter in bf16 are all that there is of it."""
+    source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
+    weights = receiver.receive(publish(sender, source)[0])
+    monkeypatch.setattr(os, "memfd_create", None)
+    opened = share(weights, on_device=True)
+    verify_snapshot(opened, weights.shapes, -1)
+    assert opened.stamp == weights.stamp
+    assert opened.buffers["b"].data_ptr() == weights.buffers["b"].data_ptr()
+    assert (opened.tensor("b").dtype, opened.buffers["b"].nbytes) == (torch.bfloat16, 2 * 3)
+    weights.buffers["a"][3] += 1
+    with pytest.raises(WeightSyncError, match="'a', 'b' came with other bytes than were sent"):
+        share(weights, on_device=True)
     sender.close()
 
 
@@ -115,13 +132,18 @@ def test_received_weights_are_shared_without_a_copy(received, monkeypatch):
     assert again.tensor("a").tolist() == weights.tensor("a").tolist()
 
 
-@pytest.mark.parametrize("in_a_file", [True, False])
-def test_adapters_are_shared_with_their_weights(received, in_a_file):
+@pytest.mark.parametrize("place", ["file", "host", "device"])
+def test_adapters_are_shared_with_their_weights(received, place):
     factors = take_snapshot({"a" + DOWN: torch.ones(2, 7), "a" + UP: torch.ones(5, 2)}.items(), 1)
-    weights = replace(received(), adapters=Adapters(factors, 0.5))
-    if not in_a_file:
-        weights = replace(weights, file=None)
-    opened = share(weights)
+    weights, sender = received(), CudaIpcTransport()
+    if place == "device":
+        source = Source()
+        source.version = weights.version
+        weights = CudaIpcTransport().receive(publish(sender, source)[0])
+    weights = replace(
+        weights, version=3, adapters=Adapters(factors, 0.5), file=weights.file if place == "file" else None
+    )
+    opened = share(weights, on_device=place == "device")
     verify_snapshot(opened, weights.shapes, -1)
     assert opened.stamp == weights.stamp
     assert [opened.tensor(name).unique().tolist() for name in "ab"] == [[2.0], [1.0]]
@@ -138,6 +160,6 @@ def test_weights_open_in_a_process_are_not_overwritten(received):
 def test_weights_without_a_file_are_copied_for_the_block():
     weights = take_snapshot(Source().named_weights(), 0)
     with share_weights(weights) as shared:
-        assert shared.open().tensor("b").tolist() == [0.0] * 3
+        assert shared.open(torch.device("cpu")).tensor("b").tolist() == [0.0] * 3
     with pytest.raises(FileNotFoundError):
-        shared.open()
+        shared.open(torch.device("cpu"))

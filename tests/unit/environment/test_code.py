@@ -21,7 +21,14 @@ from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifie
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import ProgramLimits, code_block, python_tests, run_python
 from dlrover.python.rl.environment.verifiers.hidden_tests import hide_expected
+from tests.support.manual_clock import within
 from tests.support.processes import wait_until_gone
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """Programs without a limit of their own have a minute: interpreters start slowly on a busy machine."""
+    monkeypatch.setattr(code, "ProgramLimits", partial(ProgramLimits, timeout_s=60.0))
 
 
 def fenced(program, language="python"):
@@ -49,10 +56,9 @@ if os.fork() == 0:
 os.wait()
 9**9**9
 """
-    began = time.monotonic()
-    ran = run_python(program, limits=ProgramLimits(timeout_s=2.0))
-    assert (ran.timed_out, ran.succeeded) == (True, False)
-    assert time.monotonic() - began < 10
+    with within(10):
+        ran = run_python(program, limits=ProgramLimits(timeout_s=2.0))
+        assert (ran.timed_out, ran.succeeded) == (True, False)
     wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
@@ -99,15 +105,8 @@ HOSTILE_UNITS = ["`", "~", " ", "\t", "- ", "1. ", "> ", "- a\n", *(f"{start}{FE
 
 @pytest.mark.parametrize("unit", HOSTILE_UNITS)
 def test_code_block_takes_linear_time(unit):
-    began_s = time.process_time()
-    code_block(unit * (400_000 // len(unit)))
-    assert time.process_time() - began_s < 10
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Give programs time on a busy machine."""
-    monkeypatch.setattr(code, "ProgramLimits", partial(ProgramLimits, timeout_s=60.0))
+    with within(10, time.process_time):
+        code_block(unit * (400_000 // len(unit)))
 
 
 @pytest.mark.feature(98)
@@ -150,13 +149,11 @@ def double(x):
         ("def f(x): return not x", "assert f(0) is True\nassert not (f(0) is 1)"),
     ],
 )
-@pytest.mark.usefixtures("patient")
 def test_python_tests_pass_right_and_fail_wrong_programs(program, tests):
     assert python_tests(fenced(program), None, {"tests": tests}) == 1.0
     assert python_tests(fenced(program), None, {"tests": f"{tests}\nassert 1 == 2"}) == 0.0
 
 
-@pytest.mark.usefixtures("patient")
 def test_python_tests_need_all_due_comparisons():
     tests = """
 def check(f):
@@ -300,16 +297,15 @@ def test_confinement_limits_output_and_time(level, monkeypatch):
     monkeypatch.setattr(code, "confinement", lambda: level)
     ran = run_python("while True: print('x' * 1000)", limits=ProgramLimits(timeout_s=10.0, output_bytes=1 << 16))
     assert not ran.succeeded and len(ran.stdout) == 1 << 16
-    began_s = time.monotonic()
-    assert run_python("import time; time.sleep(60)", limits=ProgramLimits(timeout_s=1.0)).timed_out
-    assert time.monotonic() - began_s < 20
+    with within(20):
+        assert run_python("import time; time.sleep(60)", limits=ProgramLimits(timeout_s=1.0)).timed_out
 
 
 def test_confinement_by_bubblewrap_limits_files_together(monkeypatch):
     needs(BUBBLEWRAP)
     monkeypatch.setattr(code, "confinement", lambda: BUBBLEWRAP)
     program = "for n in range(20): open(str(n), 'wb').write(bytes(1 << 18))\nprint('done')"
-    ran = run_python(program, limits=ProgramLimits(output_bytes=1 << 20))
+    ran = run_python(program, limits=code.ProgramLimits(output_bytes=1 << 20))
     assert "No space left" in ran.stderr and "done" not in ran.stdout
 
 

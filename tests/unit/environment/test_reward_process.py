@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
@@ -158,8 +159,7 @@ def test_closed_verifier_ends_detached_processes():
     with DeadlineVerifier(verifiers.obedient, timeout_s=20) as verifier:
         assert verifier("daemon", None) == 1.0
         warden = verifier._child._process.pid
-        children = map(int, Path(f"/proc/{warden}/task/{warden}/children").read_text().split())
-        (detached,) = [child for child in children if child != verifier._child.pid]
+        (detached,) = {child.pid for child in psutil.Process(warden).children()} - {verifier._child.pid}
     assert not is_alive(detached)
 
 

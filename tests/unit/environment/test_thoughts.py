@@ -15,6 +15,7 @@ from dlrover.python.rl.environment.core.messages import make_assistant_message
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.core.tools import ToolEnvironment
 from tests.support import some_tools
+from tests.support.manual_clock import within
 
 ANSWERS = [  # completion, reference, reward where thoughts are scored, reward
     (r"<think>Is it \boxed{31}?</think>It is \boxed{46}.", "46", 1.0, 1.0),
@@ -191,7 +192,6 @@ async def test_game_gets_the_move_behind_thoughts():
 )  # fmt: skip
 def test_hostile_text_is_split_in_linear_time(part):
     text = f"<think></think><tool_call>{part * 100_000}"
-    began = time.monotonic()
-    split_thoughts(text)
-    split_calls(text)
-    assert time.monotonic() - began < 10
+    with within(10, time.process_time):
+        split_thoughts(text)
+        split_calls(text)

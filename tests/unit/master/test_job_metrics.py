@@ -203,7 +203,8 @@ def test_steps_and_calls_are_counted():
     for number in range(1, 4):
         calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
         values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan"), "memory/peak_gib": 1.5}
-        values |= {"eval/reward": 0.25} if number == 2 else {}
+        if number == 2:
+            values |= {"eval/reward": 0.25, "eval/math/hard/reward": 0.5, "eval/math/hard/failed": 1.0}
         metrics.report(StepReport(number, 10, values, calls, {"ROLLOUT": number, "UNKNOWN": 9}))
     expected = {
         "rl_job_pending_calls role=ROLLOUT": 3,
@@ -211,7 +212,8 @@ def test_steps_and_calls_are_counted():
         "rl_job_step": 3,
         "rl_job_total_steps": 10,
         "rl_job_reward": 3.5,
-        "rl_job_evaluation_reward": 0.25,  # of the last evaluation
+        "rl_job_evaluation_reward set=": 0.25,  # of the last evaluation
+        "rl_job_evaluation_reward set=math/hard": 0.5,
         "rl_job_device_memory_gib": 1.5,
         "rl_job_step_seconds_count": 2,
         "rl_job_call_seconds_count method=generate role=ROLLOUT": 6,
@@ -255,7 +257,7 @@ def test_service_counts_ended_jobs_and_dates_the_last_ones():
 def everything():
     """Names of all metrics, and the labels of each, as a busy job and service export them."""
     job = metrics_of(STORY)
-    values = {source: 1.0 for sources in STEP_METRICS.values() for source in sources[:1]}
+    values = {source: 1.0 for sources in (*STEP_METRICS.values(), ["eval/reward"]) for source in sources[:1]}
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
         job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))

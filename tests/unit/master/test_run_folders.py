@@ -19,9 +19,8 @@ ALL_STEPS = [1, 2, 3, 4, 5, 6]
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
-    desk = Desk(tmp_path)
-    yield desk
-    desk.kill_all()
+    with Desk(tmp_path) as desk:
+        yield desk
 
 
 def kill(process):

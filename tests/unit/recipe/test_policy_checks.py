@@ -65,7 +65,7 @@ def test_grpo_with_a_bad_value_is_refused_with_its_place(tmp_path, override, whe
 
 
 FILTERING = {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}}
-DOUBTFUL = {"algorithm": {"name": "tests.support.column_loss:Doubtful"}}
+DOUBTFUL = {"algorithm": {"name": "tests.support.column_engine:Doubtful"}}
 CLASHING = {"engine": {"rollout": "tests.support.column_engine:ClashingEngine"}}
 SGD = {"critic": {"optimizer": {"name": "sgd"}}, "engine": {"train": "megatron"}}
 

@@ -12,7 +12,7 @@ from dlrover.python.rl.algorithm.registry import ALGORITHMS
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from tests.support import column_engine, column_loss
+from tests.support import column_engine
 from tests.support.example_jobs import EXAMPLES, log_probs, stage
 from tests.support.policy_jobs import finished, policy_job, reverse_kl, write_inputs, write_teacher
 from tests.support.run_files import metrics_of, read_json, read_lines, write_rows
@@ -86,20 +86,20 @@ async def step(state, action, extra_info):
 
 
 def run_with_columns(folder, turns, max_staleness):
-    for record in (column_engine.generated, column_loss.annotated, column_loss.arrived):
+    for record in (column_engine.generated, column_engine.annotated, column_engine.arrived):
         record.clear()
     (folder / "asks.py").write_text(ENVIRONMENT)
     rollout = {"samples_per_prompt": 4, "max_new_tokens": 5, "max_staleness": max_staleness, "max_turns": turns}
     rollout |= {"env_path": str(folder / "asks.py"), "env_isolated": False}
     engine = {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"}
-    algorithm = {"name": "tests.support.column_loss:Doubtful"}
+    algorithm = {"name": "tests.support.column_engine:Doubtful"}
     finished(policy_job(folder, "grpo", rollout=rollout, engine=engine, algorithm=algorithm, reward={}))
     return {tuple(tokens[at] for at in range(len(tokens))) for tokens in column_engine.generated.values()}
 
 
 def rows_of_losses():
     """Yield the tokens of each row at a loss (log-prob, margin and the two likely ids), and its column per sample."""
-    for columns in column_loss.arrived:
+    for columns in column_engine.arrived:
         values = {name: column.numpy() for name, column in columns.items()}
         for unit in np.unique(values["unit"]):
             own = {name: column[values["unit"] == unit] for name, column in values.items()}
@@ -124,7 +124,7 @@ def test_engine_columns_arrive_at_the_loss_token_by_token(tmp_path, turns, max_s
     assert len(rows) == 3 * 4 * 4
     assert {len(parts) for parts, _ in rows} == {turns}
     assert all(set(passes) == {len(parts[-1])} for parts, passes in rows)
-    for batch in column_loss.annotated:
+    for batch in column_engine.annotated:
         assert batch.dense("passes").min() >= 1
         for margin, is_action in zip(batch.ragged("margin"), batch.ragged("action_mask"), strict=True):
             assert len(margin) == len(is_action)

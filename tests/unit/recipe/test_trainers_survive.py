@@ -127,6 +127,26 @@ def test_policy_recipe_with_random_deaths_ends_the_same(tmp_path, inputs, undist
     assert changed_parts(end_of(job, faults), expected) == [], f"faults at {sorted(faults)}"
 
 
+@pytest.mark.feature(97)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_refilled_steps_with_random_deaths_end_the_same(tmp_path, inputs, seed):
+    """A step asks for a number of groups that depends on earlier steps, which a replaced trainer has not seen."""
+    changes = {"rollout": {"samples_per_prompt": 2, "max_new_tokens": 3, "dynamic_filtering": "refill"}, "steps": 4}
+    changes["reward"] = {"function": "tests.support.policy_rewards:odd", "workers": 1, "timeout_s": 60.0}
+    whole = stage(tmp_path / "whole", inputs, **changes)
+    expected, calls, draw = end_of(whole), list(whole.port.calls), random.Random(seed)
+    assert all(row["groups/filtered"] for row in expected["metrics"][1:])
+    assert any("groups/surplus" in row for row in expected["metrics"])
+    samplings = [at for at, call in enumerate(calls) if call[2] == "sample"]
+    faults = {
+        (draw.choice(samplings[1:]), "after"): kill_trainer,
+        (draw.choice(samplings), "before"): kill("ROLLOUT", draw.randrange(2)),
+        (draw.randrange(samplings[0], len(calls)), "after"): kill("ACTOR", 0),
+    }
+    end = end_of(stage(tmp_path, inputs, **changes), faults)
+    assert changed_parts(end, expected) == [], f"faults at {sorted(faults)}"
+
+
 @pytest.mark.parametrize("undisturbed", ["ppo"], indirect=True)
 def test_critic_killed_after_an_update_comes_back(tmp_path, inputs, undisturbed):
     _, expected, calls = undisturbed

@@ -112,7 +112,7 @@ class Weights:
 class Store:
     """One worker, and the trainer's side."""
 
-    def __init__(self, path, size=80, disk_wait=DiskWait(0.02, 0.001), run="run1", shared=True, every=2):  # noqa: B008, PLR0913
+    def __init__(self, path, size=80, disk_wait=DiskWait(0.02, 0.001), run="run1", shared=True, every=2):  # noqa: B008
         self.roots = Roots("job", run, 1, path / "checkpoints" / run, path / "commits" / run, shared=shared)
         self.checkpoints = StoreCheckpoints(self.roots, every=every, disk_wait=disk_wait)
         self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait=disk_wait), Weights(size)

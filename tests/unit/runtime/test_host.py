@@ -250,7 +250,7 @@ def test_work_of_a_call_ends_with_its_last_progress():
 def test_decode_resolves_the_results_in_a_list():
     results = {"first": 1, "second": 2}
     first, second = (Ref(None, name, None, "ACTOR", 0, "update", 1) for name in results)
-    assert decode(encode([first, "plain", second]), results.__getitem__) == [1, "plain", 2]
+    assert decode(encode([first, "plain", second]), lambda names: [*map(results.get, names)]) == [1, "plain", 2]
 
 
 def test_header_of_a_call_has_all_but_its_arguments():

@@ -118,9 +118,13 @@ def test_process_frozen_in_an_append_neither_blocks_nor_harms(path, monkeypatch)
         assert read_lines(path) == [b"1", b"2", b"4", b"5"]
 
 
-def test_last_line_cut_short_never_counted(path):
+def test_line_cut_short_at_the_end_never_counted(path):
     lines = some_lines(4)
     whole = written(path, lines, is_killed=True)
+    for cut in range(len(lines[-1]) + 12, len(whole) + 1):
+        path.write_bytes(whole[:-cut])
+        with pytest.raises(JournalCorrupt):
+            FileStateStore(path)
     for cut in range(2, len(lines[-1]) + 11):
         path.write_bytes(whole[:-cut])
         with opened(path) as store:
@@ -152,15 +156,6 @@ def test_last_line_without_its_newline_is_kept(path, last):
         assert store.read() == lines
         store.append(b"more")
     assert read_lines(path) == [*lines, b"more"]
-
-
-def test_journal_without_more_than_its_last_line_is_refused(path):
-    lines = some_lines(4)
-    whole = written(path, lines, is_killed=True)
-    for cut in range(len(lines[-1]) + 12, len(whole) + 1):
-        path.write_bytes(whole[:-cut])
-        with pytest.raises(JournalCorrupt):
-            FileStateStore(path)
 
 
 def test_killed_writer_loses_no_line_it_has_reported(path):

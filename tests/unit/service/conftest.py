@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of this folder may be coroutine functions, and enter a time zone."""
+"""Tests of this folder may enter a time zone."""
 
 import time
 
 import pytest
-
-from tests.support.async_tests import pytest_pyfunc_call  # noqa: F401
 
 
 @pytest.fixture

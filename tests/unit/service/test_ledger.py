@@ -13,59 +13,45 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from tests.support.service_stage import submission
 
-LIMITS = QueueLimits()
-
 
 def job(number, cpus=1.0, **values):
     values = {"owner": "ann", "resources": {"cpu": cpus}, "sequence": number, **values}
     return JobRecord(name=f"job-{number}", run=f"r{number}", client_token=f"t{number}", **values)
 
 
-def test_jobs_start_in_order_of_submission_while_they_fit():
-    starts, waits = schedule([job(3), job(1), job(2)], {"cpu": 2}, LIMITS)
-    assert starts == ["r1", "r2"]
-    assert waits == {"r3": "the cluster is full: 1 cpu needed, 0 available"}
+FULL = "the cluster is full: {} cpu needed, {} available"
+SCHEDULES = {
+    # jobs, CPUs, limits; the runs that start, and why others wait
+    "the order of submission": ([job(3), job(1), job(2)], 2, {}, ["r1", "r2"], {"r3": FULL.format(1, 0)}),
+    "a higher priority first": ([job(1), job(2, priority=5)], 1, {}, ["r2"], {"r1": FULL.format(1, 0)}),
+    "a large job not overtaken by small ones": (
+        [job(1, 3, phase=JobPhase.RUNNING), job(2, 4), job(3, 1)], 4, {},
+        [], {"r2": FULL.format(4, 1), "r3": "behind 'job-2' in the queue"},
+    ),
+    "a job larger than the cluster": (
+        [job(1, 64), job(2)], 4, {}, ["r2"], {"r1": "the cluster has too little: 64 cpu needed, 4 available"},
+    ),
+    "a missing kind of resource": (
+        [job(1, resources={"gpu": 1.0})], 4, {}, [], {"r1": "the cluster has too little: 1 gpu needed, 0 available"},
+    ),
+    "an owner at the quota blocks no other": (
+        [job(1), job(2), job(3, owner="bob")], 9, {"max_running_per_owner": 1},
+        ["r1", "r3"], {"r2": "'ann' runs 1 job, the limit"},
+    ),
+    "as many as allowed together": (
+        [job(1), job(2), job(3)], 9, {"max_running": 1},
+        ["r1"], {"r2": "1 jobs run, the limit", "r3": "behind 'job-2' in the queue"},
+    ),
+    "starting and stopping jobs hold their resources": (
+        [*(job(at, phase=phase) for at, phase in enumerate((JobPhase.STARTING, JobPhase.STOPPING, JobPhase.FAILED))),
+         job(4), job(5)], 3, {}, ["r4"], {"r5": FULL.format(1, 0)},
+    ),
+}  # fmt: skip
 
 
-def test_a_higher_priority_starts_first():
-    assert schedule([job(1), job(2, priority=5)], {"cpu": 1}, LIMITS)[0] == ["r2"]
-
-
-def test_a_large_job_is_not_overtaken_by_small_ones():
-    running = job(1, 3, phase=JobPhase.RUNNING)
-    starts, waits = schedule([running, job(2, 4), job(3, 1)], {"cpu": 4}, LIMITS)
-    assert starts == []
-    assert waits == {"r2": "the cluster is full: 4 cpu needed, 1 available", "r3": "behind 'job-2' in the queue"}
-
-
-def test_job_larger_than_the_cluster_blocks_no_other():
-    starts, waits = schedule([job(1, 64), job(2)], {"cpu": 4}, LIMITS)
-    assert starts == ["r2"]
-    assert waits == {"r1": "the cluster has too little: 64 cpu needed, 4 available"}
-
-
-def test_missing_kind_of_resource_is_named():
-    assert schedule([job(1, resources={"gpu": 1.0})], {"cpu": 4}, LIMITS)[1] == {
-        "r1": "the cluster has too little: 1 gpu needed, 0 available"
-    }
-
-
-def test_owner_at_the_quota_blocks_no_other():
-    limits = QueueLimits(max_running_per_owner=1)
-    starts, waits = schedule([job(1), job(2), job(3, owner="bob")], {"cpu": 9}, limits)
-    assert starts == ["r1", "r3"]
-    assert waits == {"r2": "'ann' runs 1 job, the limit"}
-
-
-def test_all_together_run_as_many_as_allowed():
-    starts, waits = schedule([job(1), job(2), job(3)], {"cpu": 9}, QueueLimits(max_running=1))
-    assert starts == ["r1"]
-    assert waits == {"r2": "1 jobs run, the limit", "r3": "behind 'job-2' in the queue"}
-
-
-def test_starting_and_stopping_jobs_hold_their_resources():
-    active = [job(1, phase=JobPhase.STARTING), job(2, phase=JobPhase.STOPPING), job(3, phase=JobPhase.FAILED)]
-    assert schedule([*active, job(4), job(5)], {"cpu": 3}, LIMITS)[0] == ["r4"]
+@pytest.mark.parametrize(("jobs", "cpus", "limits", "starts", "waits"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedule_starts_jobs_and_says_why_others_wait(jobs, cpus, limits, starts, waits):
+    assert schedule(jobs, {"cpu": cpus}, QueueLimits(**limits)) == (starts, waits)
 
 
 def test_the_newest_run_of_a_name_outlives_an_older_one(monkeypatch):

@@ -16,7 +16,7 @@ import dlrover.rl as rl
 from dlrover.python.rl.common.errors import EngineError, InvocationError, SessionError, UnknownMethod, WeightSyncError
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.module.engine import ModuleEngine
-from tests.support.session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, start
+from tests.support.session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, empty, start
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 ROWS = [[1.0, 0.0, 2.0, -1.0], [0.5, 0.5, -0.5, 1.0], [2.0, 1.0, 0.0, 0.0]]
@@ -31,11 +31,6 @@ def model(tmp_path_factory):
 def session():
     with rl.init(local=True, slots_per_node=4) as session:
         yield session
-
-
-def empty(cls, *args):
-    with rl.nn.empty_weights():
-        return cls(*args)
 
 
 @contextlib.contextmanager

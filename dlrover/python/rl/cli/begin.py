@@ -166,7 +166,7 @@ def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, 
 def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hub: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all its errors."""
     with looking_up("all" if hub else "none"):
-        checked = check_described(lambda: load_job(job_file, overrides), local)
+        checked = check_described(lambda: load_job(job_file, overrides), local, partly=True)
     job = checked.job if full else replace(checked.job, config=checked.user_config)
     echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
 

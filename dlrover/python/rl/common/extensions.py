@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
+from dlrover.python.rl import LibraryMissing
 from dlrover.python.rl.common.errors import ClassNotFound
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest
@@ -79,6 +80,8 @@ def load_object(place: str) -> Any:
 def load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
+    except LibraryMissing as error:
+        raise ClassNotFound(str(error)) from error
     except ModuleNotFoundError as error:
         missing = error.name or name
         package, _, last = missing.rpartition(".")

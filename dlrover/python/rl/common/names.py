@@ -29,7 +29,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def package_version() -> str:
     """Return the installed version; ``"0+unknown"`` for a source tree that is not installed."""
-    return installed_versions(["dlrover-rl"]).get("dlrover-rl", "0+unknown")
+    return next(iter(installed_versions(["dlrover-rl", "dlrover-rl-core"]).values()), "0+unknown")
 
 
 def nearest(name: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:

@@ -10,7 +10,7 @@ _noted, _noted_s = 0, 0.0
 
 
 def note_progress() -> None:
-    global _noted, _noted_s  # noqa: PLW0603 -- one for the process, as its calls are
+    global _noted, _noted_s
     _noted, _noted_s = _noted + 1, time.monotonic()
 
 

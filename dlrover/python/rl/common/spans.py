@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class SpanFile:
         self._lines: list[tuple[Any, ...]] = []
         self._dropped = 0
         self._is_begun = False
-        self._timer: threading.Timer | None = None
+        self._has_thread = False
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def add_call(
@@ -60,7 +60,7 @@ class SpanFile:
         """Write all lines now; drop and count them if the disk does not take them."""
         with self._writing:
             with self._lock:
-                lines, self._lines, self._timer = self._lines, [], None
+                lines, self._lines = self._lines, []
                 dropped, self._dropped = self._dropped, 0
             try:
                 if lines:
@@ -78,21 +78,28 @@ class SpanFile:
                 self._dropped += 1
                 return
             self._lines.append(line)
-            if self._timer is None:
-                self._timer = threading.Timer(_FLUSH_S, self.flush)
-                self._timer.daemon = True
-                try:
-                    self._timer.start()
-                except RuntimeError:  # no thread can start: the interpreter is ending, or threads have run out
-                    self._timer = None
+            if not self._has_thread:
+                with suppress(RuntimeError):  # no thread can start: the interpreter is ending, or threads have run out
+                    threading.Thread(target=self._flush_often, name="spans", daemon=True).start()
+                    self._has_thread = True
+
+    def _flush_often(self) -> None:
+        """Write the lines of each second, until a second has none."""
+        while True:
+            time.sleep(_FLUSH_S)
+            with self._lock:
+                self._has_thread = bool(self._lines)
+            if not self._has_thread:
+                return
+            self.flush()
 
     def _write(self, data: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         size = self._path.stat().st_size if self._path.exists() else 0
         if size and size + len(data) > self._most_bytes:
             self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + OLDER))
             size = 0
         if not size or not self._is_begun:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             data = b"\n" * (size > 0) + _encode([self._title]) + data  # a killed process may have left half a line
         if len(data) > self._most_bytes:
             raise OSError(f"{len(data)} bytes are more than the file may have")
@@ -101,8 +108,7 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    rounded = ([round(value, 6) if isinstance(value, float) else value for value in line] for line in lines)
-    return "".join(f"{_JSON.encode(line)}\n" for line in rounded).encode()
+    return "".join(f"{_JSON.encode(line)}\n" for line in lines).encode()
 
 
 class _Phases:

@@ -295,7 +295,7 @@ def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Seq
     return state, commands
 
 
-def _recover_group(  # noqa: PLR0913 -- one decision
+def _recover_group(
     state: JobState, settings: Submitted, role: str, lost: Sequence[int], kind: CauseKind, at_s: float
 ) -> Result:
     """Restart all workers of the role; survivors are ended first, or rejoin in their processes."""

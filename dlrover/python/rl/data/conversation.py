@@ -81,7 +81,7 @@ def find_think_prefix(prompt: str) -> str:
     return next((prompt[end - len(tag) :] for tag in THOUGHT_TAGS if prompt.endswith(tag, 0, end)), "")
 
 
-def continue_chat(  # noqa: PLR0913
+def continue_chat(
     tokenizer: Tokenizer,
     text: str,
     messages: Messages,

@@ -46,7 +46,7 @@ def _slice(track: int, span: Span, zero_s: float) -> Iterator[bytes]:
     yield _event(track, span.end_s - zero_s, _END)
 
 
-def _event(  # noqa: PLR0913 -- the columns of an event
+def _event(
     track: int, at_s: float, kind: int, label: str = "", category: str = "", texts: Mapping[str, str] | None = None
 ) -> bytes:
     event = _message({_TYPE: kind, _TRACK_OF: track})

@@ -180,7 +180,7 @@ class RunView:
                 text = file.read(MAX_BYTES).decode()
                 aliases = (event for event in yaml.parse(text, _LOADER) if isinstance(event, yaml.AliasEvent))
                 if len(list(aliases)) <= _MOST_ALIASES:
-                    return dict(_flatten("", yaml.load(text, _LOADER)))
+                    return dict(_flatten("", yaml.load(text, _LOADER)))  # noqa: TID251 -- the safe loader in C
             return {}
 
         settings: Plain = self._cache("settings", (DESCRIPTION,), read)

@@ -127,7 +127,7 @@ def run_command(*command: str) -> None:
 def run_function(place: str) -> None:
     stand_guard()
     try:
-        config = pickle.load(sys.stdin.buffer)
+        config = pickle.load(sys.stdin.buffer)  # noqa: TID251 -- in the child: the config that its parent sends
         del config["scripts"]
         load_object(place)(config)
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: its traceback is shown

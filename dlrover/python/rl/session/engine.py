@@ -410,7 +410,7 @@ class InferenceEngine(HandEngine):
             self._executor = engine_place(ROLLOUT_ENGINES, self._registered)
         self._calls = 0
 
-    def build(  # noqa: PLR0913 - the options of a placement, all of them optional
+    def build(
         self,
         *,
         tensor_parallel_size: int = 1,

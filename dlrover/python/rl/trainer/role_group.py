@@ -147,7 +147,7 @@ def _store(value: Any, readers: int, label: str, port: Port) -> Any:
         return value
     try:
         return port.put(value)
-    except Exception as error:  # noqa: BLE001 -- serialising runs the value's own code
+    except Exception as error:
         root = error.__cause__ or error  # Ray wraps it in a page of advice
         raise CallError(f"{label} cannot be sent: {type(root).__name__}: {root}") from error
 

@@ -74,16 +74,18 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
     job = stage(tmp_path)
     together, publish, submit = [], MemoryLedger.publish, job.port.submit
 
-    def memories():
-        return [lock._memory for role in SHARING for lock in getattr(job.workload(role), "_device_locks", ())]
+    def locks_and_memories():
+        locks = [lock for role in SHARING for lock in getattr(job.workload(role), "_device_locks", ())]
+        return [(lock, lock._memory) for lock in locks]
 
     def record(ledger, owners):
-        together.append(sum(memory.total() for memory in memories()))
+        together.append(sum(memory.total() for _, memory in locks_and_memories()))
         publish(ledger, owners)
 
     def checked(role, rank, call):
         ref = submit(role, rank, call)
-        assert [memory.total() for memory in memories()] == [0] * len(memories()), call.method
+        for lock, memory in locks_and_memories():
+            assert memory.total() == 0 or (lock.is_held and lock.owner == "ROLLOUT[0]"), call.method
         return ref
 
     def gathering(engine, dtype=None):
@@ -102,7 +104,7 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(job, faults) == undisturbed
     assert len(locks_held) > 4 and all(held_now == [True] for held_now in locks_held)
-    peaks = [memory.peak for memory in memories()]
+    peaks = [memory.peak for _, memory in locks_and_memories()]
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
     assert list((tmp_path / "dlrover-rl" / "job-run1" / "devices" / "cpu-0").glob("*.wait")) == []
@@ -160,10 +162,11 @@ def test_rollout_lost_after_two_syncs_receives_both_again(tmp_path, weight_sync)
     assert run(tmp_path / "dies", {(40, "after"): kill("ROLLOUT", 0)}) == (expected, publishes)
 
 
-@pytest.mark.parametrize("samples", [4, 6])
-def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
+@pytest.mark.parametrize(("samples", "filtering"), [(4, "off"), (6, "off"), (4, "refill")])
+def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples, filtering):
+    """Several rounds of a step sample with the same weights."""
     monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
-    job = stage(tmp_path, samples_per_prompt=samples)
+    job = stage(tmp_path, samples_per_prompt=samples, dynamic_filtering=filtering)
     wakes, read = [], []
     wake, add = TorchRolloutEngine.cuda, TorchRolloutEngine.add
 
@@ -180,8 +183,10 @@ def test_collocated_rollout_wakes_once_a_step(tmp_path, monkeypatch, samples):
     monkeypatch.setattr(TorchRolloutEngine, "cuda", waking)
     monkeypatch.setattr(TorchRolloutEngine, "add", adding)
     end_of(job)
-    assert wakes == [0, 0, 1, 2], "evaluation, step 1, step 2, evaluation"
-    assert len(read) == len(set(read)) == 2 * 4 * samples
+    assert wakes == [0, 1, 2], "evaluation and step 1, step 2, evaluation"
+    rounds = [method for _, _, method, *_ in job.port.calls].count("sample")
+    assert (len(read), rounds) == (2 * 4 * samples, 2) or (filtering == "refill" and rounds > 2)
+    assert len(read) == len(set(read))
     assert {done for *_, done in read} == {0}
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing the samples of a step, and the groups under way: how many, on which member, and none too stale."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dlrover.python.rl.recipe.base.config import PromptData, RewardConfig, Rollo
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.collector import SampleCollector, StalenessTracker
 from dlrover.python.rl.trainer.port import Pending, Ref
+from dlrover.python.rl.trainer.steps import dump_state, load_state
 
 SAMPLES = 2
 
@@ -52,6 +54,7 @@ class Rollouts:
     def _sample(self, wanted, sampling, seed, enough, patience_s):
         assert sampling.samples_per_prompt == SAMPLES
         self.rounds += 1
+        assert self.rounds < 2000, "waits for ever"
         return [self._one(*each) for each in zip(range(len(self)), wanted, enough, strict=True)]
 
     def _one(self, member, wanted, enough):
@@ -241,9 +244,88 @@ def test_groups_of_uniform_rewards_are_replaced():
     rollouts = Rollouts([9])
     batch = step_of(make_collector(rollouts, uniform(0, 2, 4), dynamic_filtering="refill"), rollouts, 1)
     assert rows_of(batch) == all_samples(1, 3, 5, 6)
-    assert batch.metrics()["groups/filtered"] == 3
+    assert batch.metrics() == {"groups/filtered": 3, "groups/surplus": 1}
     collector = make_collector(rollouts, uniform(*range(100)), dynamic_filtering="refill", max_refills=2)
     assert step_of(collector, rollouts, 1).metrics()["groups/filtered"] == collector.prompts.count == 12
+
+
+EVERY_OTHER = uniform(*range(0, 1000, 2))
+
+
+@pytest.mark.feature(97)
+@pytest.mark.parametrize("groups", [4, 32])
+def test_share_of_uniform_groups_spares_further_rounds(groups):
+    """Half of the groups are filtered out. A request for the missing ones alone takes a round for each half."""
+    rollouts, rounds = Rollouts([99], room=99), []
+    collector = make_collector(rollouts, EVERY_OTHER, groups=groups, dynamic_filtering="refill")
+    collector.prompts.rows = 1000
+    for step in range(1, 8):
+        batch = step_of(collector, rollouts, step)
+        assert (batch.groups, len(batch.rows)) == (groups, groups * SAMPLES)
+        rounds.append(rollouts.rounds - sum(rounds))
+    assert rounds == [2, *[1] * 6]
+
+
+def scattered(prompt_id, created_step, retry, index):
+    """Return equal rewards for two prompts out of three, in no order."""
+    return 1.0 if prompt_id * 7919 % 101 % 3 else float(index)
+
+
+def refilling(rollouts, max_staleness=0, **more):
+    more |= {"dynamic_filtering": "refill", "max_refills": 9, "max_staleness": max_staleness}
+    collector = make_collector(rollouts, scattered, **more)
+    collector.prompts.rows = 10_000
+    return collector
+
+
+@pytest.mark.feature(97)
+@pytest.mark.parametrize("speeds", [[1], [9], [2, 2], [1, 9, 3]])
+def test_refilled_step_depends_neither_on_time_nor_on_a_resumption(speeds):
+    """Each step of the second run has a new trainer with the state of the one before."""
+    whole, resumed_run = Rollouts([99], room=99), Rollouts(speeds)
+    first, second = refilling(whole), refilling(resumed_run)
+    for step in range(1, 13):
+        batch, again = step_of(first, whole, step), step_of(second, resumed_run, step)
+        assert again.scored.dense("prompt_id").tolist() == batch.scored.dense("prompt_id").tolist()
+        assert (again.metrics(), again.surplus) == (batch.metrics(), batch.surplus)
+        state = json.dumps(dump_state(second._trainer.state))
+        prompts, second = second.prompts, refilling(resumed_run)
+        second.prompts = prompts
+        load_state(second._trainer.state, json.loads(state))
+    assert second.prompts.count == first.prompts.count
+
+
+@pytest.mark.feature(97)
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize(("speeds", "room"), [([9], 8), ([3, 5], 3), ([1, 99], 99)])
+def test_refill_neither_loses_nor_repeats_a_prompt(speeds, room, max_staleness):
+    rollouts, trained, filtered, unused = Rollouts(speeds, room), [], [], 0
+    collector = refilling(rollouts, max_staleness, steps=40)
+    for step in range(1, 41):
+        batch = step_of(collector, rollouts, step)
+        assert batch.groups == 4
+        trained += batch.scored.dense("prompt_id")[::SAMPLES].tolist()
+        removed = {prompt_id for rows in batch.filtered for prompt_id in rows.dense("prompt_id").tolist()}
+        filtered += removed.difference(batch.surplus)
+        unused += batch.metrics().get("groups/surplus", 0)
+        done, waiting = trained + filtered, ids_in(collector._tracker)
+        assert sorted(done + waiting) == list(range(collector.prompts.count))
+        assert list(batch.surplus) == ([] if max_staleness else waiting), "they are the first of the next step"
+    assert unused < len(trained) / 4
+    assert unused or max_staleness
+
+
+def test_rollouts_that_run_ahead_stop_at_enough_groups():
+    """The next steps train on the groups that a step has generated but does not need."""
+    rollouts = Rollouts([99], room=99)
+    collector = make_collector(rollouts, EVERY_OTHER, dynamic_filtering="refill", max_staleness=2)
+    collector.prompts.rows = 1000
+    for step in range(1, 8):
+        batch = step_of(collector, rollouts, step)
+        assert batch.scored.dense("prompt_id")[::SAMPLES].tolist() == list(range(8 * step - 7, 8 * step, 2))
+        assert "groups/surplus" not in batch.metrics()
+        assert len(collector._tracker.open) + 8 * step == collector.prompts.count
+    assert len(collector._tracker.open) >= 4 * 2 - 1
 
 
 def test_rollouts_run_ahead_within_the_allowed_staleness():
@@ -351,38 +433,55 @@ def resumed(before, *arguments):
     return tracker
 
 
+def test_running_group_continues_when_fewer_are_wanted():
+    tracker = StalenessTracker(2, 1, 1, 100)
+    tracker.request(1, range(tracker.capacity(9, 4, 4)))
+    tracker.update_status((5, 0, 1), True, False, 0)
+    assert tracker.capacity(9, 1, 4) == 0
+    assert rows_in(tracker.groups_of(0)) == [0, 1, 2, 5]
+
+
 @given(
     st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3)),
     st.integers(1, 5),
     st.integers(1, 9),
     st.booleans(),
+    st.booleans(),
     st.data(),
 )
 @settings(deadline=None)
-def test_no_step_gets_a_too_stale_group_or_waits_for_ever(sizes, room, steps, resumes, dice):
+def test_no_step_gets_a_too_stale_group_or_waits_for_ever(sizes, room, steps, resumes, is_dynamic, dice):
     per_step, max_staleness, _, rows = sizes
     tracker = StalenessTracker(*sizes)
-    rollouts, requested = TrackedRollouts(tracker, dice, room), 0
+    rollouts, requested, uniform = TrackedRollouts(tracker, dice, room), 0, 0
     for step in range(1, steps + 1):
         rollouts.version = step - dice.draw(st.integers(0, 1)) if step > 1 else 1  # a skipped step changes nothing
         rollouts.version = max(rollouts.version, *tracker._versions, 1)
         tracker.set_version(rollouts.version)
-        collected = 0
-        while collected < per_step:
-            wanted = tracker.capacity(steps - step + 1, collected)
-            assert wanted >= 0
-            tracker.request(step, [(requested + more) % rows for more in range(wanted)])
-            requested += wanted
+        missing, surplus = per_step, []
+        while missing:
+            wanted = missing + (dice.draw(st.integers(0, 3)) if is_dynamic else 0)
+            expected = per_step + (dice.draw(st.integers(0, 9)) if is_dynamic else 0)
+            count = tracker.capacity(steps - step + 1, wanted, expected)
+            bound = per_step * min(max_staleness + 1, steps - step + 1)
+            assert len(tracker.open) + count == bound - per_step + missing or is_dynamic
+            tracker.request(step, [(requested + more) % rows for more in range(count)])
+            requested += count
             ids = [(group.prompt_id, group.retry) for group in tracker.open.values()]
             assert len(set(ids)) == len(ids)
             assert all(group.prompt_id % rows == group.row for group in tracker.open.values())
-            taken = rollouts.wait_for(per_step - collected)
-            assert len(taken) == per_step - collected
+            count = missing if max_staleness else wanted
+            taken = rollouts.wait_for(count)
+            assert len(taken) == count
             assert max(tracker.staleness(group.min_version) for group in taken) <= max_staleness
-            collected += sum(dice.draw(st.booleans()) for _ in taken[1:]) + 1  # the others are filtered out
+            varied = [group.row for group in taken if group is taken[0] or dice.draw(st.booleans())]
+            surplus, uniform = varied[missing:], uniform + len(taken) - len(varied)
+            missing = max(missing - len(varied), 0)
+        assert tracker.end_step(step, surplus) == 0 or is_dynamic
+        assert requested == step * per_step + uniform + len(tracker.open)
         if resumes:
             tracker = rollouts.tracker = resumed(tracker, *sizes)
-    assert not tracker.open
+    assert not tracker.open or is_dynamic
 
 
 def test_step_without_staleness_takes_all_its_groups_in_order():
@@ -396,7 +495,7 @@ def test_step_without_staleness_takes_all_its_groups_in_order():
     assert tracker.summary() == "ROLLOUT[0] has 2 of 2 groups, ROLLOUT[1] has 1 of 2 groups"
     complete(tracker, tracker.open[2, 0, 7], version=3)
     assert [group.prompt_id for group in tracker.take(4)] == [5, 9, 105, 2]
-    assert tracker.capacity(1, collected=4) == 0
+    assert (tracker.capacity(1, 0, 4), tracker.capacity(2, 4, 4)) == (0, 4)
 
 
 def test_slow_member_gives_groups_not_begun_to_others():
@@ -464,23 +563,22 @@ def test_taken_group_keeps_its_id_until_the_next_step():
     tracker.request(1, [3])
     assert ids_in(tracker) == [11]
     tracker.open.clear()
-    tracker.begin_step()
-    tracker.request(2, [3])
+    assert tracker.end_step(1, [3]) == 0
     assert ids_in(tracker) == [3]
 
 
 def test_resumed_run_with_a_lower_bound_begins_groups_by_step():
     before = StalenessTracker(2, 2, 1, 100)
     before.request(1, range(6))
+    before.update_status((5, 0, 1), True, False, 0)
     tracker = resumed(before, 2, 0, 1, 100)
     for step, rows in ((1, [0, 1]), (2, [2, 3]), (3, [4, 5])):
-        tracker.begin_step()
         tracker.set_version(step)
-        assert tracker.capacity(9) <= 0
+        assert tracker.capacity(9, 2, 2) == 0
         assert rows_in(tracker.groups_of(0)) == rows
         complete(tracker, *tracker.groups_of(0), version=step)
         assert rows_in(tracker.take(2)) == rows
-    assert tracker.capacity(9) == 2
+    assert tracker.capacity(9, 2, 2) == 2
 
 
 def test_next_trainer_leaves_begun_groups_on_their_members():

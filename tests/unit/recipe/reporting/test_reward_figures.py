@@ -28,7 +28,7 @@ from dlrover.python.rl.recipe.reporting.rewards import step_metrics as metrics_o
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows
 from dlrover.python.rl.trainer.steps import dump_state, load_state
 from tests.support import example_jobs, policy_jobs
-from tests.support.documented_metrics import documented, undocumented
+from tests.support.run_files import documented, undocumented
 
 NAN = float("nan")
 

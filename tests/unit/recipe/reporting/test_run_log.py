@@ -352,7 +352,7 @@ def test_other_values_of_log_samples_are_refused(text, error):
 
 def test_rollout_without_the_folder_of_the_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes need to see job_dir"):
-        RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
+        RolloutWorkload(None, {}).cut_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
 
 
 @pytest.mark.parametrize("left", [None, b"", lines_of(1)[:9]], ids=["removed", "emptied", "cut"])

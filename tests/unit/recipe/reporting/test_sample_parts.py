@@ -11,6 +11,7 @@ from dlrover.python.rl.page.samples import lineage, read_evaluation, read_evalua
 from dlrover.python.rl.recipe.online.batch import StepBatch, training_columns
 from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.python.rl.trainer.port import Pending
 
 # -- parts of the samples ---------------------------------------------------------------------------------------------
@@ -67,6 +68,22 @@ def test_repeated_write_after_a_part_began_leaves_the_rows_once(tmp_path, small_
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["steps-000001.jsonl"]
 
 
+def test_worker_writes_chosen_rows_in_place_of_an_earlier_attempt(tmp_path):
+    write_steps(tmp_path, 1, 3)
+    tokens = {name: Ragged.from_rows([[6, 7], [8, 9]]) for name in ("tokens", "logprobs")}
+    tokens["action_mask"] = Ragged.from_rows([[False, True]] * 2)
+    rollouts = [
+        Batch({"prompt": names, "completion": names, "answer": names, **tokens}) for names in (["a", "b"], ["c", "d"])
+    ]
+    numbers = Batch({"reward": np.array([0.5, 1.0]), "detailed": np.array([True, False])})
+    place, excerpt = (tmp_path / "samples.jsonl", 2, None, [3, 0]), sample_file.Excerpt(0, 9, 0, tokens=1)
+    (workload := RolloutWorkload(None, {}))._text_of_token = str
+    workload.write_samples(sample_file.WriteRequest(*place, numbers, excerpt), rollouts)
+    assert [(row["prompt"], row.get("tokens")) for row in read_samples(tmp_path, 2)] == [("d", ["9"]), ("a", None)]
+    assert sample_steps(tmp_path) == (1, 2)
+    assert read_samples(tmp_path, 3) == [{"step": 3, **row} for row in rows_of(3)], "superseded"
+
+
 def test_answers_of_every_evaluation_are_kept(tmp_path):
     log = write_steps(tmp_path, 1, 1)
     for step in (0, 10, 120):
@@ -112,6 +129,16 @@ def test_each_row_says_what_training_did_with_it():
     assert sorted(columns["rank"][[0, 5]].tolist()) == [0, 1], "one row of the update on each rank"
     assert columns["prompt_tokens"].tolist() == [2] * 8
     assert training_columns(batch, None, ())["mark"][0] == "dropped"
+
+
+def test_row_of_a_surplus_group_says_that_others_were_enough():
+    scored = numbers_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [None] * 6)
+    batch = StepBatch.from_rollouts(Pending([]), scored, np.arange(6), 3)
+    batch = batch.drop_uniform_groups(scored.dense("reward")).keep_groups(1)
+    planned = batch.scored.with_columns(update=np.array([0, 0]))
+    columns = training_columns(batch, planned, [0])
+    assert columns["mark"] == ["", "", "filtered", "filtered", "dropped", "dropped"]
+    assert columns["reason"][4] == "the step had enough other groups"
 
 
 def test_row_trained_on_without_a_reward_has_not_failed():

@@ -15,14 +15,24 @@ from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from tests.support.plain_engine import TEMPERATURE, plain_model, write_model
 from tests.support.rollout_member import actor
 
-ENGINE = EngineConfig(
-    threads=1, train="tests.support.counting_engine:CountingTrainEngine", max_tokens_per_microbatch=24
-)
+
+class CountingTrainEngine(Fsdp2TrainEngine):
+    """Counts its passes without gradient."""
+
+    evaluations = 0
+
+    def evaluate(self, *args, **kwargs):
+        self.evaluations += 1
+        return super().evaluate(*args, **kwargs)
+
+
+ENGINE = EngineConfig(threads=1, train=f"{__name__}:CountingTrainEngine", max_tokens_per_microbatch=24)
 GRADIENT = OptimizerConfig(name="sgd", lr=1.0, max_grad_norm=None)  # a step subtracts the gradient
 ONCE = UpdatePlan(TEMPERATURE)
 LENGTHS = [(3, 9), (2, 5), (4, 12), (5, 5), (1, 14), (6, 3)]

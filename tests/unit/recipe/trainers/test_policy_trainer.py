@@ -157,15 +157,13 @@ def test_metric_of_an_update_has_one_name(name, logged):
     assert policy_trainer._log_name(name) == logged
 
 
-def test_repeated_step_has_its_lines_once(tmp_path):
+def test_later_samples_are_cut_where_the_last_step_ended(tmp_path):
     calls, log = [], SimpleNamespace()
-    rollouts = SimpleNamespace(begin_samples=lambda *place: calls.append(place) or [40])
+    rollouts = SimpleNamespace(cut_samples=lambda *place: calls.append(place) or [40])
     trainer = SimpleNamespace(RG_ROLLOUT=rollouts, job_dir=tmp_path, run_log=log, results_dir=Path(tmp_path))
-    rollouts.workload_class = object
     samples = SampleLog(trainer, None)
-    assert samples._detailed(Pending([]), [0]) == (), "a user's rollouts without tokens"
     samples.load_state_dict({"end": 60})
-    samples.begin_step(5)
+    samples.remove_steps(5)
     assert calls == [(tmp_path / "samples.jsonl", 5, 60)]
     assert samples.state_dict() == {"end": 40}
 
@@ -239,6 +237,19 @@ def test_parts_of_a_step_keep_their_rows_and_filtered_rows():
     assert (fewer.rows, fewer.filtered_rows) == ((2, 3, 4, 5), (0, 1, 6, 7, 8, 9))
     assert fewer.all_rows.dense("prompt_id").tolist() == [2, 2, 3, 3, 1, 1, 4, 4, 5, 5]
     assert fewer.metrics()["groups/filtered"] == 3.0
+
+
+@pytest.mark.feature(97)
+def test_groups_beyond_the_wanted_ones_are_surplus():
+    rows = samples_of([1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0, 0.0], trajectory=[*range(9), 9, 9])
+    varied = step_of(rows, 5).drop_uniform_groups(rows.dense("reward"))
+    assert varied.keep_groups(4) is varied
+    batch = varied.keep_groups(2)
+    assert (batch.rows, batch.groups, batch.surplus) == ((0, 1, 4, 5), 2, (3, 4))
+    assert batch.all_numbers == (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 10)
+    assert batch.all_rows.dense("prompt_id").tolist() == [0, 0, 2, 2, 1, 1, 3, 3, 4, 4, 4]
+    assert replace(batch, late=3).metrics() == {"groups/filtered": 1.0, "groups/surplus": 5.0}
+    assert StepBatch.concat([varied, batch]).surplus == (3, 4)
 
 
 def test_staleness_of_a_sample_is_its_stalest_rows():

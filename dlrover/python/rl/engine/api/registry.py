@@ -216,7 +216,7 @@ def require_bitsandbytes() -> None:
         raise MissingExtra("bitsandbytes>=0.50", "bitsandbytes")
 
 
-def find_train_errors(  # noqa: PLR0913 -- the settings to check
+def find_train_errors(
     name: str,
     info: EngineInfo,
     sizes: ParallelSizes,

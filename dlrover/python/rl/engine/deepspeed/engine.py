@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -295,15 +296,18 @@ def _make_optimizer(module: Any, config: OptimizerConfig) -> Any:
     return build_optimizer(config, groups)
 
 
+_load_tensors = partial(torch.load, map_location="cpu", weights_only=True)  # noqa: TID251 -- it runs no code
+
+
 def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
     folder = present(path)
     first = folder / "rank-0.pt"
     if not first.is_file():
         raise EngineError(f"no checkpoint at '{path}'")
     try:
-        written = torch.load(first, map_location="cpu", weights_only=True, mmap=True)["layout"]
+        written = _load_tensors(first, mmap=True)["layout"]
         if written == layout:
-            return dict(torch.load(folder / f"rank-{rank}.pt", map_location="cpu", weights_only=True))
+            return dict(_load_tensors(folder / f"rank-{rank}.pt"))
     except (OSError, RuntimeError, UnpicklingError, LookupError) as error:
         raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
     raise EngineError(

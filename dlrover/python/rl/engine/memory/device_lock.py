@@ -15,14 +15,19 @@ A process that dies leaves the queue, because the kernel releases its locks.
 import fcntl
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger, format_owner_bytes, read_living
+
+_LOG = get_logger(__name__)
 
 _SUFFIX = ".wait"
 _POLL_S = 0.002
@@ -38,7 +43,7 @@ class DeviceLock:
     """
 
     def __init__(self, folder: Path, owner: str, memory: DeviceMemory | None = None) -> None:
-        self._folder, self._owner = Path(folder), owner
+        self._folder, self.owner = Path(folder), owner
         self._memory = memory
         self._ledger = MemoryLedger(self._folder)
         if memory is not None and memory.ledger is None:
@@ -53,7 +58,7 @@ class DeviceLock:
         """Wait for the device. Raises an ``EngineError`` if this role has it already, or does not get it in time: this
         one names the holder, its bytes and the queue."""
         if self._entry is not None:
-            raise EngineError(f"{self._owner} has the device already")
+            raise EngineError(f"{self.owner} has the device already")
         entry = self._enqueue()
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -71,18 +76,15 @@ class DeviceLock:
     def release(self) -> None:
         """Give the device to the next role. Bytes that this role still has on it stay in the ledger."""
         if self._entry is None:
-            raise EngineError(f"{self._owner} does not have the device")
+            raise EngineError(f"{self.owner} does not have the device")
         self._publish()
         entry, self._entry = self._entry, None
         self._dequeue(entry)
 
-    @contextmanager
-    def acquired(self, timeout_s: float = 600.0) -> Iterator[None]:
-        self.acquire(timeout_s)  # waits: for timeout_s at most
-        try:
-            yield
-        finally:
-            self.release()
+    def is_wanted(self) -> bool:
+        """Return True if this role has the device, and another one waits for it."""
+        entry = self._entry
+        return entry is not None and any(path.name > entry[0].name for path in self._folder.glob(f"*{_SUFFIX}"))
 
     def close(self) -> None:
         """Release the device if this role has it, and remove this process from the ledger."""
@@ -153,11 +155,63 @@ class DeviceLock:
             usage = f"{total:,} bytes: {format_owner_bytes(record[1])}"
         waiting = f"; waiting before it: {', '.join(owners[1:])}" if len(owners) > 1 else ""
         return (
-            f"{self._owner} did not get the device within {timeout_s:g} s: {owner} (process {pid}) has had it for"
+            f"{self.owner} did not get the device within {timeout_s:g} s: {owner} (process {pid}) has had it for"
             f" {since_s:.1f} s, with {usage}{waiting}"
         )
 
     def _write(self, descriptor: int, time_key: str) -> None:
-        entry = {"owner": self._owner, "pid": os.getpid(), "ledger": self._ledger.name, time_key: time.time()}
+        entry = {"owner": self.owner, "pid": os.getpid(), "ledger": self._ledger.name, time_key: time.time()}
         with suppress(OSError):  # only messages need it
             os.pwrite(descriptor, json.dumps(entry).encode().ljust(512), 0)
+
+
+@dataclass(eq=False)
+class DeviceTurns:
+    """The turns of one role on its devices: it has all ``locks``, and afterwards none.
+
+    If the role ``lingers``, it has them until another process waits for one of them, so that several turns in a row
+    need not move its bytes. A thread then calls ``leave``, which moves them away before the devices are released."""
+
+    locks: Sequence[DeviceLock]
+    leave: Callable[[], None]
+    lingers: bool
+    _mutex: threading.Lock = field(default_factory=threading.Lock)  # of the turn, or of the thread that ends it
+    _thread: threading.Thread | None = None
+
+    @contextmanager
+    def turn(self, timeout_s: float) -> Iterator[None]:
+        with self._mutex:  # waits: for a role that leaves its devices
+            with ExitStack() as undo:
+                for lock in [lock for lock in self.locks if not lock.is_held]:
+                    lock.acquire(timeout_s)  # waits: for timeout_s at most
+                    undo.callback(lock.release)
+                undo.pop_all()
+            if self.lingers and self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="device turns", daemon=True)
+                self._thread.start()
+            try:
+                yield
+            finally:
+                self._end_turn(always=not self.lingers)
+
+    def _end_turn(self, always: bool = False) -> None:
+        if always or (self.lingers and any(lock.is_wanted() for lock in self.locks)):
+            with ExitStack() as stack:
+                for lock in self.locks:
+                    stack.callback(lock.release)
+                self.leave()
+
+    def _watch(self) -> None:
+        while self.lingers:
+            time.sleep(_POLL_S)
+            try:
+                with self._mutex:  # waits: for the end of a turn
+                    self._end_turn()
+            except Exception:  # noqa: BLE001 -- the role's next call finds its engine in that state
+                _LOG.exception("%s has not left its device cleanly", self.locks[0].owner)
+
+    def close(self) -> None:
+        """Stay on the devices until the locks are closed."""
+        if self.lingers:
+            with self._mutex:  # waits: for a role that leaves its devices
+                self.lingers = False

@@ -117,7 +117,7 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
 AttentionInterface.register(NAME, packed_attention)
 
 
-def attend(  # noqa: PLR0913 - three tensors and how they attend
+def attend(
     query: Any, key: Any, value: Any, documents: Documents, scaling: float | None = None, window: int | None = None
 ) -> Any:
     """Compute :func:`packed_attention` for one whole row: ``[1, tokens, heads, dim]``."""

@@ -123,7 +123,7 @@ def match_names(
     return matches
 
 
-def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
+def bind_weights(
     source: WeightReader,
     wanted: Mapping[str, tuple[str, ...]],
     shapes: Mapping[str, tuple[int, ...]],

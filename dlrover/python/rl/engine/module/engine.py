@@ -114,7 +114,7 @@ class ModuleEngine:
             raise
 
     def _materialize(self, source: WeightReader | None) -> None:
-        module = cloudpickle.loads(self._payload)
+        module = cloudpickle.loads(self._payload)  # noqa: TID251 -- the caller's module
         sequences = SharedSequences(module, self._grid) if self._grid.context is not None else None
         # A user's optimizer needs float32 parameters. Without FSDP's casts, autocast lowers the precision.
         low = self._settings.precision == "bf16" and self._grid.shards is not None
@@ -212,7 +212,8 @@ class ModuleEngine:
             EngineError: the module trains, so only its own steps change its weights; or it is not on the device.
         """
         if self._made is None and self._expects_weights:
-            verify_snapshot(weights, self._expected(cloudpickle.loads(self._payload)), serving=-1)
+            module = cloudpickle.loads(self._payload)  # noqa: TID251 -- the caller's module
+            verify_snapshot(weights, self._expected(module), serving=-1)
             self._materialize(TensorSource({name: partial(weights.tensor, name) for name in weights.buffers}))
         else:
             materialized = self._require_ready("a weight sync")

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError
 from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.engine.api.base import Completion, Finish, Request, SamplingParams
@@ -293,7 +294,9 @@ class RolloutEngineBase(ABC):
         try:
             self._queue(numbers)
             while self.running:
-                completions |= self._finish(self._step(sampling.max_new_tokens))
+                with phase("generate"):
+                    finished = self._step(sampling.max_new_tokens)
+                completions |= self._finish(finished)
         finally:
             self.abort()
         return as_batch([completions[number] for number in numbers], self._requests.columns)
@@ -307,7 +310,8 @@ class RolloutEngineBase(ABC):
     def advance(self) -> list[Completion]:
         """Return completions in the order of their requests; after an error all requests still run."""
         self._check_ready()
-        finished = self._finish(self._step(None)) if self.running else {}
+        with phase("generate"):
+            finished = self._finish(self._step(None)) if self.running else {}
         return [finished[number] for number in sorted(finished)]
 
     def abort(self, keys: Sequence[tuple[int, int]] | None = None) -> list[Completion]:

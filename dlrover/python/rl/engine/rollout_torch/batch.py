@@ -126,7 +126,7 @@ class ContinuousBatch:
     ``prefill_tokens``, padding included, read at a time, both in the context ``computing``. With ``runs_ahead`` the
     next step begins before the tokens of the last are processed."""
 
-    def __init__(  # noqa: PLR0913 - a collaborator and two limits
+    def __init__(
         self,
         requests: RunningRequests,
         decoder: Decoder,

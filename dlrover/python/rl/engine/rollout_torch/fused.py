@@ -198,7 +198,7 @@ class FusedDecoder:
     their weights. Query, key and value are one product, gate and up another. Weights and cache may fill ``share`` of
     the device. With ``graphs`` steps are CUDA graphs."""
 
-    def __init__(  # noqa: PLR0913 - the arguments of HuggingFaceDecoder, and one more
+    def __init__(
         self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float, graphs: bool = False
     ) -> None:
         named, config = dict(lm.named_weights()), lm.model.config

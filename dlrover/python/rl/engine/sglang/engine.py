@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.data.batch import Ragged
 from dlrover.python.rl.engine.api.base import Finish, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -169,18 +170,15 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         new_tokens: list[NewToken] = []
         for number, answer in answers.items():  # their tokens may go beyond the request's end
             logprobs = answer["meta_info"]["output_token_logprobs"]
-            self._check_weights(answer["meta_info"])
+            served = answer["meta_info"]["weight_version"]
+            if self._folder is not None and served != self._folder.name:
+                cause = "it was restarted, or another worker uses it too"
+                raise EngineDied(f"the SGLang server has the weights '{served}', not '{self._folder.name}': {cause}")
             if not logprobs:
                 raise EngineError("the SGLang server generated nothing: it aborted a request by itself")
             for logprob, token, *_ in logprobs:
                 new_tokens.append((number, int(token), math.nan if logprob is None else float(logprob)))
         return self._requests.append(new_tokens, self.version)
-
-    def _check_weights(self, meta_info: Mapping[str, Any]) -> None:
-        """Raise EngineDied if the server has generated with other weights than it has loaded last for this engine."""
-        if self._folder is not None and (served := meta_info["weight_version"]) != self._folder.name:
-            cause = "it was restarted, or another worker uses it too"
-            raise EngineDied(f"the SGLang server has the weights '{served}', not '{self._folder.name}': {cause}")
 
     def _abort_calls(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
         for number, call in calls.items():
@@ -202,7 +200,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             if self._offload.place == "cuda":
                 # Remains if loading fails midway: a mixture has no version.
                 self.version, self._offload.unready_reason = -1, BROKEN_OFF
-                self._serve(folder)
+                with phase("load weights"):
+                    self._serve(folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

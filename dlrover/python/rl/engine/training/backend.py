@@ -187,7 +187,7 @@ class TrainBackend(ABC):
     def read_checkpoint(self, path: Path) -> int:
         """Restore :meth:`write_checkpoint`; returns the version. Raises an ``EngineError`` if it does not fit."""
 
-    def release(self) -> None:  # noqa: B027 - most need none
+    def release(self) -> None:
         """Undo side effects; the backend is not used again, and its tensors are emptied next."""
 
 

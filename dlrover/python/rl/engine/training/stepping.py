@@ -23,7 +23,7 @@ outputs are ``[actions, 1 + n]``."""
 _LOSS, _BAD = "\0loss", "\0bad "  # unlike any metric of a user's loss
 
 
-def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are parameters
+def accumulate_gradients(
     micros: Iterable[MicroBatch],
     batch: Batch,
     loss: TokenLoss,

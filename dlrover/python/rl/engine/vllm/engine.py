@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
+from dlrover.python.rl.common.spans import phase
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
@@ -18,6 +19,7 @@ from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
+from dlrover.python.rl.engine.rollout.sampling import uniforms
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 
 if find_spec("vllm") is None:
@@ -102,7 +104,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit new requests, and wait for tokens of any request."""
-        server = self._running_server()
+        server = self._server
+        assert server is not None, "used while asleep"
         try:
             with self._offload.computing():
                 for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
@@ -161,7 +164,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _load(self, weights: WeightSnapshot) -> None:
         """Load weights into vLLM, which is ended if that fails: it cannot repair a mixture."""
         try:
-            with self._offload.computing():
+            with self._offload.computing(), phase("load weights"):
                 (self._server or self._start()).load(weights)
         except BaseException:
             self._fail("cuda")
@@ -221,7 +224,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def _sampling_params(self, running: RunningRequest, count: int, eos_ids: Sequence[int]) -> Any:
         # Imported on demand: both import vLLM, which takes seconds.
-        from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of, seed_of
+        from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of
         from dlrover.python.rl.engine.vllm.server import sampling_params
 
         sampling, limit = running.sampling, running.sampling.max_new_tokens - count
@@ -233,13 +236,9 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             temperature=sampling.temperature,
             top_k=sampling.top_k or 0,
             top_p=sampling.top_p,
-            seed=seed_of(running),
+            seed=int(uniforms(running.seed, *running.request.key, 1)[0] * 2**53),  # vLLM adds the position
             extra_args={EXTRA: {"known_ids": running.known_ids}},
         )
-
-    def _running_server(self) -> "Server":
-        assert self._server is not None, "used while asleep"
-        return self._server
 
 
 def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:

@@ -42,11 +42,6 @@ def plan_of(running: RunningRequest) -> dict[str, Any]:
     }
 
 
-def seed_of(running: RunningRequest) -> int:
-    """Return the seed of a request for vLLM's own sampler, which adds the position."""
-    return int(uniforms(running.seed, *running.request.key, 1)[0] * 2**53)
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     sampling: SamplingParams
@@ -65,10 +60,6 @@ class Plan:
         prompt_id, sample_index = values["key"]
         numbers = uniforms(tuple(values["seed"]), prompt_id, sample_index, sampling.max_new_tokens)
         return cls(sampling, values["prompt_tokens"], values["known_ids"], numbers)
-
-    def clamp(self, index: int) -> int:
-        """Return the index of a new token. vLLM discards tokens past the last one, which get its number."""
-        return min(max(index, 0), len(self.uniform) - 1)
 
 
 def sample_rows(logits: torch.Tensor, plans: Mapping[int, Plan], uniform: torch.Tensor) -> torch.Tensor:
@@ -113,7 +104,9 @@ class PositionSamplerV1(RunnerV1Processor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         numbers = np.zeros(len(logits))
         for row, (plan, prompt_tokens, output) in self._rows.items():
-            numbers[row] = plan.uniform[plan.clamp(prompt_tokens + len(output) - plan.prompt_tokens)]
+            index = prompt_tokens + len(output) - plan.prompt_tokens
+            # vLLM discards tokens past the last one, which get its number.
+            numbers[row] = plan.uniform[min(max(index, 0), len(plan.uniform) - 1)]
         plans = {row: plan for row, (plan, _, _) in self._rows.items()}
         return sample_rows(logits, plans, torch.from_numpy(numbers).to(logits.device))
 

@@ -186,7 +186,10 @@ class Server:
         Running requests continue with the new weights; their cache is computed again unless it is kept. After a
         WeightSyncError vLLM has a mixture of weights."""
         part = (self._loads - 1) % READ_BACK_PARTS if self._loads else None
-        with share_weights(weights) as shared:
+        parallel = self._llm.vllm_config.parallel_config
+        # Workers on other devices than this process's cannot open memory of this one.
+        is_one = parallel.world_size == parallel.data_parallel_size == 1
+        with share_weights(weights, on_device=is_one) as shared:
             update = asdict(replace(shared, part=part))
             failure = f"vLLM did not load the weights of version {weights.version}"
             self._call(self._checked(failure, self._update(update, weights.version), WeightSyncError), _LOAD_S)
@@ -206,10 +209,6 @@ class Server:
 
     def wake(self, kind: Kind) -> None:
         self._call(self._checked(f"vLLM did not wake its {kind}", self._llm.wake_up([kind])), _LOAD_S)
-
-    def checksums(self) -> list[dict[str, str]]:
-        """Return the digest of each tensor of each worker's model."""
-        return self._call(self._llm.compute_weight_checksums())
 
     async def _checked(
         self, failure: str, coroutine: Coroutine[Any, Any, T], refusal: type[EngineError] = EngineError

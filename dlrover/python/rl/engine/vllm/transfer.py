@@ -37,7 +37,7 @@ class SnapshotReceiver(WeightTransferEngine[NoInit, Any]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedSnapshot) -> None:
-        self._snapshot, self._part = update_info.open(), update_info.part
+        self._snapshot, self._part = update_info.open(self.device), update_info.part
         self.model.load_weights(_iterate(self._snapshot, self.device))
 
     def finish_weight_update(self) -> None:

@@ -97,7 +97,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
             raise
         buffers = UserDict(snapshot.buffers)  # unlike a dict it can have a finalizer
         weakref.finalize(buffers, _release, flat.device, release).atexit = False
-        return replace(snapshot, buffers=buffers)
+        return replace(snapshot, buffers=buffers, ticket=ticket)
 
     def _open(self, ticket: Ticket) -> tuple[Any, Seal, Callable[[], object]]:
         """Return the memory with the ticket's weights, their seal, and a function that ends the reading."""
@@ -211,4 +211,4 @@ def _send(connection: socket.socket, message: Any) -> None:
 def _receive(connection: socket.socket) -> Any:
     """Receive a message from a process of this user."""
     (length,) = _LENGTH.unpack(weight_server.read_exactly(connection, _LENGTH.size))
-    return pickle.loads(weight_server.read_exactly(connection, length))
+    return pickle.loads(weight_server.read_exactly(connection, length))  # noqa: TID251 -- of a process of this user

@@ -36,7 +36,7 @@ class GymEnvironment:
         turn: the template of later ones.
         unread: the reward of an invalid action, which ends the episode."""
 
-    def __init__(  # noqa: PLR0913 - the words around observations, and what a game does not declare
+    def __init__(
         self,
         make: Callable[[], Any],
         size: int = 16,

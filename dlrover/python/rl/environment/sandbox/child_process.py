@@ -224,7 +224,7 @@ class Channel:
     def receive(self) -> tuple[str, str, tuple[Any, ...]] | None:
         """Wait for a call: its number, name and arguments; None: the parent is gone."""
         try:
-            request = pickle.load(self._incoming)
+            request = pickle.load(self._incoming)  # noqa: TID251 -- in the child: requests of its parent
         except (OSError, EOFError, pickle.UnpicklingError):
             return None
         self._output.left = _PRINTED_CHARACTERS

@@ -247,7 +247,7 @@ class Assertions:
         # Tests that patch the module also patch it for the program.
         scope.update(helpers, __builtins__=vars(builtins) if "builtins." in texts[0] else _BUILTINS.copy())
         for text in texts:
-            exec(compile(text, "tests", "exec", dont_inherit=True), scope)
+            exec(compile(text, "tests", "exec", dont_inherit=True), scope)  # noqa: S102 -- the tested program, confined
         return all(scope.get(name) is helper for name, helper in helpers.items())
 
 
@@ -305,7 +305,7 @@ def run_tested(file: str, channel: int, modules: list[str]) -> None:
     functions = [{name: value for name, value in names.items() if callable(value)} for names in places]
     loaded["__main__"] = loaded["program"] = program
     sys.argv = [file]
-    exec(code, vars(program))
+    exec(code, vars(program))  # noqa: S102 -- the tested program, confined
     say("ran")
     for names, values in zip(places, functions, strict=True):
         names.update(values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import JobSpec
@@ -18,13 +19,18 @@ from dlrover.python.rl.master.process.brain import fresh_journal, run_local, val
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.runs import Room, room_for, validate_archive, validate_room
-from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.member.inspection import NOT_IN_CORE, Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
+_LOG = get_logger(__name__)
+
 _JOB = "job"
 """The place of an inspection's own failures."""
+
+_NOT_CHECKED = f"not checked here, since only dlrover-rl-core is installed: {NOT_IN_CORE}"
+_LIBRARY_ELSEWHERE = "install dlrover-rl instead, or enqueue the job at a service that has it"
 
 _GPU_DRIVER = Path("/dev/nvidiactl")
 
@@ -44,9 +50,10 @@ class CheckedJob:
     """The first announcement, made once the folder of its run is claimed; empty: none."""
 
 
-def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
+def check_job(job: JobSpec, local: bool = False, partly: bool = False) -> CheckedJob:
     """Check ``job`` without starting anything; raise InvalidJob with all errors. A ``local`` job runs in this process,
-    so its classes are imported here; otherwise a child process imports them."""
+    so its classes are imported here; otherwise a child process imports them. Classes of a library that is not installed
+    are errors, or if ``partly``, a line of the inspection says what was not checked."""
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
     job = run_folder.continued(job)
     placement, errors = plan(job)
@@ -62,6 +69,10 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     before = run_folder.earlier_description(job)
     inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
     errors += [*inspection.errors, *validate_least(job, inspection)]
+    if inspection.missing and partly:
+        inspection = replace(inspection, about=(*inspection.about, _NOT_CHECKED))
+    elif inspection.missing:
+        errors += [replace(error, what=f"{error.what}: {_LIBRARY_ELSEWHERE}") for error in inspection.missing]
     if local:
         errors += inspection.single_process_refusals
         if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
@@ -102,11 +113,11 @@ _FIELDS = {
 }
 
 
-def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
+def check_described(describe: Callable[[], JobSpec], local: bool = False, partly: bool = False) -> CheckedJob:
     """Check a job that ``describe`` reads; report the errors of reading it and of :func:`check_job` together."""
     job, errors = _read(describe)
     try:
-        checked = check_job(job, local) if job is not None else None
+        checked = check_job(job, local, partly) if job is not None else None
     except InvalidJob as error:
         places = {fault.where for fault in errors}
         errors += [fault for fault in error.errors if fault.where not in places]
@@ -120,8 +131,10 @@ def check_types(describe: Callable[[], JobSpec]) -> None:
     the trainer's schema if that can be imported here. Raises InvalidJob with all of them."""
     job, errors = _read(describe)
     places = [_JOB, *(fault.where for fault in errors)]
-    further = inspect_in_child(job, types_only=True).errors if job is not None else ()
-    errors += [fault for fault in further if not lies_in(fault.where, places)]
+    inspection = inspect_in_child(job, types_only=True) if job is not None else Inspection()
+    if inspection.missing:
+        _LOG.warning(_NOT_CHECKED)
+    errors += [fault for fault in inspection.errors if not lies_in(fault.where, places)]
     if errors:
         raise InvalidJob(errors)
 
@@ -154,7 +167,7 @@ def _redraw(status: JobStatus) -> None:
         redraw(Path(status.folder))
 
 
-def run_on_ray(  # noqa: PLR0913 -- its listeners, and where it runs
+def run_on_ray(
     checked: CheckedJob,
     report: Reporter = report_nothing,
     address: str | None = None,

@@ -106,7 +106,7 @@ def _pause(seconds: float, interrupts: list[int]) -> None:
         time.sleep(_POLL_S)
 
 
-def _attempt(  # noqa: PLR0913 -- a job, its place, and its listeners
+def _attempt(
     checked: CheckedJob,
     address: str | None,
     is_resumed: bool,
@@ -260,7 +260,8 @@ def main() -> None:
     configure_logging()
     # waits: for the parent, with which this process ends
     sys.path[:], sys.argv[:] = connection.recv()  # Ray's workers get them from here
-    checked, address, folder, is_resumed = cloudpickle.loads(connection.recv_bytes())  # waits: likewise
+    job = connection.recv_bytes()  # waits: likewise
+    checked, address, folder, is_resumed = cloudpickle.loads(job)  # noqa: TID251 -- of the parent
 
     def send(message: Any) -> None:
         with lock:

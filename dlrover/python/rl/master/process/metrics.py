@@ -20,6 +20,7 @@ out pages whose names were rebound to loopback. Beyond loopback it needs a beare
 
 import hmac
 import json
+import re
 import ssl
 import threading
 import time
@@ -65,7 +66,6 @@ STEP_METRICS = {
     "grad_norm": ("grad_norm",),
     "kl": ("policy/kl", "policy/approx_kl"),
     "entropy": ("policy/entropy",),
-    "evaluation_reward": ("eval/reward",),
     "completion_tokens": ("completions/length_mean",),
     "truncated_ratio": ("completions/truncated",),
     "learning_rate": ("lr",),
@@ -81,6 +81,9 @@ STEP_METRICS = {
     "update_seconds": ("time/update",),
 }
 """Gauges of the last step that has them: the end of the name, and the metrics of a step that may give its value."""
+
+_EVALUATION = re.compile("eval/(?:(.+)/)?reward")
+"""The mean reward of an evaluation: of a set with a name, or of the only set."""
 
 COMMIT_SECONDS, SYNC_BYTES = "time/commit", "weights/sync_bytes"
 SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
@@ -117,6 +120,7 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "commit_seconds": (HistogramMetricFamily, "Commits, as the trainer waits.", ()),
     "recovery_seconds": (HistogramMetricFamily, "From a loss to the replacement.", ("role",)),
     "call_seconds": (HistogramMetricFamily, "Calls to workers.", ("role", "method")),
+    "evaluation_reward": (GaugeMetricFamily, "Of the last evaluation: eval/reward.", ("set",)),
     "sandbox_members": (GaugeMetricFamily, "Workers that confine programs of the model.", ("level",)),
     **{
         name: (GaugeMetricFamily, f"Of the last step: {' or '.join(sources)}.", ())
@@ -133,7 +137,7 @@ class JobMetrics:
         self._job, self._wall_s = job, wall_s
         self._state = JobState()
         self.account = TimeAccount()
-        self._counts: dict[tuple[str, ...], float] = defaultdict(float)  # by family and labels
+        self._counts: dict[tuple[str, ...], float] = defaultdict(float)  # values by family and labels
         self._durations: dict[tuple[str, ...], list[float]] = {}  # likewise: counts of each bucket, and the sum
         self._gauges = {"step": 0.0, "total_steps": 0.0, "last_report_timestamp_seconds": 0.0}
         self._beats: dict[ProcessId, tuple[float, float | None]] = {}  # times of heartbeat and begin of the call
@@ -197,6 +201,9 @@ class JobMetrics:
             value = next((metrics[source] for source in sources if source in metrics), nan)
             if isfinite(value):
                 self._gauges[name] = value
+        for name, value in metrics.items():
+            if (match := _EVALUATION.fullmatch(name)) is not None and isfinite(value):
+                self._counts["evaluation_reward", match[1] or ""] = value
         methods = sum(family == "call_seconds" for family, *_ in self._durations)
         for (role, method), counts in report.calls.items():
             if ("call_seconds", role, method) not in self._durations:

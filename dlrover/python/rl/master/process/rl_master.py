@@ -286,7 +286,7 @@ class RLMaster:
         await self._has_begun()
         self._events.put_nowait(events.Progressed(epoch, step))
 
-    async def renew(  # noqa: PLR0913 -- the facts that the trainer has
+    async def renew(
         self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
     ) -> Replaced | None:
         """Return the replacement of a worker whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask

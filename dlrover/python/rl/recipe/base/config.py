@@ -104,8 +104,9 @@ class EngineConfig:
     ``data.max_prompt_tokens``)."""
 
     offload: bool | Literal["auto"] = "auto"
-    """Move engines of roles that share a device to host memory between their calls. ``auto``: move them if
-    the device has no room for all engines, or if the length of rows is unbounded."""
+    """Move engines of roles that share a device to host memory between their calls; a rollout's moves once another
+    worker waits for the device. ``auto``: move them if the device has no room for all engines, or if the length of rows
+    is unbounded."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
@@ -194,8 +195,8 @@ class RolloutConfig:
     samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``; then the step uses the groups
-    it has."""
+    """Limit of ``dynamic_filtering: refill``: a step samples at most ``(1 + max_refills) * prompts_per_step`` groups;
+    then it uses the groups it has."""
 
     top_k: Positive | None = None
     """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""

@@ -18,7 +18,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -32,7 +32,7 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.api.base import BaseTrainEngine, LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.engine.memory.device_lock import DeviceLock
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock, DeviceTurns
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.model_shape import shape_of
@@ -97,10 +97,14 @@ class EngineWorkload(BaseWorkload):
     takes_turns: ClassVar[bool | None] = None
     """True: workers that share a device have it one at a time. None: only on accelerators, not on a host's cores."""
 
+    lingers: ClassVar[bool] = False
+    """True: the engine stays on a shared device after a turn until another worker waits for it."""
+
     warmup: ClassVar[str] = "warm_reference"  # the function of ``recipe.base.warmup`` that warms up a standby
     _engine: Any = None
     _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
+    _turns: DeviceTurns | None = None
     _stays: bool = False  # the engine stays on a shared device between its turns
     _memory: DeviceMemory | None = None
     _is_deterministic: bool = False
@@ -153,39 +157,36 @@ class EngineWorkload(BaseWorkload):
         names = {physical_device(device), *(physical_device(f"cuda:{number}") for number in self.devices)}
         # sorted, so that no two processes wait for each other
         self._device_locks = tuple(DeviceLock(folder / name, owner, memory) for name in sorted(names))
+        leave = functools.partial(self._leave_device, device if self._computes_here(engine) else "cpu")
+        self._turns = DeviceTurns(self._device_locks, leave, self.lingers)
         with self._turn():
             yield memory
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Lock the device inside the block, and move the engine there; it leaves afterwards, unless all engines fit."""
-        if not self._device_locks:
-            yield
-            return
         with self._bare_turn():
-            try:
-                if self._engine is not None:
-                    self._engine.cuda()
-                yield
-            finally:
-                if self._engine is not None and not self._stays:
-                    self.wait_until_written()
-                    self._engine.cpu()
+            if self._device_locks and self._engine is not None:
+                self._engine.cuda()
+            yield
+
+    def _leave_device(self, own_device: str) -> None:
+        """Move the engine to the host at the end of a turn, unless all engines fit."""
+        use_device(own_device)  # of this thread, which may be another one
+        try:
+            if self._engine is not None and not self._stays:
+                self.wait_until_written()
+                self._engine.cpu()
+        finally:
+            if self._memory is not None and not (self._stays and self._member.shares_process):
+                self._memory.release_cache()
 
     def is_deterministic(self) -> bool:
         return self._is_deterministic
 
-    @contextmanager
-    def _bare_turn(self) -> Iterator[None]:
+    def _bare_turn(self) -> AbstractContextManager[None]:
         """Lock the device; the engine only moves single tensors there, to join the parts of its ranks."""
-        with ExitStack() as stack:
-            for lock in self._device_locks:
-                stack.enter_context(lock.acquired(_LONGEST_TURN_S))
-            try:
-                yield
-            finally:
-                if self._memory is not None and not (self._stays and self._member.shares_process):
-                    self._memory.release_cache()
+        return nullcontext() if self._turns is None else self._turns.turn(_LONGEST_TURN_S)
 
     def _make_train_engine(
         self,
@@ -233,6 +234,8 @@ class EngineWorkload(BaseWorkload):
     def close(self) -> None:
         """Release everything: the process may continue with another object of this class."""
         with ExitStack() as stack:
+            if self._turns is not None:
+                self._turns.close()
             for lock in self._device_locks:
                 stack.callback(lock.close)
             if self._engine is not None:

@@ -17,9 +17,9 @@ from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import is_unscored, merge_rows, number_samples, part_columns
-from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
+from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, WriteRequest, format_rows
 from dlrover.python.rl.trainer.port import Pending
-from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 _LOG = get_logger(__name__)
 
@@ -34,10 +34,12 @@ class StepBatch:
     scored: Batch  # the numbers of these rows
     groups: int
     total: int  # rows of ``rollouts``
-    filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike
+    filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike, and of surplus ones
     filtered_rows: tuple[int, ...] = ()  # their rows in ``rollouts``
     # ``scored`` for the algorithm: without the rewards of rows that it may not train on
     train_rows: Batch = field(default_factory=lambda: Batch({}))
+    surplus: tuple[int, ...] = ()  # prompt ids of filtered groups that the step could train on, but does not need
+    late: int = 0  # further groups that no step needs in time; they are not scored
 
     @classmethod
     def from_rollouts(cls, rollouts: Pending, scored: Batch, order: npt.NDArray[np.int64], groups: int) -> "StepBatch":
@@ -57,22 +59,30 @@ class StepBatch:
             starts[-1],
             tuple(rows for part in parts for rows in part.filtered),
             tuple(start + row for start, part in placed for row in part.filtered_rows),
+            surplus=tuple(prompt_id for part in parts for prompt_id in part.surplus),
         )
 
     def drop_uniform_groups(self, rewards: npt.NDArray[np.float64]) -> "StepBatch":
         """Filter out groups whose rewards are all alike; ``rewards`` is ``[rows]``, NaN for untrained samples."""
-        ids, samples = self.scored.dense("prompt_id"), SampleView.of(self.scored.with_columns(reward=rewards))
+        samples = SampleView.of(self.scored.with_columns(reward=rewards))
         is_varied = find_varied_groups(samples.prompt_id, samples.reward, samples.counted)[samples.of_row]
-        varied, uniform = np.flatnonzero(is_varied).tolist(), np.flatnonzero(~is_varied).tolist()
-        if not uniform:
-            return self
+        return self if is_varied.all() else self._filter(is_varied)
+
+    def keep_groups(self, count: int) -> "StepBatch":
+        """Filter out the groups after the first ``count``, which become ``surplus``."""
+        ids = self.scored.dense("prompt_id")
+        surplus = list(dict.fromkeys(ids.tolist()))[count:]
+        return replace(self._filter(~np.isin(ids, surplus)), surplus=(*self.surplus, *surplus)) if surplus else self
+
+    def _filter(self, is_used: npt.NDArray[np.bool_]) -> "StepBatch":
+        used, unused = np.flatnonzero(is_used).tolist(), np.flatnonzero(~is_used).tolist()
         return replace(
             self,
-            rows=tuple(self.rows[row] for row in varied),
-            scored=self.scored.take(varied),
-            groups=len(np.unique(ids[is_varied])),
-            filtered=(*self.filtered, self.scored.take(uniform)),
-            filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in uniform)),
+            rows=tuple(self.rows[row] for row in used),
+            scored=self.scored.take(used),
+            groups=len(np.unique(self.scored.dense("prompt_id")[is_used])),
+            filtered=(*self.filtered, self.scored.take(unused)),
+            filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in unused)),
         )
 
     @property
@@ -105,10 +115,10 @@ class StepBatch:
         return (*self.rows, *self.filtered_rows)
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups filtered out, and the staleness of samples if rollouts run ahead."""
-        metrics = {}
-        if self.filtered:
-            metrics["groups/filtered"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
+        """Return the numbers of groups filtered out, and the staleness of samples if rollouts run ahead."""
+        unused = sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered)
+        counts = {"groups/filtered": unused - len(self.surplus), "groups/surplus": len(self.surplus) + self.late}
+        metrics = {name: float(count) for name, count in counts.items() if count}
         if "staleness" in self.scored and len(self.scored):
             staleness = merge_rows(self.scored).dense("staleness")
             metrics["samples/staleness_mean"] = float(staleness.mean())
@@ -165,7 +175,8 @@ def training_columns(batch: StepBatch, rows: Batch | None, ranks: Sequence[int])
             for number, part in zip(ranks, batch.balance(len(ranks), rows.dense("update")), strict=True):
                 rank[list(part)] = number
             rank[update < 0] = -1
-    marks = [("", "") if number >= 0 else why for number, why in zip(update, _reasons(batch, rows), strict=True)]
+    reasons = iter(_reasons(batch, rows) if (update < 0).any() else [("", "")] * len(update))
+    marks = [("", "") if number >= 0 else why for number, why in zip(update.tolist(), reasons, strict=True)]
     return {
         **{"advantage": advantage, "update": update, "rank": rank},
         **{"mark": [mark for mark, _ in marks], "reason": [reason for _, reason in marks]},
@@ -182,27 +193,24 @@ def _reasons(batch: StepBatch, rows: Batch | None) -> Iterator[tuple[str, str]]:
     train_rows = batch.train_rows if len(batch.train_rows) else batch.scored
     masked, may_train = find_masked(train_rows), ~is_unscored(train_rows)
     is_planned = rows.dense("update") >= 0 if rows is not None else np.zeros(count, dtype=np.bool_)
-    is_varied = _find_varied_rows(everything) if batch.filtered else np.zeros(count, dtype=np.bool_)
+    samples = SampleView.of(everything)
+    _, first = np.unique(samples.of_row, return_index=True)
+    _, group = np.unique(np.stack([samples.prompt_id, everything.dense("retry")[first]]), axis=1, return_inverse=True)
+    is_varied = find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
+    is_surplus = np.isin(everything.dense("prompt_id"), batch.surplus)
     for row, error in enumerate(errors):
         if has_failed[row] and (error or row >= count or not may_train[row]):
             yield "failed", error or "it has no reward"
         elif row >= count and not is_varied[row]:
             yield "filtered", "the rewards of its group are equal"
+        elif row >= count and is_surplus[row]:
+            yield "dropped", "the step had enough other groups"
         elif row >= count or not may_train[row]:
             yield "dropped", "a sample of its group failed"
         elif masked[row]:
             yield "masked", "its completion was cut off"
         else:
             yield "dropped", "only the critic was trained" if is_planned[row] else "it has no weight in the loss"
-
-
-def _find_varied_rows(rows: Batch) -> npt.NDArray[np.bool_]:
-    """Return ``[rows]``: True if the rewards of the row's group, without failed samples, differ."""
-    samples = SampleView.of(rows)
-    _, first = np.unique(samples.of_row, return_index=True)
-    keys = np.stack([rows.dense("prompt_id"), rows.dense("retry")])[:, first]
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    return find_varied_groups(group.reshape(-1), samples.reward, samples.counted)[samples.of_row]
 
 
 def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
@@ -218,12 +226,14 @@ def _mean_advantage(rows: Batch) -> npt.NDArray[np.float64]:
 def _token_values(trained: Batch | None, chosen: npt.NDArray[np.bool_]) -> dict[str, list[Any]]:
     """Return the values of each token of the chosen rows, as far as the trainer has them: a list for the whole row, or
     one number for all tokens."""
-    values = {}
+    values: dict[str, list[Any]] = {}
     for name, column in (("token_advantages", "advantage"), ("token_old_logprobs", "old_logprobs")):
         if trained is not None and column in trained:
             count = len(trained)
             source = trained.ragged(column) if isinstance(trained[column], Ragged) else trained.dense(column)
-            values[name] = [source[row].tolist() if row < count and each else None for row, each in enumerate(chosen)]
+            values[name] = [None] * len(chosen)
+            for row in np.flatnonzero(chosen[:count]).tolist():
+                values[name][row] = source[row].tolist()
     return values
 
 
@@ -232,14 +242,15 @@ class SampleLog:
 
     ::
 
-        ROLLOUT[0..n].texts ----------------------------------------.
-                                                                    v
+        rollouts -----------------------------------------------.
+                                                                v
         scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
-                                                                    '-> excerpt for console and tables -> RunLog
+                                                                '-> excerpt for console and tables -> RunLog
 
-    A step calls ROLLOUT[0] to remove the lines of it and of later steps, and then to write its own. A worker answers a
-    repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the run's files
-    are in an object store, the trainer fetches the texts and writes them. The state is where the lines end."""
+    ROLLOUT[0] removes the lines of a step and of later steps before it writes, and all lines before the run begins. It
+    answers a repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the
+    run's files are in an object store, the trainer fetches the texts and writes them. The state is where the lines
+    end."""
 
     def __init__(self, trainer: Any, prompts: PromptSource) -> None:
         self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir
@@ -247,10 +258,10 @@ class SampleLog:
         self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
         self._end: int | None = None  # unknown
 
-    def begin_step(self, step: int) -> None:
+    def remove_steps(self, first: int) -> None:
+        """Remove the lines of the steps from ``first`` on."""
         if not self._is_local:
-            self._touch(SAMPLES)
-            (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
+            (self._end,) = self._rollouts.cut_samples(self._folder / SAMPLES, first, self._end)
 
     def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
         """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
@@ -266,16 +277,16 @@ class SampleLog:
         )
         chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
         numbers = numbers.take(chosen) if len(chosen) < len(numbers) else numbers
-        places = tuple(rows[row] for row in chosen)
-        texts = self._texts(batch.rollouts)
-        detailed = self._detailed(batch.rollouts, [rows[row] for row in np.flatnonzero(is_detailed).tolist()])
+        places = [rows[row] for row in chosen]
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(places)  # waits: for the workers' records
-            tokens = self._rollouts.token_columns(*detailed).result() if detailed else [None]  # waits: likewise
-            self._run_log.write_samples(step, format_rows(numbers, fetched, tokens[0]))
+            texts = Batch.concat(self._texts(batch.rollouts).result()).take(places)  # waits: for the workers' records
+            detailed = [rows[row] for row in np.flatnonzero(is_detailed).tolist()]
+            pending = self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)) if detailed else None
+            tokens = pending.result()[0] if pending is not None else None  # waits: likewise
+            self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
             return
-        place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(place, numbers, Shard(texts, rows=places), excerpt, *detailed)
+        request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
+        (written,) = self._rollouts.write_samples(request, Replicate(batch.rollouts))
         self._end = written.end
         self._run_log.show_samples(step, written)
 
@@ -299,7 +310,8 @@ class SampleLog:
             fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for the workers' records
             self._run_log.write_held_out(step, format_rows(numbers, fetched))
         else:
-            file = self._touch(HELD_OUT)
+            file = Path(self._folder / HELD_OUT)
+            retry_io(file.touch, file)
             self._rollouts.write_held_out(file, step, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
@@ -309,16 +321,6 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
-
-    def _detailed(self, rollouts: Pending, rows: Sequence[int]) -> tuple[Shard, ...]:
-        """Return the rows whose tokens are written, as one argument; none if the user's rollouts do not report them."""
-        has_tokens = hasattr(self._rollouts.workload_class, "token_columns")
-        return (Shard(rollouts, rows=rows),) if rows and has_tokens else ()
-
-    def _touch(self, name: str) -> Path:
-        file = Path(self._folder / name)
-        retry_io(file.touch, file)
-        return file
 
     def state_dict(self) -> dict[str, Any]:
         return {"end": self._end}

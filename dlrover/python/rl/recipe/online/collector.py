@@ -23,6 +23,15 @@ from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 
+def estimate_groups(varied: int, counts: Sequence[Sequence[int]]) -> int:
+    """Return the number of groups to sample for ``varied`` ones with different rewards: ``varied / (1 - share)``,
+    rounded up, with the share of groups with equal rewards. For each of the last steps, ``counts`` has the number of
+    groups and of those with different rewards. These are whole numbers, so that a resumed run requests as many groups
+    as an undisturbed one. A further group with different rewards counts as seen, so that the share stays below 1."""
+    groups, different = (1 + sum(of_step[index] for of_step in counts) for index in range(2))
+    return -(-varied * groups // different)
+
+
 @dataclass
 class StalenessTracker:
     """The open groups, in the order they were requested: bookkeeping, without a clock or a call.
@@ -33,6 +42,9 @@ class StalenessTracker:
     * at most ``(max_staleness + 1) * groups_per_step`` groups are open at a time;
     * a step takes the stalest complete groups, and only if the remaining ones can be trained on in time: at most
       ``n * groups_per_step`` groups may be due within the next ``n`` steps. Otherwise it waits.
+
+    With dynamic sampling a step requests, and the next ones will take, more groups than they train on. If they need
+    fewer, groups that would be too stale in the next step are closed, and their prompts are requested again.
 
     ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it.
 
@@ -50,14 +62,14 @@ class StalenessTracker:
 
     def __post_init__(self) -> None:
         self.shares = self.shares or self.members
+        self._bound, self._taken_per_step = self.groups_per_step * (self.max_staleness + 1), self.groups_per_step
 
-    def begin_step(self) -> None:
-        """Release the prompt ids of the groups that earlier steps took."""
-        self._step_ids.clear()
-
-    def capacity(self, remaining_steps: int, collected: int = 0) -> int:
-        """Number of groups to request; ``remaining_steps`` includes this step, which has ``collected`` already."""
-        return self.groups_per_step * min(self.max_staleness + 1, remaining_steps) - len(self.open) - collected
+    def capacity(self, remaining_steps: int, wanted: int, per_step: int) -> int:
+        """Number of groups to request if this step takes ``wanted`` more and later ones ``per_step``, which is at least
+        ``groups_per_step``; ``remaining_steps`` includes this step."""
+        self._bound = wanted + self.groups_per_step * min(self.max_staleness, remaining_steps - 1)
+        self._taken_per_step = per_step
+        return max(0, self._bound - len(self.open))
 
     def request(self, step: int, rows: Iterable[int]) -> None:
         """Open a group for each row, with a prompt id that is unique among the groups this step may train on."""
@@ -86,9 +98,10 @@ class StalenessTracker:
                 load[group.share] += 1
 
     def groups_of(self, member: int) -> list[Group]:
-        """Return the groups of a worker in order. Groups beyond the bound, which a resumed run may have lowered, wait,
-        and so does a share until the shares before it are complete."""
-        timely, groups = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)], list[Group]()
+        """Return the groups of a worker in order. Groups beyond the bound, which may have fallen, wait unless they have
+        started, and so does a share until the shares before it are complete."""
+        timely = [group for index, group in enumerate(self.open.values()) if index < self._bound or group.started]
+        groups = list[Group]()
         for share in range(member, self.shares, self.members):
             groups += [group for group in timely if group.share == share]
             if not all(group.complete for group in groups):
@@ -124,12 +137,21 @@ class StalenessTracker:
             return None
         keys = {group.key for group in sorted(complete, key=lambda group: -self.staleness(group.min_version))[:count]}
         later = [group for group in self.open.values() if group.started and group.key not in keys]
-        remaining = [self.max_staleness - self.staleness(group.min_version) for group in later]
         for steps in range(self.max_staleness):
-            if sum(due <= steps for due in remaining) > steps * self.groups_per_step:
+            due = [group for group in later if self.max_staleness - self.staleness(group.min_version) <= steps]
+            if len(due) > steps * self._taken_per_step and not all(group.complete for group in due):
                 return None
         self._step_ids |= {key.prompt_id for key in keys}
         return [self.open.pop(key) for key in list(self.open) if key in keys]
+
+    def end_step(self, step: int, rows: Iterable[int]) -> int:
+        """Close the groups that would be too stale in the next step, and request their prompts and ``rows``, which this
+        step has not trained on, again for that step; return the number of closed groups."""
+        due = [group for group in self.open.values() if self.staleness(group.min_version) >= self.max_staleness]
+        late = [self.open.pop(group.key) for group in due if group.started]
+        self._step_ids.clear()
+        self.request(step + 1, [*rows, *(group.row for group in late)])
+        return len(late)
 
     def state_dict(self) -> dict[str, Any]:
         groups = [[*group.key, group.row, group.share, group.started] for group in self.open.values()]
@@ -138,16 +160,19 @@ class StalenessTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, with any number of workers: a started group stays with its worker, which still has it or generates it
         again from the same seeds."""
-        self.open = {}
+        self.open, self._step_ids = {}, set()
         for prompt_id, retry, created_step, row, share, started in state["open"]:
             group = Group(prompt_id, created_step, retry, row)
-            if share < self.shares:
+            if self.max_staleness and share < self.shares:  # with 0, no step leaves a group that has started
                 group.share, group.started = share, started
             self.open[group.key] = group
         self._versions = list(state["served"])
 
 
 _LOG = get_logger(__name__)
+
+_COUNTED_STEPS = 8
+"""The share of groups with equal rewards is taken over as many steps."""
 
 _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
 """Time before the first poll of the rollouts' progress, and between later ones as a share of the time waited so far.
@@ -195,6 +220,7 @@ class SampleCollector:
         self._members = len(trainer.RG_ROLLOUT)
         # if rollouts run ahead, the last bits depend on time anyway
         shares = self._members if rollout.max_staleness else trainer.RG_ROLLOUT.full_size
+        trainer.state["group_counts"] = []
         self._tracker = trainer.state["staleness"] = StalenessTracker(
             config.prompts_per_step, rollout.max_staleness, self._members, prompts.rows, shares
         )
@@ -213,32 +239,48 @@ class SampleCollector:
                 raise WeightSyncError(f"step {step}: {message}, just synced{allowed}")
 
     def collect(self, step: int) -> StepBatch:
-        """Collect and score the samples of a step; replace failed and filtered groups if configured."""
-        total, rollout, reward = self._cfg.prompts_per_step, self._cfg.rollout, self._cfg.reward
-        refills = rollout.max_refills if rollout.dynamic_filtering == "refill" else 0
-        self._tracker.begin_step()
-        is_filtering = rollout.dynamic_filtering != "off"
-        parts: list[StepBatch] = []
-        for _ in range(1 + refills):
-            missing = total - sum(part.groups for part in parts)
-            if not missing:
-                break
-            capacity = self._tracker.capacity(self._cfg.steps - step + 1, collected=total - missing)
+        """Collect and score the samples of a step; replace failed and filtered groups if configured.
+
+        With ``refill`` a request covers the groups that are probably filtered out. If fewer are, the last ones in the
+        order of requests are not trained on; their prompts are the first of the next step, with other samples."""
+        total, rollout = self._cfg.prompts_per_step, self._cfg.rollout
+        refills = rollout.dynamic_filtering == "refill"
+        budget = total * (1 + rollout.max_refills) if refills else total
+        sampled, parts, earlier = [0, 0], list[StepBatch](), self._trainer.state["group_counts"][1 - _COUNTED_STEPS :]
+        while (missing := total - sum(part.groups for part in parts)) and budget:
+            wanted, per_step = (estimate_groups(varied, [*earlier, sampled]) for varied in (missing, total))
+            wanted = min(wanted, budget)
+            capacity = self._tracker.capacity(self._cfg.steps - step + 1, wanted, per_step)
             self._tracker.request(step, self.prompts.next_rows(capacity))
-            groups = self._wait_for(missing)
-            batch = self._fetch(step, groups)
-            while reward.on_failure == "redraw":
-                failed = find_failed_groups(batch.scored)
-                groups = [each for each in groups if each.prompt_id in failed and each.retry < reward.max_redraws]
-                if not groups:
-                    break
-                self._tracker.retry(step, groups)
-                groups = self._wait_for(len(groups))
-                batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
-            if is_filtering:
-                batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, reward))
+            # Which groups are complete first depends on time, so only rollouts that run ahead stop at enough.
+            count = min(missing, wanted) if rollout.max_staleness else wanted
+            budget -= count
+            batch = self._sample_groups(step, count)
+            if rollout.dynamic_filtering != "off":
+                batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward))
+            if refills:
+                sampled = [sampled[0] + count, sampled[1] + batch.groups]
+                batch = batch.keep_groups(missing)
             parts.append(batch)
-        return StepBatch.concat(parts)
+        self._trainer.state["group_counts"] = [*earlier, sampled]
+        batch = StepBatch.concat(parts)
+        late = self._tracker.end_step(step, [prompt_id % self.prompts.rows for prompt_id in batch.surplus])
+        return replace(batch, late=late)
+
+    def _sample_groups(self, step: int, count: int) -> StepBatch:
+        """Wait for groups and fetch them, with the retries of failed ones."""
+        reward = self._cfg.reward
+        groups = self._wait_for(count)
+        batch = self._fetch(step, groups)
+        while reward.on_failure == "redraw":
+            failed = find_failed_groups(batch.scored)
+            groups = [each for each in groups if each.prompt_id in failed and each.retry < reward.max_redraws]
+            if not groups:
+                break
+            self._tracker.retry(step, groups)
+            groups = self._wait_for(len(groups))
+            batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
+        return batch
 
     def _wait_for(self, count: int) -> list[Group]:
         tracker, start_s = self._tracker, time.monotonic()

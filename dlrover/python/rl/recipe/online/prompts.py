@@ -69,7 +69,7 @@ _ADVICE = "restore it, or start another run"
 class JobCursor(PromptCursor):
     """The order of the rows of a job, which have this ``digest``; errors name the keys of the job."""
 
-    def __init__(  # noqa: PLR0913 -- all that a position depends on
+    def __init__(
         self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
     ) -> None:
         super().__init__(rows, batch_size, seed, total)

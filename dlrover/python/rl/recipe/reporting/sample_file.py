@@ -13,9 +13,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -56,29 +57,68 @@ class Excerpt(NamedTuple):
     tokens: int = 0
 
 
+class WriteRequest(NamedTuple):
+    """The numbers of a step's samples, and where they are to be written. ``numbers`` has the columns of ``rows``;
+    ``expected`` is the byte at which the lines of the step or of later ones begin, None if it is unknown."""
+
+    file: Path
+    step: int
+    expected: int | None
+    rows: Sequence[int]
+    numbers: Batch
+    excerpt: Excerpt
+
+
 class Written(NamedTuple):
     end: int  # bytes of the file
     printed: list[str]
     table: list[dict[str, Any]]
 
 
-def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> Iterator[dict[str, Any]]:
-    """Yield plain rows, columns in the files' order. Rows that are ``detailed`` have lists for their completion's
-    ``tokens``, whose rows are in the same order. Raises RowsDiffer if the texts are of other samples."""
+@dataclass(frozen=True)
+class SampleRows:
+    """Plain rows: the columns that all of them have, in the files' order, and further values of some rows."""
+
+    columns: Mapping[str, list[Any]]
+    details: Mapping[int, Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for at, cells in enumerate(zip(*self.columns.values(), strict=True)):
+            yield {**dict(zip(self.columns, cells, strict=True)), **self.details.get(at, {})}
+
+    def lines(self, step: int) -> list[str]:
+        """Encode column by column: faster than row by row, since many values of a column are equal."""
+        line, varying = f'{{"step": {step}', list[list[str]]()
+        for name, values in self.columns.items():
+            cells = _encode_column(values)
+            key, value = f", {_JSON.encode(name)}: ", "%s"
+            if varying and cells and cells.count(cells[0]) == len(cells):
+                value = cells[0].replace("%", "%%")
+            else:
+                varying.append(cells)
+            line += key.replace("%", "%%") + value
+        lines = [f"{line}}}\n" % cells for cells in zip(*varying, strict=True)]
+        for at, detail in self.details.items():
+            more = "".join(f", {_JSON.encode(name)}: {_encode_value(value)}" for name, value in detail.items())
+            lines[at] = f"{lines[at][:-2]}{more}}}\n"
+        return lines
+
+
+def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> SampleRows:
+    """Join columns in the files' order. Rows that are ``detailed`` have lists for their completion's ``tokens``, whose
+    rows are in the same order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
     joined = {**numbers.columns, **texts.columns}
     token_names = [name for name in joined if name.startswith("token_")]
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
     names = [*first, *(name for name in joined if name not in (*first, *token_names, "digest", "detailed"))]
-    columns = [each.tolist() if isinstance(each := joined[name], np.ndarray) else each for name in names]
-    detailed = np.flatnonzero(numbers.dense("detailed")).tolist() if "detailed" in numbers else []
-    detail = {row: tokens.row(at) for at, row in enumerate(detailed)} if tokens is not None else {}
-    for row, cells in enumerate(zip(*columns, strict=True)):
-        values = dict(zip(names, cells, strict=True))
-        if row in detail:
+    columns = {name: each.tolist() if isinstance(each := joined[name], np.ndarray) else list(each) for name in names}
+    details = {}
+    if tokens is not None and "detailed" in numbers:
+        for at, row in enumerate(np.flatnonzero(numbers.dense("detailed")).tolist()):
             lists = {name: value for name in token_names if (value := joined[name][row]) is not None}
-            values |= _of_tokens(lists, detail[row])
-        yield values
+            details[row] = _of_tokens(lists, tokens.row(at))
+    return SampleRows(columns, details)
 
 
 def _of_tokens(values: Mapping[str, Any], tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,27 +141,29 @@ def write_step(
     disk_wait: DiskWait = DEFAULT_DISK_WAIT,
 ) -> Written:
     """Write the lines of a step, all or none, at the end of the file or in place of what it has from byte ``at`` on."""
-    samples = list(rows)
+    samples = rows if isinstance(rows, SampleRows) else list(rows)
     start = at if at is not None else file.stat().st_size if file.exists() else 0
     if start >= PART_BYTES:
         if _first_step(file) < step:  # not a repetition of the call that began the file
             _end_part(file)
         at = 0
-    first = (row for row in samples if row.get("trajectory", 0) < excerpt.samples)
-    lines = format_lines(step, first)
-    end = append(file, lines, disk_wait, at)
+    lines = format_lines(step, samples)
+    if excerpt.samples < math.inf:
+        lines = [line for line, row in zip(lines, samples, strict=True) if row.get("trajectory", 0) < excerpt.samples]
+    content = encode("".join(lines))
+    end = append(file, content, disk_wait, at)
     drop_superseded(file, step)
-    if at is not None and end < at + len(lines):
+    if at is not None and end < at + len(content):
         _LOG.warning("%s was cut or removed during the run: rows before step %d are missing", file, step)
-    printed = [_format_sample(row, excerpt.max_chars) for row in samples[: excerpt.printed]]
-    return Written(end, printed, [_table_row(step, row) for row in samples[: excerpt.table]])
+    printed = [_format_sample(row, excerpt.max_chars) for row in islice(samples, excerpt.printed)]
+    return Written(end, printed, [_table_row(step, row) for row in islice(samples, excerpt.table)])
 
 
 def write_evaluation(
     file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
 ) -> None:
     """Replace ``file``, the answers of the last evaluation, and write those after ``step`` to a separate file."""
-    content = format_lines(step, rows)
+    content = encode("".join(format_lines(step, rows)))
     folder = file.with_name(EVALUATIONS)
     retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
     replace(folder / f"step-{step:06}.jsonl", content, wait)
@@ -132,7 +174,8 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     """Cut a file of rising steps before its first line of ``step`` or later, or the first torn one; returns its size.
     Lines before byte ``expected`` are not read if the cut can be there. After the first step, the removed lines are
     superseded: another file has them until their steps have been repeated."""
-    while (part := _newest_part(file)) is not None and _first_step(file) >= step:
+    parts = file.with_suffix("")
+    while (part := max(parts.glob("steps-*.jsonl"), default=None)) is not None and _first_step(file) >= step:
         _supersede(file, file.read_bytes().splitlines(keepends=True) if step > 1 else [])
         part.replace(file)
     with open(file, "rb") as lines:
@@ -156,10 +199,6 @@ def _supersede(file: Path, lines: list[bytes]) -> None:
         old = superseded(file)
         later = _lines_after(old, _step_of(lines[-1])) if old.exists() else []
         replace(old, b"".join([*lines, *later]))
-
-
-def _newest_part(file: Path) -> Path | None:
-    return max(file.with_suffix("").glob("steps-*.jsonl"), default=None)
 
 
 def _first_step(file: Path) -> float:
@@ -210,7 +249,7 @@ def _can_begin_at(lines: IO[bytes], at: int, step: int) -> bool:
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
     for name, value in shown.items():
-        shown[name] = value if isinstance(value, float | None) else _encode(str(value)).decode()
+        shown[name] = value if isinstance(value, float | None) else encode(str(value)).decode()
     return {"step": step, **replace_non_finite(shown)}
 
 
@@ -226,33 +265,26 @@ def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
     return "  ".join(shown)
 
 
-def format_line(row: Mapping[str, Any]) -> bytes:
+def format_line(row: Mapping[str, Any]) -> str:
     try:
-        line = _JSON.encode(row)
+        return f"{_JSON.encode(row)}\n"
     except ValueError:  # a number that is not finite: few rows have one
-        line = _JSON.encode(replace_non_finite(row))
-    return _encode(f"{line}\n")
+        return f"{_JSON.encode(replace_non_finite(row))}\n"
 
 
-def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Encode the rows of a step as lines, those with the same columns together: column by column is faster than row by
-    row."""
-    lines: list[str] = []
-    for names, same in groupby(rows, tuple):
-        keys = "".join(f", {_JSON.encode(name.replace('%', '%%'))}: %s" for name in names)
-        line = f'{{"step": {step}{keys}}}\n'
-        columns = zip(*(row.values() for row in same), strict=True)
-        lines += [line % cells for cells in zip(*map(_encode_column, columns), strict=True)]
-    return _encode("".join(lines))
+def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return rows.lines(step) if isinstance(rows, SampleRows) else [format_line({"step": step, **row}) for row in rows]
 
 
-def _encode_column(values: tuple[Any, ...]) -> Iterable[str]:
+def _encode_column(values: Sequence[Any]) -> list[str]:
+    """Encode each different value once, if all are of one type that can be a key."""
     kinds = set(map(type, values))
     if kinds == {int}:
-        return map(repr, values)
-    if kinds == {float}:
-        return [repr(value) if math.isfinite(value) else "null" for value in values]
-    return ["null" if value is None else _encode_value(value) for value in values]
+        return [*map(repr, values)]
+    if len(kinds) == 1 and isinstance(values[0], str | float | None):
+        encoded = {value: _encode_value(value) for value in set(values)}
+        return [encoded[value] for value in values]
+    return [*map(_encode_value, values)]
 
 
 def _encode_value(value: Any) -> str:
@@ -262,7 +294,7 @@ def _encode_value(value: Any) -> str:
         return _JSON.encode([*map(_finite, value)] if isinstance(value, list) else _finite(value))
 
 
-def _encode(text: str) -> bytes:
+def encode(text: str) -> bytes:
     """Encode a text; half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
     return text.encode(errors="backslashreplace")
 

@@ -5,7 +5,7 @@ import asyncio
 import math
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
@@ -38,6 +38,7 @@ from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
+from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class RolloutWorkload(EngineWorkload):
     the seed, the prompt's id and the sample's index."""
 
     recipe_class = "RolloutWorkload"
-    warmup = "warm_rollout"
+    warmup, lingers = "warm_rollout", True
 
     def _computes_here(self, engine: EngineConfig) -> bool:
         name = engine.resolve(torch.cuda.is_available()).rollout
@@ -174,30 +175,23 @@ class RolloutWorkload(EngineWorkload):
         return rollouts.select(*sample_file.TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
-    def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
+    def cut_samples(self, file: Path, step: int, expected: int | None) -> int:
         """Remove the lines of ``step`` and later steps, expected from byte ``expected`` on; returns the size."""
         _require_file(file)
         return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
-    def write_samples(
-        self,
-        place: tuple[Path, int, int],
-        numbers: Batch,
-        texts: Batch,
-        excerpt: sample_file.Excerpt,
-        detailed: Batch | None = None,
-    ) -> sample_file.Written:
-        """Write the lines of a step and cut what follows; ``place`` is the file, the step, and the first byte. The
-        tokens of ``detailed``, rows of rollouts, are written too."""
-        file, step, at = place
-        tokens = self.token_columns(detailed) if detailed is not None else None
-        rows = sample_file.format_rows(numbers, texts, tokens)
-        return sample_file.write_step(file, step, rows, excerpt, at)
+    def write_samples(self, request: sample_file.WriteRequest, rollouts: Sequence[Batch]) -> sample_file.Written:
+        """Write the lines of a step; the earlier lines of it and of later steps are superseded."""
+        file, step, expected, places, numbers, excerpt = request
+        detailed = [places[row] for row in np.flatnonzero(numbers.dense("detailed")).tolist()]
+        tokens = self.token_columns(_take_from(rollouts, detailed)) if detailed else None
+        rows = sample_file.format_rows(numbers, _take_from([*map(self.texts, rollouts)], places), tokens)
+        return sample_file.write_step(file, step, rows, excerpt, self.cut_samples(file, step, expected))
 
     @trainer_invocation(target="RANK0")
     def write_held_out(self, file: Path, step: int, numbers: Batch, texts: Batch) -> None:
-        """Replace the content of the file. Raises as :meth:`begin_samples`."""
+        """Replace the content of the file. Raises as :meth:`write_samples`."""
         _require_file(file)
         sample_file.write_evaluation(file, step, sample_file.format_rows(numbers, texts))
 
@@ -239,6 +233,12 @@ class RolloutWorkload(EngineWorkload):
             finally:
                 self._loop.close()
         super().close()
+
+
+def _take_from(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
+    """Return these rows of the joined parts, without joining all of them."""
+    batch: Batch = take_rows(Rows(parts, 0, 1, rows), [*map(len, parts)], lambda part: part)
+    return batch
 
 
 def _require_file(file: Path) -> None:

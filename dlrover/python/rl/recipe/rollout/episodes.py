@@ -116,7 +116,6 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
         "turns": _integers(sample.turns for _, sample, _ in rows),
         "version": _integers(row.max() for row in versions),
         "min_version": _integers(row[row >= 0].min(initial=row.max()) for row in versions),
-        "trajectory": _integers(_trajectory_number(group, sample) for group, sample, _ in rows),
         "digest": _integers(
             int.from_bytes(blake2b(row.tobytes(), digest_size=8).digest(), "little", signed=True) for row in tokens
         ),
@@ -126,6 +125,10 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
         "extra_info": [group.extra_info for group, _, _ in rows],
         "think_prefix": [find_think_prefix(row.opening) for row in sequences],
     }
+    trajectory, created = np.zeros(len(rows), np.int64), _integers(group.created_step for group, _, _ in rows)
+    for name, bits in _TRAJECTORY_BITS.items():
+        trajectory = trajectory << bits | {"created_step": created, **columns}[name] % (1 << bits)
+    columns["trajectory"] = trajectory
     if scored:
         failed = np.array([sample.error is not None for _, sample, _ in rows], dtype=np.bool_)
         sums = np.array([math.fsum(row.values["token_rewards"]) for row in sequences], dtype=np.float64)
@@ -161,14 +164,6 @@ def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
 
 def _integers(values: Any) -> npt.NDArray[np.int64]:
     return np.fromiter(values, dtype=np.int64)
-
-
-def _trajectory_number(group: Group, sample: Sample) -> int:
-    parts = {**group.key._asdict(), "sample_index": sample.index}
-    number = 0
-    for name, bits in _TRAJECTORY_BITS.items():
-        number = number << bits | parts[name] % (1 << bits)
-    return number
 
 
 @dataclass(eq=False)

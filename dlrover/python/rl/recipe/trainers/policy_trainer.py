@@ -110,10 +110,6 @@ class PolicyTrainer(RecipeTrainer):
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
-    def begin_log(self, step: int) -> None:
-        super().begin_log(step)
-        self.sample_log.begin_step(step)
-
     def fit(self) -> None:
         if self.cfg.eval_only:
             self.announce("evaluating")
@@ -127,6 +123,7 @@ class PolicyTrainer(RecipeTrainer):
         for step in self.logged_steps(self.cfg.steps):
             self.collector.sync_weights()
             if step == 1:
+                self.sample_log.remove_steps(1)
                 self.announce("evaluating before the training")
                 self.collector.check_prompts()
                 self.state["before"] = before = self.evaluate(0)
@@ -136,6 +133,7 @@ class PolicyTrainer(RecipeTrainer):
             batch = self.generate(step)
             batch = self.score(step, batch)
             self.record(step, batch, self.train(step, batch))
+        self.sample_log.remove_steps(self.last_step + 1)
         self.announce("evaluating after the training")
         self.collector.sync_weights()
         self._renew_evaluation()

@@ -276,7 +276,7 @@ _METHODS = {
     "update": ("train", "update"),
     "sync": ("publish_weights", "published_stamp", "receive_weights"),
     "evaluation": ("measure",),
-    "saving": ("save", "texts", "begin_samples", "write_samples", "write_held_out"),
+    "saving": ("save", "texts", "cut_samples", "write_samples", "write_held_out"),
     "commit": (COMMIT, WRITTEN),
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}

@@ -103,7 +103,7 @@ class _Background:
 class MemberState:
     """Writes and reads the state of one of ``members`` in its process of ``incarnation`` on ``node``."""
 
-    def __init__(  # noqa: PLR0913 -- its identity
+    def __init__(
         self,
         role: str,
         rank: int,

@@ -166,7 +166,7 @@ class MemberHost:
             remote_traceback=cut_middle(text, _MOST_TRACEBACK, "\n[...]\n"),
         )
         try:
-            cloudpickle.loads(cloudpickle.dumps(error))
+            cloudpickle.loads(cloudpickle.dumps(error))  # noqa: TID251 -- pickled by this process
             "".join(traceback.format_exception(error)).encode()  # without such a text Ray ends the process
         except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text suffices
             return failure

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from dlrover.python.rl import LibraryMissing
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, current_lookup
 from dlrover.python.rl.common.log import get_logger
@@ -36,6 +37,19 @@ from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, is_unk
 _LOG = get_logger(__name__)
 
 DEADLINE_S = 180.0
+
+CHECKS: Mapping[str, tuple[bool, bool]] = {
+    "layout of the job file, names and numbers": (True, True),
+    "placement, folders and space for commits": (True, False),
+    "classes of your own": (True, False),
+    "keys and values of the recipe's config": (False, True),
+    "model and data": (False, False),
+    "memory of the devices": (False, False),
+}
+"""Each check of a job: whether the core does it, and whether the library does it before a job is submitted to the
+service. The library does all before a run; so does the service, on its machine."""
+
+NOT_IN_CORE = ", ".join(check for check, (in_core, _) in CHECKS.items() if not in_core)
 
 _DEVICE = "config.engine.device"
 T = TypeVar("T")
@@ -59,6 +73,7 @@ class Inspection:
     about: tuple[str, ...] = ()
     renamed: Mapping[str, Any] | None = None  # the config with the schema's names, None if it has no others
     state_bytes: Mapping[str, int | None] = field(default_factory=dict)  # of one worker by role, None: unknown
+    missing: tuple[ConfigError, ...] = ()  # classes of the library, which is not installed here; see NOT_IN_CORE
 
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
@@ -69,17 +84,16 @@ class Inspection:
 
 def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspection:
     """Inspect a job that resumes the run described in ``before``; ``here``: on this machine's devices."""
-    errors, refusals = list[ConfigError](), list[ConfigError]()
+    errors, refusals, missing = list[ConfigError](), list[ConfigError](), list[ConfigError]()
     methods, loaded = dict[str, tuple[str, ...]](), dict[str, type[BaseWorkload]]()
     collectives, rejoining, about = list[str](), list[str](), list[str]()
     roles = {role: spec.num for role, spec in job.workloads.items()}
     config: Mapping[str, Any] | None = None
     renamed: Mapping[str, Any] | None = None
-    trainer = _load(errors, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
+    trainer = _load((errors, missing), "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
-        missing = sorted(trainer.__abstractmethods__)
-        if missing:
-            errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
+        if undefined := sorted(trainer.__abstractmethods__):
+            errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(undefined)}"))
         job, lines = _with_own_names(trainer, job)
         renamed = to_plain(job.config) if lines else None
         plan = plan_of(trainer)
@@ -90,7 +104,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         about = [] if faults else lines + _ask_lines(partial(plan.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
-        workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
+        workload = _load((errors, missing), where, spec.module, spec.class_, BaseWorkload, job)
         if workload is None:
             continue
         methods[role], loaded[str(role)] = tuple(public_methods(workload)), workload
@@ -111,7 +125,8 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
     errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
     sizes = {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {}
     groups = tuple(collectives), tuple(stateful), tuple(rejoining)
-    return Inspection(tuple(errors), methods, tuple(refusals), *groups, config, tuple(about), renamed, sizes)
+    inspection = Inspection(tuple(errors), methods, tuple(refusals), *groups, config, tuple(about), renamed, sizes)
+    return replace(inspection, missing=tuple(missing))
 
 
 def inspect_types(job: JobSpec) -> Inspection:
@@ -127,6 +142,8 @@ def inspect_types(job: JobSpec) -> Inspection:
         more = _call_safely(lambda: list(check()), none, f"{trainer.__name__}.check_options", logging.INFO)
         return Inspection((*errors, *(error for error in more if not lies_in(error.where, wrong))))
     except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
+        if isinstance(error.__cause__, LibraryMissing):
+            return Inspection(job.unlisted, missing=(ConfigError("trainer.class", str(error)),))
         _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
         return Inspection()
 
@@ -254,13 +271,18 @@ def _format(members: Mapping[str, int]) -> str:
     return ", ".join(f"{role} x{number}" for role, number in sorted(members.items())) or "none"
 
 
-def _load(errors: list[ConfigError], where: str, module: str, name: str, base: type, job: JobSpec) -> Any:
+def _load(
+    faults: tuple[list[ConfigError], list[ConfigError]], where: str, module: str, name: str, base: type, job: JobSpec
+) -> Any:
+    """Return a class of the job; else None, and add to the errors, or to the missing classes of the library."""
+    errors, missing = faults
     if not module or not name:
         return None  # reported already: such a job comes from salvage
     try:
         loaded = load_class(module, name, job.search_path)
     except ClassNotFound as error:
-        errors.append(ConfigError(f"{where}.class", str(error)))
+        kind = missing if isinstance(error.__cause__, LibraryMissing) else errors
+        kind.append(ConfigError(f"{where}.class", str(error)))
         return None
     if not issubclass(loaded, base):
         errors.append(ConfigError(f"{where}.class", f"{name} does not extend {base.__name__}"))
@@ -321,7 +343,7 @@ def inspect_in_child(
 
 def _from_json(data: Mapping[str, Any]) -> Inspection:
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    for name in ("errors", "single_process_refusals"):
+    for name in ("errors", "single_process_refusals", "missing"):
         fields[name] = tuple(ConfigError(**item) for item in data[name])
     fields["methods"] = {RLRoleType(role): tuple(names) for role, names in data["methods"].items()}
     return Inspection(**fields)

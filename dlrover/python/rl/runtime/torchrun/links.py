@@ -138,7 +138,8 @@ class Link:
                 first = self._connection.recv_bytes()  # waits: for a message of the other process, or its end
                 count = int.from_bytes(first[:4], "big")
                 buffers = [self._connection.recv_bytes() for _ in range(count)]  # waits: likewise
-                on_message(pickle.loads(memoryview(first)[4:], buffers=buffers))
+                message = pickle.loads(memoryview(first)[4:], buffers=buffers)  # noqa: TID251 -- of a rank of the run
+                on_message(message)
         except (EOFError, OSError):
             pass
         except Exception:  # noqa: BLE001 -- the boundary of a thread
