@@ -10,6 +10,7 @@ runs that used it may be resumed.
 """
 
 import hashlib
+import hmac
 import os
 import re
 import shutil
@@ -121,7 +122,7 @@ class WorkingDirs:
             return received
         try:
             with part.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                if not hmac.compare_digest(hashlib.file_digest(file, "sha256").hexdigest(), digest):
                     raise InvalidJob([ConfigError("working_dir", "differs from its digest: send it again")])
             self._unpack(part, target)
         finally:
