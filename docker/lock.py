@@ -53,9 +53,10 @@ def resolve(machine: str) -> list[dict[str, object]]:
 
 
 def requirements() -> list[str]:
-    """The core and its plots without torch, and what the installed torch needs on every device."""
+    """The core, its plots and dashboard without torch, and what the installed torch needs on every device."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["plot"], *extras["dashboard"]]
     own = [item for item in declared if not item.startswith("torch>")]
     torch = [item for item in metadata.requires("torch") or [] if ";" not in item]
     return [*own, *torch]

@@ -110,6 +110,8 @@ class Host:
             command = ["worker.sh", head.address, self.address, f"--num-cpus={_CPUS}"]
         shell = ["bash", "-c", _AGAIN, str(_SCRIPTS / command[0]), *command[1:]]
         env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "STATE_DIR": f"{_temporary()}/tables"}
+        checks = {"period_ms": "500", "timeout_ms": "700", "failure_threshold": "3"}  # a lost host is seen soon
+        env |= {f"RAY_health_check_{name}": value for name, value in checks.items()}
         self.processes.append(self.start(*shell, log=folder / f"host-{self.number}.log", **env))
 
     def pids(self) -> list[int]:

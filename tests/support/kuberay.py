@@ -1,71 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of KubeRay's resources, as its API reference (ray.io/v1, KubeRay 1.5) lists them, as JSON schemas.
+"""The published definitions of KubeRay's and Kueue's resources, made strict: an unknown field is a fault.
 
-The published definitions repeat every field of a pod; here Kubernetes' own schema judges the pods.
+``tests/fixtures/crds`` has each with its source. Templates of pods are any object there: Kubernetes' own schema judges
+them.
 """
 
-TEXT, FLAG, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-ANY = {"type": "object"}
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "fixtures/crds"
+_FREE = "x-kubernetes-preserve-unknown-fields"
 
 
-def _each(kind, names):
-    return dict.fromkeys(names.split(), kind)
+def _strict(schema):
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _strict(value) for name, value in schema.items() if not name.startswith("x-kubernetes-")}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    if "properties" in schema and not schema.get(_FREE):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
-def _object(required=(), **properties):
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+def _resource(definition, version):
+    schema = _strict(definition["versions"][version])
+    schema["required"] = sorted({*schema.get("required", ()), "apiVersion", "kind", "metadata", "spec"})
+    schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+    return schema
 
 
-POD_TEMPLATE = _object(["spec"], metadata=ANY, spec=ANY)
-
-HEAD = _object(
-    ["template"],
-    template=POD_TEMPLATE,
-    headService=ANY,
-    enableIngress=FLAG,
-    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"]},
-    **_each(TEXTS, "resources labels rayStartParams"),
-)
-
-WORKERS = _object(
-    ["groupName", "template"],
-    groupName=TEXT,
-    suspend=FLAG,
-    template=POD_TEMPLATE,
-    scaleStrategy=_object(workersToDelete={"type": "array", "items": TEXT}),
-    **_each(COUNT, "replicas minReplicas maxReplicas idleTimeoutSeconds numOfHosts"),
-    **_each(TEXTS, "resources labels rayStartParams"),
-)
-
-CLUSTER_SPEC = _object(
-    ["headGroupSpec"],
-    authOptions=_object(mode={"enum": ["disabled", "token"]}),
-    headServiceAnnotations=TEXTS,
-    headGroupSpec=HEAD,
-    workerGroupSpecs={"type": "array", "items": WORKERS},
-    **_each(FLAG, "suspend enableInTreeAutoscaling"),
-    **_each(TEXT, "managedBy rayVersion"),
-    **_each(ANY, "upgradeStrategy autoscalerOptions gcsFaultToleranceOptions"),
-)
-
-JOB_SPEC = _object(
-    rayClusterSpec=CLUSTER_SPEC,
-    submitterPodTemplate=POD_TEMPLATE,
-    submitterConfig=_object(backoffLimit=COUNT),
-    deletionStrategy=ANY,
-    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-    **_each(COUNT, "activeDeadlineSeconds backoffLimit preRunningDeadlineSeconds ttlSecondsAfterFinished"),
-    **_each(TEXT, "managedBy entrypoint runtimeEnvYAML jobId entrypointResources"),
-    **_each(TEXTS, "metadata clusterSelector"),
-    **_each({"type": "number"}, "entrypointNumCpus entrypointNumGpus"),
-    **_each(FLAG, "shutdownAfterJobFinishes suspend"),
-)
+def load_schemas():
+    """Return the schema of each resource by its API version and kind."""
+    schemas = {}
+    for file in FOLDER.glob("*.json"):
+        definition = json.loads(file.read_text())
+        for version in definition["versions"]:
+            schemas[f"{definition['group']}/{version}", definition["kind"]] = _resource(definition, version)
+    return schemas
 
 
-def _resource(kind, spec):
-    constants = {"apiVersion": {"const": "ray.io/v1"}, "kind": {"const": kind}}
-    return _object(["apiVersion", "kind", "metadata", "spec"], **constants, metadata=ANY, spec=spec)
-
-
-SCHEMAS = {"RayCluster": _resource("RayCluster", CLUSTER_SPEC), "RayJob": _resource("RayJob", JOB_SPEC)}
+SCHEMAS = load_schemas()

@@ -2,9 +2,16 @@
 """The verbs against a service whose jobs only do what the test reports, and the service's own command."""
 
 import asyncio
+import hashlib
+import io
 import json
+import os
+import re
 import socket
+import tarfile
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +21,9 @@ from prometheus_client import CollectorRegistry
 from dlrover.python.rl.cli import serve
 from dlrover.python.rl.cli.commands import cli
 from dlrover.python.rl.cli.remote import check_submitted, enqueue
-from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobConflict
+from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobConflict, QuotaReached
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.master.client.explain import _REMEDIES
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.service import server as server_module
 from dlrover.python.rl.service.auth import TokenFile, prepare
@@ -25,7 +33,9 @@ from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
-from tests.support.served import JOB, until
+from tests.support.commands import CLI
+from tests.support.commands import run as run_command
+from tests.support.served import JOB, serving, until
 
 pytestmark = pytest.mark.usefixtures("kept_logger")
 
@@ -248,6 +258,237 @@ def test_eval_submits_an_evaluation_of_the_newest_run_of_a_name(desk):
     assert job.job_dir != results and job.checkpoint.resume == "never"
 
 
+# -- runs by id, and a service that finishes what it starts -----------------------------------------------------------
+
+
+def ended_run(desk, number, phase=JobPhase.STOPPED, **values):
+    """End a run of 'job' that has files, and return its id."""
+    results = desk.folder / f"root/runs/job/{number}"
+    (results / "model").mkdir(parents=True)
+    (results / "model/config.json").write_text("{}")
+    (results / "job.yaml").write_text(f"name: job\nconfig: {{seed: {number}, model: old}}\n{JOB}")
+    run = desk.begin(results=str(results), step=number, total_steps=9)
+    desk.report("job", run, phase, step=number, results=str(results), **values)
+    return run
+
+
+def test_run_of_a_name_is_reached_by_its_id(desk):
+    first, second = ended_run(desk, 1, reason="first reason"), ended_run(desk, 2)
+    assert [view["run"] for view in json.loads(desk("list", "--json"))] == [second, first]
+    assert "step 2/9" in desk("status", "job") and "step 1/9" in desk("status", f"job@{first}")
+    assert "first reason" in desk("explain", f"job@{first}")
+    desk("fetch", f"job@{first}", "job.yaml")
+    assert "seed: 1" in Path("job.yaml").read_text()
+    assert "job' has no run 'abc'; it has " in desk("status", "job@abc", code=1)
+    assert first in desk("list") and second in desk("list")
+    assert "is already" not in desk("stop", f"job@{first}")
+
+
+def test_resume_continues_a_run_of_the_service_in_its_folder(desk):
+    (desk.folder / "root/mine").mkdir()
+    first = ended_run(desk, 1)
+    ended_run(desk, 2)
+    desk("resume", f"job@{first}", "seed=5", "--detach")
+    record = desk.manager.get("job")
+    described = desk.store.description(record.run)
+    job = load_job_text(described.text, "job", described.overrides)
+    assert (job.config["seed"], job.checkpoint.resume) == (5, "latest")
+    assert str(job.job_dir) == record.folder == str(desk.folder / "root/runs/job/1")
+    assert "is running, and has nothing to continue" in desk("resume", "job", code=1)
+    assert "cannot be changed" in desk("resume", f"job@{first}", "name=other", code=1)
+
+
+def test_resume_and_eval_look_where_the_job_was_submitted(desk):
+    (desk.folder / "root/mine").mkdir()
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    desk("enqueue", "toy.yaml", "--name", "job", "--folder", "mine")
+    results = desk.folder / "root/runs/job/1"
+    (results / "model").mkdir(parents=True)
+    (results / "model/config.json").write_text("{}")
+    (results / "job.yaml").write_text(f"config: {{model: old}}\n{JOB}")
+    desk.report("job", desk.manager.get("job").run, JobPhase.STOPPED, results=str(results), step=1)
+    desk("resume", "job", "--detach")
+    desk("eval", f"job@{desk.manager.list_jobs(ended=True)[-1].run}", "--detach")
+    folders = {desk.store.description(desk.manager.get(name).run).folder for name in ("job", "job-eval")}
+    assert folders == {str(desk.folder / "root/mine")}
+
+
+def test_finished_run_needs_a_change_to_be_resumed(desk):
+    ended_run(desk, 9, JobPhase.FINISHED)
+    assert "the run has finished; to continue it" in desk("resume", "job")
+    assert len(desk.manager.list_jobs(ended=True)) == 1
+
+
+def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
+    """The variable has the effect of --server; what names this machine is stronger, or refused with the reason."""
+    monkeypatch.setenv("DLROVER_RL_SERVER", desk.address)
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    run_command(desk.folder / "laptop", *CLI, "run", "toy.yaml", "--detach")
+    assert desk.manager.get("toy").phase is JobPhase.RUNNING
+
+    def refused(*line):
+        return run_command(desk.folder / "laptop", *CLI, *line, code=2).stderr
+
+    assert "runs/toy/latest: is no job's name, as --server" in refused("resume", "runs/toy/latest")
+    assert "is no job's name, as --server" in refused("eval", "./toy")
+    assert "some_module" in refused("run", "toy.yaml", "--local"), "it is checked here"
+    assert "neither the folder of a run nor a name" in refused("status", "runs/toy/latest")
+    for verb in ("samples", "trace", "events", "stacks", "view"):
+        assert f"'{verb}' reads folders of this machine, and DLROVER_RL_SERVER names a service" in refused(verb, "toy")
+
+
+def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
+    (tmp_path / "toy.yaml").write_text(JOB)
+    with serving(tmp_path, cpus=1, limits={"max_queued_per_owner": 2}) as service:
+        env = {"DLROVER_RL_TOKEN_FILE": str(tmp_path / "state/token"), "DLROVER_RL_SERVER": service.address}
+        with service.client() as client:
+            for name in ("first", "second"):
+                client.submit(JOB, name=name)
+        began_s = time.monotonic()
+        done = run_command(tmp_path, *CLI, "run", "toy.yaml", "--detach", code=6, **env)
+        assert done.stderr.splitlines()[-1] == "'admin' has 2 jobs in the queue, the limit"
+        with service.client(patience_s=60) as client, pytest.raises(QuotaReached):
+            began_s = time.monotonic()
+            client.submit(JOB, name="third")
+        assert time.monotonic() - began_s < 10
+
+
+# -- working directories ----------------------------------------------------------------------------------------------
+
+
+def test_folder_of_a_job_is_sent_once_and_kept(desk):
+    """50 MB from another folder; what is ignored stays here, and the run resumes with the same files."""
+    mine = desk.folder / "mine"
+    (mine / "pkg/__pycache__").mkdir(parents=True)
+    (mine / "pkg/rewards.py").write_text("A = 1\n")
+    (mine / "pkg/__pycache__/rewards.pyc").write_text("x")
+    (mine / "data.bin").write_bytes(bytes(range(256)) * 200_000)
+    (mine / "secret.txt").write_text("key")
+    (mine / ".dlrover-rl-ignore").write_text("# not for the service\nsecret.txt\n")
+    (mine / "link.py").symlink_to("pkg/rewards.py")
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    folders = []
+    for name in ("first", "second"):
+        desk("enqueue", "toy.yaml", "--name", name, "--working-dir", "../mine")
+        folders.append(desk.store.description(desk.manager.get(name).run).folder)
+    stored = Path(folders[0])
+    assert folders[0] == folders[1] and stored.parent == desk.folder / "root/working-dirs"
+    names = {path.relative_to(stored).as_posix() for path in stored.rglob("*") if path.is_file()}
+    assert names == {"pkg/rewards.py", "data.bin", "link.py", ".dlrover-rl-ignore"}
+    assert (stored / "data.bin").read_bytes() == (mine / "data.bin").read_bytes()
+    assert [path.name for path in stored.parent.iterdir()] == [stored.name]
+    assert desk.manager.get("first").work_dir == f"working-dirs/{stored.name}"
+
+
+def make_huge(folder):
+    (folder / "huge.bin").touch()
+    os.truncate(folder / "huge.bin", 10**10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: (folder / "out").symlink_to("/etc/passwd"), "out: is a link out of ../mine"),
+        (lambda folder: (folder / "up").symlink_to(".."), "up: is a link out of ../mine"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "pipe: is no plain file"),
+        (
+            lambda folder: (folder / "huge.bin").touch() or os.truncate(folder / "huge.bin", 10**10),
+            "huge.bin: is the largest",
+        ),
+    ],
+)
+def test_file_that_cannot_be_sent_is_refused_by_name(desk, make, message):
+    (desk.folder / "mine").mkdir()
+    make(desk.folder / "mine")
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    assert message in desk("run", "toy.yaml", "--detach", "--working-dir", "../mine", code=1)
+    assert desk.manager.list_jobs(ended=True) == []
+    assert "needs --server" in str(CliRunner().invoke(cli, ["run", "toy.yaml", "--working-dir", "."]).exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("../../escaped", tarfile.REGTYPE, "escaped: is refused"),
+        ("link", tarfile.SYMTYPE, "link: is no plain file"),
+        ("device", tarfile.CHRTYPE, "device: is no plain file"),
+    ],
+)
+def test_service_refuses_a_hostile_archive_by_its_member(desk, name, kind, message):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        tar.addfile(entry, io.BytesIO())
+    digest = hashlib.sha256(archive.getvalue()).hexdigest()
+    with connected(desk.address) as client:
+        with pytest.raises(InvalidJob, match=message):
+            client.upload(archive, digest)
+        with pytest.raises(InvalidJob, match="was not uploaded"):
+            client.submit(JOB, name="toy", working_dir=digest)
+        with pytest.raises(InvalidJob, match="differs from its digest"):
+            client.upload(archive, "0" * 64)
+    assert not list(desk.folder.rglob("escaped")) and not list((desk.folder / "root/working-dirs").iterdir())
+
+
+# -- a stuck job ------------------------------------------------------------------------------------------------------
+
+
+def test_stuck_job_differs_from_a_healthy_one(desk):
+    healthy = desk.begin("healthy", step=10, total_steps=100, step_s=2.0, members=MEMBERS)
+    stuck = desk.begin("stuck", step=49, total_steps=100_000, step_s=0.3, recoveries={"ROLLOUT": 7}, members=MEMBERS)
+    long_ago_s = time.time() - 250
+    for run, changes in ((stuck, {"last_step_s": long_ago_s}), (healthy, {})):
+        desk.manager._ledger._put(replace(desk.manager._ledger.records[run], **changes))
+    views = {view["name"]: view for view in json.loads(desk("list", "--json"))}
+    assert views["healthy"]["eta_s"] == 180.0 and views["stuck"]["eta_s"] == 0.0
+    assert 240 < views["stuck"]["step_age_s"] < 300 and views["stuck"]["recoveries"] == {"ROLLOUT": 7}
+    assert {view["devices"] for view in views.values()} == {3}
+    lines = {line.split()[0]: line for line in desk("list").splitlines()}
+    assert "running, no progress" in lines["stuck"] and "0:04:1" in lines["stuck"]
+    assert "no progress" not in lines["healthy"] and "admin" in lines["healthy"]
+    status = desk("status", "stuck")
+    assert "running, no progress" in status and "left," not in status and "last step 0:04:1" in status
+    desk.report("healthy", healthy, activity="resizing ROLLOUT to 3", step_s=2.0, members=MEMBERS)
+    status = desk("status", "healthy")
+    assert "resizing ROLLOUT to 3" in status and "left," not in status
+    assert "resizing ROLLOUT to 3" in desk("list")
+
+
+def test_status_of_1000_workers_is_a_summary(desk):
+    members = [RunningProcess(f"ROLLOUT[{rank}]", f"node-{rank // 8}", rank) for rank in range(1000)]
+    run = desk.begin(step=1, members=(*members, RunningProcess("trainer", "node-0", 7)))
+    desk.report("job", run, members=(*members, RunningProcess("trainer", "node-0", 7)), roles={"ROLLOUT": 1001})
+    lines = desk("status", "job").splitlines()
+    assert len(lines) < 12 and any(
+        line.split() == ["ROLLOUT", "1000", "of", "1001", "on", "125", "nodes"] for line in lines
+    )
+    assert len(json.loads(desk("status", "job", "--json"))["members"]) == 1001
+
+
+def test_attach_takes_its_rate_from_the_time_of_steps(desk):
+    """Steps that are an hour old arrive in a burst, which is not their rate."""
+    run = desk.begin()
+    for step in range(1, 6):
+        desk.report("job", run, step=step, total_steps=10)
+    for number, event in enumerate(steps := [event for event in desk.manager._feed._recent if event.kind == "step"]):
+        position = desk.manager._feed._recent.index(event)
+        desk.manager._feed._recent[position] = replace(event, at_s=time.time() - 100 * (len(steps) - number))
+    desk.report("job", run, JobPhase.FINISHED, step=5)
+    output = desk("attach", "job")
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) steps/s", output)]
+    assert rates and max(rates) < 0.011, output
+
+
+def test_remedies_name_keys_of_job_files():
+    keys = {key for text in _REMEDIES.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_<>]+)+|\w+_timeout_s", text)}
+    assert {"workload.<role>.hang_after_s", "trainer.hang_after_s", "placement_timeout_s"} <= keys
+    for key in keys:
+        value = "{ROLLOUT: 3}" if key.endswith("workload_max_restart") else "3"
+        load_job_text(JOB, "job", [f"{key.replace('<role>', 'rollout')}={value}"])
+    assert not re.search(r"\b\w+\.\*|hang_after_s of", " ".join(_REMEDIES.values()))
+
+
 # -- serve and enqueue ------------------------------------------------------------------------------------------------
 
 
@@ -345,3 +586,18 @@ NEAR = "algorithm={name: my_grpo}", "engine={train: fsdp3, rollout: my_vllm, wei
 def test_check_submitted_needs_nothing_of_another_machine(tmp_path, recipe, overrides):
     (tmp_path / "broken_here.py").write_text("import of_another_machine\n\nclass GRPOTrainer: ...\n")
     check_submitted(REMOTE_JOB.replace("dlrover.python.rl.recipe.grpo", recipe), "a-job", overrides, tmp_path)
+
+
+# -- processor time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["list", "status job", "stop job", "fetch job", "enqueue none.yaml"])
+def test_client_verb_starts_within_a_second_of_processor_time(desk, line):
+    """The command line in a process, which tells its own time as it ends."""
+    desk.begin()
+    (desk.folder / "laptop/sitecustomize.py").write_text(
+        "import atexit, os, sys\natexit.register(lambda: print(sum(os.times()[:2]), file=sys.stderr))\n"
+    )
+    command = [*CLI, *line.split(), "--server", desk.address]
+    done = run_command(desk.folder / "laptop", *command, code=None)
+    assert float(done.stderr.splitlines()[-1]) < 1.0, done.stderr

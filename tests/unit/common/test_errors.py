@@ -68,7 +68,7 @@ def test_error_says_whether_to_retry_and_restart():
     lost = {errors.WorkloadDied, errors.ResultLost, errors.CallSkipped, errors.ReplayDiverged}
     of_engines = {errors.EngineDied, errors.NonFiniteUpdate, errors.WeightSyncError, errors.WeightsLost}
     later = {InvocationTimeout, errors.PlacementTimeout, errors.ClusterUnavailable}
-    busy = {errors.ServiceBusy, errors.ServiceUnavailable}
+    busy = {errors.ServiceBusy, errors.QuotaReached, errors.ServiceUnavailable}
     assert retried == {*lost, *of_engines, *later, *busy, errors.RowsDiffer, errors.ScriptFailed}
     members = {InvocationTimeout, errors.EngineDied, errors.ScriptFailed, errors.WorkloadDied}
     of_trainers = {errors.NonFiniteUpdate, errors.RowsDiffer, errors.WeightSyncError, errors.WeightsLost}

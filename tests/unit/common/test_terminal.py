@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from dlrover.python.rl.cli import operate
 from dlrover.python.rl.common.log import configure_logging, inert
-from dlrover.python.rl.master.client.jobs import JobView
+from dlrover.python.rl.master.client.views import JobView
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 EVIL = "a\x1b]0;title\x07b\x9b2Jc\u202etxt\u2066d\u200fe\x1b[31mred\x1b[0m"

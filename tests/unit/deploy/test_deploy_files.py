@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, scripts, manifests and skeletons of jobs pass the checks of the tools that read them."""
 
+import json
 import os
 import re
 import subprocess
@@ -17,12 +18,14 @@ from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
 from dlrover.python.rl.cli.serve import serve
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job
+from tests.support.commands import debian_programs
 from tests.support.kuberay import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
+OVERLAYS = ["base", "spot", "gpu", "kueue", "network", "monitoring", "service"]
 
 
 def run(*command):
@@ -102,7 +105,7 @@ def test_written_mounts_belong_to_the_user_of_the_image(file):
     assert written and written <= set(folders.split())
 
 
-@pytest.mark.parametrize("overlay", ["base", "spot", "service"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
     """A mount gives all files of a volume to its group by default, and a token that others can read is refused."""
     pods = pods_of(resources_of(written["kuberay"] / overlay))
@@ -111,14 +114,13 @@ def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
     for pod in claiming:
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
         assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
-        if overlay == "service":
-            (command,) = pod["containers"][0]["args"]
+        for command in pod["containers"][0].get("args", ()):
             assert "chmod -R go= /state/service" in command.partition("dlrover-rl serve")[0]
 
 
 def test_containers_serve_with_options_of_the_command(written):
     compose = yaml.safe_load((DOCKER / "service.compose.yaml").read_text())["services"]
-    (pod,) = pods_of(resources_of(written["kuberay"] / "service"))
+    pod = pods_of(resources_of(written["kuberay"] / "service"))[-1]
     (command,) = pod["containers"][0]["args"]
     options = {name for option in serve.params for name in option.opts}
     for text in (compose["service"]["command"][0], command):
@@ -143,7 +145,7 @@ def resources_of(folder):
     """The resources of a kustomization, with its patches applied: what these files use of kustomize."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     resources = []
-    for name in kustomization["resources"]:
+    for name in [*kustomization.get("bases", ()), *kustomization.get("resources", ())]:
         path = folder / name
         resources += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for generator in kustomization.get("configMapGenerator", ()):
@@ -151,7 +153,7 @@ def resources_of(folder):
         config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
         resources.append(config_map)
     named = {(resource["kind"], resource["metadata"]["name"]): resource for resource in resources}
-    for patch in kustomization.get("patches", ()):
+    for patch in kustomization.get("patchesJson6902", ()):
         for change in yaml.safe_load((folder / patch["path"]).read_text()):
             apply(named[patch["target"]["kind"], patch["target"]["name"]], change)
     return resources
@@ -166,13 +168,15 @@ def apply(node, change):
 
 
 def faults_of(resource):
-    if resource["apiVersion"] != "ray.io/v1":
+    if resource["kind"] == "PodMonitor":  # its definition is not here
+        return []
+    if (key := (resource["apiVersion"], resource["kind"])) not in SCHEMAS:
         try:
             kubernetes_validate.validate(resource, KUBERNETES, strict=True)
         except kubernetes_validate.ValidationError as error:
             return [str(error)]
         return []
-    validator = jsonschema.Draft202012Validator(SCHEMAS[resource["kind"]])
+    validator = jsonschema.Draft202012Validator(SCHEMAS[key])
     faults = [error.message for error in validator.iter_errors(resource)]
     for template in templates_of(resource):
         faults += faults_of({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]})
@@ -187,46 +191,92 @@ def templates_of(resource):
 
 def pods_of(resources):
     """The pods of clusters and deployments."""
-    templates = [template for item in resources if item["kind"] == "RayCluster" for template in templates_of(item)]
+    templates = [template for item in resources if item["kind"].startswith("Ray") for template in templates_of(item)]
     templates += [item["spec"]["template"] for item in resources if item["kind"] == "Deployment"]
     return [template["spec"] for template in templates]
+
+
+JOB = {"RayJob", "ConfigMap", "PersistentVolumeClaim"}
 
 
 @pytest.mark.parametrize(
     ("overlay", "kinds"),
     [
-        ("base", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
-        ("spot", {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}),
-        ("service", {"Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy"}),
+        ("base", JOB),
+        ("spot", JOB),
+        ("gpu", JOB),
+        ("kueue", {*JOB, "LocalQueue"}),
+        ("network", {*JOB, "NetworkPolicy"}),
+        ("monitoring", {*JOB, "PodMonitor"}),
+        ("service", {"RayCluster", "Deployment", "Service", "PersistentVolumeClaim", "NetworkPolicy"}),
     ],
 )
 def test_manifests_follow_their_definitions(written, overlay, kinds):
     resources = resources_of(written["kuberay"] / overlay)
-    assert {resource["kind"] for resource in resources} >= kinds
-    names = {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")}
-    assert names == (set() if overlay == "service" else {"spelling"})
+    assert {resource["kind"] for resource in resources} == kinds
+    assert {resource["metadata"]["name"].partition("-")[0] for resource in resources} == {"spelling"}
     assert {resource["kind"]: faults_of(resource) for resource in resources if faults_of(resource)} == {}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubectl_builds_the_same_resources(written, overlay, tmp_path):
+    programs = debian_programs(tmp_path, "kubernetes-client", "kubectl")
+    if programs is None:
+        pytest.skip("neither kubectl nor apt-get is here")
+    folder = written["kuberay"] / overlay
+    done = subprocess.run([programs / "kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
+    built = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout)}
+    ours = {(each["kind"], each["metadata"]["name"]): each for each in resources_of(folder)}
+    assert built.keys() == ours.keys()
+    named = json.loads(json.dumps(list(ours.values())).replace('"image": "dlrover-rl"', '"image": "dlrover-rl:core"'))
+    assert named == [built[key] for key in ours]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_job_ends_its_cluster_and_can_be_suspended(written, overlay):
+    """KubeRay refuses to suspend a job that selects a cluster, or keeps it; the annotation would mean Redis."""
+    resources = resources_of(written["kuberay"] / overlay)
+    assert "ray.io/ft-enabled" not in json.dumps(resources) and "RAY_health_check" not in json.dumps(resources)
+    assert not any(resource["kind"] in ("PriorityClass", "ClusterQueue") for resource in resources), "cluster-wide"
+    for job in (each for each in resources if each["kind"] == "RayJob"):
+        assert job["spec"]["shutdownAfterJobFinishes"] and "clusterSelector" not in job["spec"]
+        assert job["spec"].get("suspend", False) is (overlay == "kueue")
+        assert ("kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})) is (overlay == "kueue")
+
+
+def test_job_of_the_base_runs_as_it_is_written(written):
+    """The model is made on the volume, and the workers have the devices of the job."""
+    folder = written["kuberay"] / "base"
+    (job,) = [each for each in resources_of(folder) if each["kind"] == "RayJob"]
+    described = load_job(folder / "files/job.yaml")
+    assert f"--out {described.config['model']}" in job["spec"]["entrypoint"]
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    requests = workers["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert described.trainer.device_type == "CPU" and described.trainer.node_number == workers["replicas"]
+    assert described.trainer.device_per_node <= int(requests["cpu"])
 
 
 @pytest.mark.parametrize(
     ("overlay", "change"),
     [
-        ("base", lambda spec: spec.update(headGroup={})),
-        ("base", lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0})),
-        ("base", lambda spec: spec["workerGroupSpecs"][0].pop("groupName")),
-        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={})),
-        ("base", lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1})),
-        ("service", lambda spec: spec["template"]["spec"]["containers"][0].update(port=[])),
+        ("service", lambda spec: spec.update(headGroup={})),
+        ("service", lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0})),
+        ("service", lambda spec: spec["workerGroupSpecs"][0].pop("groupName")),
+        ("service", lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={})),
+        ("service", lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1})),
+        ("kueue", lambda spec: spec.update(clusterQeue="x")),
+        ("base", lambda spec: spec["rayClusterSpec"].update(headGroup={})),
+        ("base", lambda spec: spec.update(shutdownAfterJobFinishes="yes")),
     ],
 )
 def test_wrong_manifest_has_faults(written, overlay, change):
     resources = resources_of(written["kuberay"] / overlay)
-    (resource,) = [item for item in resources if item["kind"] in ("RayCluster", "Deployment")]
+    resource = [item for item in resources if item["kind"] in ("RayCluster", "RayJob", "LocalQueue")][-1]
     change(resource["spec"])
     assert faults_of(resource)
 
 
-@pytest.mark.parametrize("overlay", ["spot", "service"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_name_existing_resources(written, overlay):
     resources = resources_of(written["kuberay"] / overlay)
     every = resources + resources_of(written["kuberay"] / "base")
@@ -234,7 +284,7 @@ def test_pods_name_existing_resources(written, overlay):
     for pod in pods_of(resources):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
-        references = {("PriorityClass", pod["priorityClassName"])}
+        references = set()
         for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
                 references.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
@@ -244,8 +294,8 @@ def test_pods_name_existing_resources(written, overlay):
 
 
 def test_a_pod_has_time_to_be_drained(written):
-    (cluster,) = [item for item in resources_of(written["kuberay"] / "spot") if item["kind"] == "RayCluster"]
-    for group in cluster["spec"]["workerGroupSpecs"]:
+    (job,) = [item for item in resources_of(written["kuberay"] / "spot") if item["kind"] == "RayJob"]
+    for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
         spec = group["template"]["spec"]
         environment = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"]}
         assert int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20 <= spec["terminationGracePeriodSeconds"]

@@ -14,8 +14,9 @@ from dlrover.python.rl.cli.operate import VERBS as COMMANDS
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.client import on_ray as module
-from dlrover.python.rl.master.client.jobs import JobHistory, JobView, view_of_folder
+from dlrover.python.rl.master.client.jobs import view_of_folder
 from dlrover.python.rl.master.client.on_ray import RayJobs, ray_jobs
+from dlrover.python.rl.master.client.views import JobHistory, JobView
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.runtime.run.folder import CLUSTER, ON_RAY, begin, claim
 from dlrover.python.rl.trainer.trainer import BaseTrainer

@@ -15,7 +15,8 @@ from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.member.inspection import inspect_job
-from dlrover.python.rl.runtime.run.folder import DESCRIPTION, earlier_description
+from dlrover.python.rl.runtime.run.folder import earlier_description
+from dlrover.python.rl.runtime.run.names import DESCRIPTION
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting
 from tests.support.role_group_toys import StageTrainer
 

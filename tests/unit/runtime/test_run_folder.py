@@ -15,15 +15,8 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import RUNS, CheckpointSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.run import folder as run_folder
-from dlrover.python.rl.runtime.run.folder import (
-    DESCRIPTION,
-    FAILED,
-    FINISHED,
-    IN_PROCESS,
-    begin,
-    newest_owner,
-    owner_of,
-)
+from dlrover.python.rl.runtime.run.folder import FAILED, FINISHED, IN_PROCESS, begin, newest_owner, owner_of
+from dlrover.python.rl.runtime.run.names import DESCRIPTION
 from tests.support.disks import largest_file, system_calls
 
 STEP = "step-00000010.e1"

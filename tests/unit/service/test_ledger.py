@@ -36,7 +36,7 @@ SCHEDULES = {
     ),
     "an owner at the quota blocks no other": (
         [job(1), job(2), job(3, owner="bob")], 9, {"max_running_per_owner": 1},
-        ["r1", "r3"], {"r2": "'ann' runs 1 jobs, the limit"},
+        ["r1", "r3"], {"r2": "'ann' runs 1 job, the limit"},
     ),
     "as many as allowed together": (
         [job(1), job(2), job(3)], 9, {"max_running": 1},

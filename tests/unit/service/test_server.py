@@ -189,6 +189,7 @@ class _Failing:
     def __iter__(self):
         error = grpc.RpcError()
         error.code, error.details = lambda: grpc.StatusCode.UNAVAILABLE, lambda: "the service cannot read its state"
+        error.trailing_metadata = tuple
         raise error
 
 

@@ -16,16 +16,17 @@ import click
 from rich.console import Console
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from dlrover.python.rl.cli.remote import check_submitted, read_file, read_job_file, with_server
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import looking_up
 from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.common.names import hint, is_url
+from dlrover.python.rl.config.command import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
+from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client import resume as resumption
-from dlrover.python.rl.master.client.jobs import check_name
 from dlrover.python.rl.master.client.run import (
     CheckedJob,
     check_described,
@@ -34,10 +35,11 @@ from dlrover.python.rl.master.client.run import (
     run_on_ray,
     with_limits,
 )
+from dlrover.python.rl.master.client.views import check_name
 from dlrover.python.rl.master.process.status import INTERRUPTED
 from dlrover.python.rl.runtime.checkpoint.runs import describe_room
-from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, MODEL, SUMMARY
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 CLUSTERS = ("local", "ray", "kuberay", "slurm")
@@ -61,6 +63,10 @@ def write_skeleton(name: str, cluster: str) -> Path:
     job = folder / "base" / "files" if cluster == "kuberay" else folder
     _copy(skeleton / "common", job, name)
     _copy(skeleton / cluster, folder, name)
+    if cluster == "kuberay":  # the files of the job are mounted alone, and its model is on the volume
+        file = job / "job.yaml"
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("model: tiny-model ", "model: /work/runs/tiny-model "), encoding="utf-8")
     return folder
 
 
@@ -75,6 +81,7 @@ def _copy(source: Traversable, target: Path, name: str) -> None:
         target.chmod(0o755)
 
 
+_HAS_FINISHED = "the run has finished; to continue it, override a setting such as its number of steps"
 _ADDRESS = click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 _LOCAL_OR_RAY = click.option("--local/--ray", default=None, help="By default as the run was started.")
 _DETACH = click.option("--detach", is_flag=True, help="Return once the job has started; needs --address or --server.")
@@ -118,7 +125,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
         message = "was run by several processes of a launcher: run the same command again to resume it"
         raise InvalidJob([ConfigError(name_or_dir, message)])
     if owner.state == FINISHED and not overrides:
-        echo(f"{folder}: the run has finished; to continue it, override a setting such as its number of steps")
+        echo(f"{folder}: {_HAS_FINISHED}")
         return
     local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
@@ -300,4 +307,50 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     sys.exit(EXIT_FAILED if ended.phase is Phase.FAILED else stopped)
 
 
-VERBS = (init, run, resume, evaluate, check, submit)
+def _describe_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    text, name = read_job_file(Path(job_file))
+    name = "" if any(override.startswith("name=") for override in overrides) else name
+    check_submitted(text, name, overrides, Path(job_file).absolute().parent)
+    return {"text": text, "name": name, "overrides": overrides}
+
+
+def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
+    return {"text": job_to_yaml(job_of_options(job_name, rl_config, options)), "name": job_name}
+
+
+def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Describe an evaluation of a run, by default the newest one of the name, whose files the service has."""
+    run = client.get(name_or_dir)
+    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(name_or_dir))
+    text = read_file(client, name_or_dir, DESCRIPTION)
+    changes = [*resumption.evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
+    name = resumption.evaluation_name(run.name)
+    return {"text": text, "name": name, "overrides": changes, "folder": run.work_dir, "priority": run.priority}
+
+
+def _describe_resume(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Describe the job that continues a run, by default the newest one of the name, in its folder on the service's
+    machine. Raises InvalidJob for a run that has not ended, or has nothing to continue."""
+    from dlrover.python.rl.service.client import JobPhase, phase_of  # gRPC takes a moment
+
+    resumption.refuse_names(overrides)
+    run = client.get(name_or_dir)
+    phase = phase_of(run)
+    if not phase.ended or not run.folder:
+        raise InvalidJob([ConfigError(name_or_dir, f"is {phase}, and has nothing to continue")])
+    if phase is JobPhase.FINISHED and not overrides:
+        echo(f"{name_or_dir}: {_HAS_FINISHED}")
+        raise click.exceptions.Exit(0)
+    text = read_file(client, name_or_dir, DESCRIPTION)
+    changes = [f"job_dir={run.folder}", "checkpoint.resume=latest", *overrides]
+    return {"text": text, "name": run.name, "overrides": changes, "folder": run.work_dir, "priority": run.priority}
+
+
+VERBS = (
+    init,
+    with_server(run, _describe_file),
+    with_server(resume, _describe_resume),
+    with_server(evaluate, _describe_evaluation),
+    check,
+    with_server(submit, _describe_options),
+)

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,26 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, inert
+from dlrover.python.rl.common.names import is_job_name
 from dlrover.python.rl.master.client.explain import explain_lines
-from dlrover.python.rl.master.client.jobs import (
-    JobOperations,
-    JobView,
-    SavedRuns,
-    check_name,
-    is_run_folder,
-)
-from dlrover.python.rl.page.findings import time_lines
-from dlrover.python.rl.page.run_data import RunView
-from dlrover.python.rl.page.timeline import use_lines
+from dlrover.python.rl.master.client.views import JobOperations, JobView, RunOperations, check_name
+from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.run.progress import ProgressView
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
-EXIT_TIMED_OUT = 124
+EXIT_QUOTA, EXIT_TIMED_OUT = 6, 124
+_MOST_LISTED = 32  # processes; more are counted by role
 
 _ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
 _SERVER = click.option(
@@ -59,21 +55,33 @@ def _operation(function: Callable[..., None]) -> click.Command:
 
     def run(address: str, server: str | None, **arguments: Any) -> None:
         folder = arguments.get("name_or_dir")
-        if folder is not None and server is None and is_run_folder(folder):
+        if folder is not None and _is_folder(folder, server):
             if address != "auto":
                 message = "is not used for a run's folder: give the job's name to ask a cluster"
                 raise InvalidJob([ConfigError("--address", message)])
+            from dlrover.python.rl.master.client.jobs import SavedRuns  # the readers of runs take a second
+
             function(SavedRuns(), **arguments)
             return
         name = arguments.get("name", folder)
         if name is not None:
-            check_name(name)
+            check_name(name.partition("@")[0] if server else name)
         with connect(address, server, name) as jobs:
             function(jobs, **arguments)
 
     run.__doc__ = function.__doc__
     run.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     return click.command(function.__name__.removesuffix("_jobs"))(_ADDRESS(_SERVER(run)))
+
+
+def _is_folder(name_or_dir: str, server: str | None) -> bool:
+    """Return True for the folder of a run, which answers without a cluster and without a service."""
+    if server:
+        is_default = click.get_current_context().get_parameter_source("server") is ParameterSource.ENVIRONMENT
+        return is_default and not is_job_name(name_or_dir)
+    from dlrover.python.rl.master.client.jobs import is_run_folder
+
+    return is_run_folder(name_or_dir)
 
 
 @_operation
@@ -89,17 +97,21 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
     if not views:
         echo("no jobs")
         return
-    table = Table("job", "phase", "step", "reward", "elapsed", "restarts", "folder", box=None)
+    columns = ["job", "run", "owner", "phase", "step", "last step", "reward", "elapsed", "recoveries", "devices"]
+    table = Table(*columns, "priority", "now", box=None)
     for view in views:
-        numbers = (_steps(view), _number(view.reward), _span(view.elapsed_s), str(view.restarts))
-        table.add_row(inert(view.name), inert(view.phase), *numbers, inert(view.folder))
+        texts = [view.name, view.run, view.owner, _phase(view)]
+        numbers = [_steps(view), _ago(view.step_age_s), _number(view.reward), _span(view.elapsed_s)]
+        counts = [view.restarts + sum(view.recoveries.values()), view.devices, view.priority]
+        now = inert(view.activity or view.reason)
+        table.add_row(*map(inert, texts), *numbers, *map(str, counts), now)
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 
 @_operation
 @click.argument("name_or_dir")
 @_JSON
-def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
+def status(jobs: RunOperations, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job, or of a run in a folder. If no cluster answers, show the job's last run in ./runs."""
     _show(jobs.get(name_or_dir), as_json)
 
@@ -151,7 +163,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Print only the last lines of each process.")
-def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+def logs(jobs: RunOperations, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
     writer = ""
@@ -166,7 +178,7 @@ def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow
 @click.argument("name_or_dir")
 @click.option("--time", "with_time", is_flag=True, help="Show where its hours went instead, and each recovery's cost.")
 @_JSON
-def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool, as_json: bool) -> None:
+def explain(jobs: RunOperations, name_or_dir: str, with_time: bool, as_json: bool) -> None:
     """Explain the state of a job, or of the run in a folder: since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     folder = Path(view.folder) if view.folder and not view.owner else None
@@ -174,6 +186,10 @@ def explain(jobs: JobOperations | SavedRuns, name_or_dir: str, with_time: bool, 
         folder = None
     if with_time and folder is None:
         raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
+    if folder is not None:  # a service's client has none, and imports no reader of runs
+        from dlrover.python.rl.page.findings import time_lines
+        from dlrover.python.rl.page.run_data import RunView
+        from dlrover.python.rl.page.timeline import use_lines
     if as_json:
         history = jobs.history(view)
         failures = [{"at_s": at_s, "message": message} for at_s, message in (history.failures if history else ())]
@@ -207,13 +223,15 @@ VERBS = (list_jobs, status, attach, wait, stop, resize, logs, explain)
 
 
 def status_lines(view: JobView) -> list[str]:
-    facts = [view.phase, f"step {_steps(view)}"]
+    facts = [_phase(view), f"step {_steps(view)}"]
     facts += [f"reward {_number(view.reward)}"] if isfinite(view.reward) else []
     facts += [f"{view.step_s:.3g} s a step"] if view.step_s else []
+    facts += [f"last step {_ago(view.step_age_s)}"] if view.step_age_s else []
     facts += [f"{_span(view.elapsed_s)} elapsed"] if view.elapsed_s else []
     facts += [f"about {_span(view.eta_s)} left"] if view.eta_s else []
     facts += [f"restarts {view.restarts}"]
     lines = [f"{view.name}: {', '.join(facts)}"]
+    lines += [f"  run {view.run} of {view.owner}, priority {view.priority}"] if view.owner else []
     lines += [f"  {view.activity}"] if view.activity else []
     lines += [f"  {subject} recovered {times} time{'s' * (times != 1)}" for subject, times in view.recoveries.items()]
     if view.members:
@@ -221,13 +239,37 @@ def status_lines(view: JobView) -> list[str]:
         lines.append(f"  {len(view.members)} processes on {view.nodes} node{'s' * (view.nodes != 1)}{devices}")
     elif view.roles and not view.ended:
         lines.append(f"  {', '.join(f'{role} x{num}' for role, num in view.roles.items())}")
-    lines += [
-        f"  {each.process:<16} {each.node} pid {each.pid}" + (f" devices {each.devices}" if each.devices else "")
-        for each in view.members
-    ]
+    lines += list(_process_lines(view))
     lines += [f"  {view.reason}"] if view.reason else []
     lines += [f"  files in {view.folder}"] if view.folder else []
     return lines
+
+
+def _process_lines(view: JobView) -> Iterator[str]:
+    """Yield a line for each process, or for each role if there are many."""
+    if len(view.members) <= _MOST_LISTED:
+        for each in view.members:
+            devices = f" devices {each.devices}" if each.devices else ""
+            yield f"  {each.process:<16} {each.node} pid {each.pid}{devices}"
+        return
+    roles = defaultdict[str, list[RunningProcess]](list)
+    for each in view.members:
+        roles[each.process.partition("[")[0]].append(each)
+    for role, members in roles.items():
+        wanted = f" of {view.roles[role]}" if role in view.roles else ""
+        nodes = len({each.node for each in members})
+        yield f"  {role:<16} {len(members)}{wanted} on {nodes} node{'s' * (nodes != 1)}"
+    yield "  --json lists each process"
+
+
+def _phase(view: JobView) -> str:
+    """Return the phase, and that nothing moves where a step is overdue."""
+    is_late = view.phase == "running" and not view.activity and not view.moves
+    return f"{view.phase}, no progress" if is_late else view.phase
+
+
+def _ago(seconds: float) -> str:
+    return f"{_span(seconds) or '0:00:00'} ago" if seconds else ""
 
 
 def exit_as(view: JobView) -> None:

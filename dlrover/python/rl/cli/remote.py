@@ -3,114 +3,103 @@
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
 import yaml
 from click.core import ParameterSource
 
-from dlrover.python.rl.cli.begin import job_of_options
 from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo
-from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import OverridesCommand, load_job_text, name_of_file, search_folders
-from dlrover.python.rl.master.client.resume import evaluation_name, evaluation_overrides
-from dlrover.python.rl.master.client.run import check_types
-from dlrover.python.rl.runtime.run.files import SUMMARY
-from dlrover.python.rl.runtime.run.folder import DESCRIPTION, MODEL
+from dlrover.python.rl.common.names import hint, is_job_name, name_of_file
+from dlrover.python.rl.config.command import OverridesCommand
+from dlrover.python.rl.runtime.run.names import SUMMARY
 from dlrover.python.rl.runtime.run.progress import print_summary
 
 _REQUIRED_SERVER = click.option(
     "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
 )
-_SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
+_SERVER = click.Option(
+    ["--server"], envvar="DLROVER_RL_SERVER", show_envvar=True, help="Submit the job to this job service, host:port."
+)
 _PRIORITY = click.Option(
     ["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server: higher ones start first."
 )
 _FOLDER = click.Option(
     ["--folder"], default="", help="With --server: where the job's modules and data are, relative to its root."
 )
+_WORKING_DIR = click.Option(
+    ["--working-dir"], type=click.Path(path_type=Path), help="With --server: send this folder, with modules and data."
+)
 _DETACH = click.Option(["--detach"], is_flag=True, help="With --server: return once the job is submitted.")
 _HERE_ONLY = ("address", "local", "supervise")
 
 
-def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) -> None:
+def with_server(command: click.Command, describe: Callable[..., dict[str, Any]]) -> click.Command:
     """Add ``--server`` to a command that starts a job; ``describe(client, **arguments)`` returns the submission."""
     here: Callable[..., None] = command.callback  # type: ignore[assignment]  # every command has one
     has_detach = any(parameter.name == "detach" for parameter in command.params)
-    options = [_PRIORITY, _FOLDER, *([] if has_detach else [_DETACH])]
+    options = [_PRIORITY, _FOLDER, _WORKING_DIR, *([] if has_detach else [_DETACH])]
     server_only = [str(option.name) for option in options]
 
     def begin(server: str | None, **arguments: Any) -> None:
+        if _is_default(server) and _used(_HERE_ONLY):
+            server = None
         if server is None:
             _refuse(server_only, "needs --server")
             here(**{name: value for name, value in arguments.items() if name not in server_only})
             return
         _refuse(_HERE_ONLY, "cannot be used with --server, which chooses where a job runs")
         arguments = {name: value for name, value in arguments.items() if name not in _HERE_ONLY}
-        placing = {name: arguments.pop(name) for name in ("priority", "folder")}
+        if not is_job_name(str(arguments.get("name_or_dir", "job")).partition("@")[0]):
+            why = "is no job's name, as --server and DLROVER_RL_SERVER need; --local, --ray or --address run it here"
+            raise InvalidJob([ConfigError(arguments["name_or_dir"], why)])
+        placing = {name: arguments.pop(name) for name in ("priority", "folder", "working_dir")}
+        placing = {name: value for name, value in placing.items() if value}
         detach = arguments.pop("detach")
         from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
 
         with connected(server) as client:
-            name = submit(client, server, **describe(client, **arguments), **placing)
+            name = submit(client, server, **{**describe(client, **arguments), **placing})
             if detach:
                 return
             ended = follow(RemoteJobs(client), name)
             if ended is None:
                 sys.exit(EXIT_INTERRUPTED)
             if any(file.path == SUMMARY for file in client.artifacts(name)):
-                print_summary(name, _read(client, name, SUMMARY))
+                print_summary(name, read_file(client, name, SUMMARY))
         exit_as(ended)
 
     command.callback = begin
     command.params += [_SERVER, *options]
+    return command
 
 
 def _refuse(names: Iterable[str], fault: str) -> None:
     """Raises InvalidJob if an option of ``names``, which would have no effect, is on the command line."""
-    context = click.get_current_context()
-    used = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if used:
+    if used := _used(names):
         raise InvalidJob([ConfigError(f"--{name}", fault) for name in used])
 
 
-def _describe_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    text, name = read_job_file(Path(job_file))
-    name = "" if any(override.startswith("name=") for override in overrides) else name
-    check_submitted(text, name, overrides, Path(job_file).absolute().parent)
-    return {"text": text, "name": name, "overrides": overrides}
+def _used(names: Iterable[str]) -> list[str]:
+    """Return the options of ``names`` that are on the command line."""
+    context = click.get_current_context()
+    return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
-def _describe_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:
-    return {"text": job_to_yaml(job_of_options(job_name, rl_config, options)), "name": job_name}
+def _is_default(server: str | None) -> bool:
+    return bool(server) and click.get_current_context().get_parameter_source("server") is ParameterSource.ENVIRONMENT
 
 
-def _describe_evaluation(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Describe an evaluation of the newest run of a name; the run's files are on the service's machine."""
-    run = client.get(name_or_dir)
-    has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
-    text = _read(client, run.name, DESCRIPTION)
-    changes = [*evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
-    return {"text": text, "name": evaluation_name(run.name), "overrides": changes}
-
-
-def _read(client: Any, name: str, path: str) -> str:
+def read_file(client: Any, name: str, path: str) -> str:
     file = io.BytesIO()
     client.fetch(name, path, file)
     return file.getvalue().decode()
-
-
-DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "run": _describe_file,
-    "submit": _describe_options,
-    "eval": _describe_evaluation,
-}
 
 
 @click.command(cls=OverridesCommand)
@@ -119,6 +108,7 @@ DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {
 @click.option("--name", default="", help="By default the name in the file, or of the file.")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--folder", default="", help="Where the job's modules and data are, relative to the service's root.")
+@click.option("--working-dir", type=click.Path(path_type=Path), help="Send this folder, with modules and data.")
 @click.option("--token", "client_token", default="", help="Submitting again with the same token makes no second job.")
 @_REQUIRED_SERVER
 def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
@@ -154,11 +144,21 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
 
 def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
     """Check the types of a job's fields; its trainer may be in ``folders``. Raises InvalidJob."""
+
+    from dlrover.python.rl.config.load import load_job_text, search_folders  # with the child's, this takes seconds
+    from dlrover.python.rl.master.client.run import check_types
+
     check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 
-def submit(client: Any, server: str, text: str, **options: Any) -> str:
+def submit(client: Any, server: str, text: str, working_dir: Path | None = None, **options: Any) -> str:
     """Submit a job to the service that ``client`` is connected to, and print how to follow it; return its name."""
+    if working_dir is not None:
+        from dlrover.python.rl.service.jobs.working_dirs import pack
+
+        with TemporaryFile() as archive:
+            options["working_dir"] = pack(working_dir, archive)
+            client.upload(archive, options["working_dir"])
     job = client.submit(text, **options)
     echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
     return str(job.name)
@@ -209,3 +209,6 @@ def _copy(read: Callable[..., int], target: Path) -> None:
         with suppress(OSError):  # a folder with files stays
             for folder in new_folders:
                 folder.rmdir()
+
+
+VERBS = (enqueue, fetch)

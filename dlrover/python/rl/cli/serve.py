@@ -227,7 +227,12 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 @click.command()
 @click.option("--address", help="A running Ray cluster whose nodes are checked; by default only this machine.")
 @click.option("--folder", default="runs", show_default=True, help="The folder of runs, shared by all nodes.")
-@click.option("--server", help="A job service, host:port, which must answer and accept your token.")
+@click.option(
+    "--server",
+    envvar="DLROVER_RL_SERVER",
+    show_envvar=True,
+    help="A job service, host:port, which must answer and accept your token.",
+)
 @click.option(
     "--port",
     "ports",
@@ -293,3 +298,6 @@ def _examine_service(server: str) -> Check:
             return Check(server, True, f"answers; {len(client.list_jobs())} of its jobs have not ended")
     except errors.DLRoverRLError as error:
         return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")
+
+
+VERBS = (serve, token, doctor)

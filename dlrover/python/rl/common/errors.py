@@ -39,7 +39,8 @@
     ├── ServiceError                 the job service did not do what was asked
     │   ├── UnknownJob               it has no job of this name; nearest name given
     │   ├── AccessDenied             no token, a wrong one, or one without the right
-    │   ├── ServiceBusy              its queue, or the caller's share of it, is full
+    │   ├── ServiceBusy              the caller has too many requests at once, or too fast
+    │   │   └── QuotaReached         its queue, or the caller's share of it, is full
     │   └── ServiceUnavailable       it does not answer, or cannot save what it decides
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
@@ -312,9 +313,13 @@ class AccessDenied(ServiceError):
 
 
 class ServiceBusy(ServiceError):
-    """A limit of the service on queued jobs, requests or their rate was reached; the message names it."""
+    """A limit of the service on requests or their rate was reached; the message names it."""
 
     retryable = True
+
+
+class QuotaReached(ServiceBusy):
+    """The queue, or the caller's share of it, is full until a job of it starts; the message names the limit."""
 
 
 class ServiceUnavailable(ServiceError):

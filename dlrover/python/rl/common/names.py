@@ -120,6 +120,12 @@ def is_job_name(name: str) -> bool:
     return _JOB.fullmatch(name) is not None
 
 
+def name_of_file(file: Path) -> str:
+    """Return the name of a job whose file has none."""
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in file.stem.lower())
+    return name.strip("-")[:63].strip("-") or "job"
+
+
 def check_job_name(name: str) -> str:
     """Return ``name`` if it is a DNS label (it becomes part of actor names and paths), else raise ValueError."""
     if not is_job_name(name):

@@ -9,14 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import click
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import HIDDEN
-from dlrover.python.rl.common.names import hint, nearest
+from dlrover.python.rl.common.names import hint, name_of_file, nearest
 from dlrover.python.rl.config.layout import JOB_KEYS, ROLES, job_from_mapping
 from dlrover.python.rl.config.plain import check_text, from_plain, list_texts, without
 from dlrover.python.rl.config.secrets import is_secret_at
@@ -109,12 +108,6 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob([ConfigError(str(file), f"cannot be read: {error}")]) from error
-
-
-def name_of_file(file: Path) -> str:
-    """Return the name of a job whose file has none."""
-    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in file.stem.lower())
-    return name.strip("-")[:63].strip("-") or "job"
 
 
 def _read(text: str, where: str) -> _Read:
@@ -262,28 +255,3 @@ def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
                 return ConfigError(key, f"unknown key '{part}'; did you mean '{meant}'?")
             return ConfigError(key, f"unknown key '{part}'{hint(part, names)} (write +{key}=... to add it)")
     return None
-
-
-class OverridesCommand(click.Command):
-    """A command with ``key=value`` arguments, which it suggests in place of an unknown option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            name, pairs = error.option_name, [*typed, ""]
-            if not name.startswith("--"):  # click names ``-s`` for ``-steps=5``
-                name = next((arg.partition("=")[0] for arg in typed if arg.startswith(name)), name)
-            options = [*(option for item in self.params for option in item.opts), "help"]
-            close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])
-            values = [
-                option.partition("=")[2] or after
-                for option, after in zip(pairs, pairs[1:], strict=False)
-                if option.partition("=")[0] == name
-            ]
-            value = next((value for value in values if value and not value.startswith("-")), "...")
-            key = name.lstrip("-").replace("-", "_")
-            advice = f", or did you mean --{close}?" if close else ""
-            message = f"no option {name}: settings are written key=value, {key}={value}{advice}"
-            raise click.UsageError(message, ctx) from None

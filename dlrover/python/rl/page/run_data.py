@@ -21,7 +21,8 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.config.plain import MAX_BYTES
 from dlrover.python.rl.master.client.explain import advice
-from dlrover.python.rl.master.client.jobs import JobHistory, JobView, view_of_folder
+from dlrover.python.rl.master.client.jobs import view_of_folder
+from dlrover.python.rl.master.client.views import JobHistory, JobView
 from dlrover.python.rl.master.process.live import read_live
 from dlrover.python.rl.master.process.status import reward_of
 from dlrover.python.rl.page import curves, samples, spans
@@ -29,8 +30,9 @@ from dlrover.python.rl.page.findings import findings
 from dlrover.python.rl.page.perfetto import trace
 from dlrover.python.rl.page.stream import read_stream
 from dlrover.python.rl.page.timeline import REPAIRS, Timeline, last_sign_s, members_of, read_timeline, with_steps
-from dlrover.python.rl.runtime.run.files import METRICS, RECORDS
-from dlrover.python.rl.runtime.run.folder import DESCRIPTION, in_use, newest_owner
+from dlrover.python.rl.runtime.run.files import RECORDS
+from dlrover.python.rl.runtime.run.folder import in_use, newest_owner
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, METRICS
 
 Plain = dict[str, Any]
 

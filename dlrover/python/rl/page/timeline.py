@@ -19,8 +19,8 @@ from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.metrics import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.master.process.status import recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from dlrover.python.rl.runtime.run.files import METRICS
 from dlrover.python.rl.runtime.run.folder import in_use, newest_record
+from dlrover.python.rl.runtime.run.names import METRICS
 
 Activities: TypeAlias = Mapping[str, tuple[float | None, str | None, float | None]]
 """Maps a process to the age of its heartbeat, its current call, and the seconds of that call so far."""

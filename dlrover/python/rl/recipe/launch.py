@@ -34,8 +34,9 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import configure_logging, echo, get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.command import OverridesCommand
 from dlrover.python.rl.config.layout import JOB_KEYS, digest
-from dlrover.python.rl.config.load import OverridesCommand, load_job, search_folders
+from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import list_keys
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
@@ -44,8 +45,8 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.interrupts import hangup_terminates
 from dlrover.python.rl.runtime.member.inspection import inspect_job
 from dlrover.python.rl.runtime.member.loading import load_class
-from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import begin, continued, earlier_description, has_commits, repeated
+from dlrover.python.rl.runtime.run.names import SUMMARY
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower

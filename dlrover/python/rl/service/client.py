@@ -17,17 +17,18 @@ from typing import Any, BinaryIO
 
 import grpc
 
-from dlrover.python.rl.common.errors import CallError, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.common.errors import CallError, QuotaReached, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobView, log_of
+from dlrover.python.rl.master.client.views import SHARED_FIELDS, JobHistory, JobView, log_of
 from dlrover.python.rl.master.process.status import RunningProcess
-from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
+from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
 from dlrover.python.rl.service.auth import TOKEN, default_state
 from dlrover.python.rl.service.jobs.records import JobPhase
-from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
+from dlrover.python.rl.service.jobs.working_dirs import PART
+from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, UPLOAD_S, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
+from dlrover.python.rl.trainer.step_report import Announcer, Reporter, StepReport
 
 _SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 _CALL_S = 15.0
@@ -104,7 +105,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
     def close(self) -> None:
         self._channel.close()
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- the fields of a submission
         self,
         job_file: str,
         name: str = "",
@@ -112,11 +113,21 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         priority: int = 0,
         folder: str = "",
         client_token: str = "",
+        working_dir: str = "",
     ) -> wire.Job:
-        """Queue a job in YAML. ``folder`` is relative to the service's root. A ``client_token`` makes one job."""
+        """Queue a job in YAML. ``folder`` is relative to the service's root, or to the uploaded folder whose digest is
+        ``working_dir``. A ``client_token`` makes one job."""
         request = wire.SubmitRequest(job_file=job_file, name=name, overrides=overrides, priority=priority)
         request.folder, request.client_token = folder, client_token or secrets.token_urlsafe(16)
+        request.working_dir = working_dir
         return self._job("Submit", request)
+
+    def upload(self, archive: BinaryIO, digest: str) -> None:
+        """Send an archive of :func:`pack`, or as much of it as the service lacks."""
+        request = wire.UploadRequest(digest=digest, size=archive.seek(0, os.SEEK_END))
+        while (received := self._ask("Upload", request, UPLOAD_S).received) < request.size:
+            archive.seek(received)
+            request.offset, request.data = received, archive.read(PART)
 
     def get(self, name: str) -> wire.Job:
         return self._job("Get", wire.GetRequest(name=name))
@@ -160,7 +171,7 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
         try:
             yield from self._calls["Logs"](request, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_of(error.code(), error.details() or "") from None
+            raise error_of(error) from None
 
     def artifacts(self, name: str) -> list[wire.Artifact]:
         return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
@@ -206,8 +217,8 @@ class ServiceClient(AbstractContextManager["ServiceClient"]):
             time.sleep(_FIRST_PAUSE_S)
 
     def _raise_unless_passing(self, error: grpc.RpcError, began_s: float) -> None:
-        failure = error_of(error.code(), error.details() or "")
-        may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
+        failure = error_of(error)
+        may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy) and not isinstance(failure, QuotaReached)
         if not may_pass or time.monotonic() - began_s >= self._patience_s:
             raise failure from None
 
@@ -218,9 +229,11 @@ def has_ended(job: wire.Job) -> bool:
 
 # -- the verbs of the command line -------------------------------------------------------------------------------------
 
+_OF_SERVICE = ("cause", "detail", "owner", "priority", "submitted_s", "devices")
 _FAILURES = ("recovered", "restarted", "failed")
 _STOP_S = 60.0
 _COMMAND_PATIENCE_S = 10.0
+_RECENT_S = 5
 
 
 def connected(address: str) -> ServiceClient:
@@ -240,29 +253,30 @@ class RemoteJobs:
         return view_of_message(self._client.get(name))
 
     def history(self, view: JobView) -> JobHistory | None:
-        job = self._client.get(view.name)
+        job = self._client.get(view.reference)
         since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
-        events = self._client.watch(view.name, follow=False, without_steps=True)
-        for event in (event for event in events if event.run == job.run):
+        for event in self._client.watch(view.reference, follow=False, without_steps=True):
             if event.phase != phase:
                 since_s, phase = event.at_s, event.phase
             if event.kind in _FAILURES and event.message:
                 failures.append((event.at_s, event.message))
         log = log_of(failures)
-        files = {file.path for file in self._client.artifacts(view.name)} if log else set()
-        where = f"dlrover-rl logs {view.name} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
+        files = {file.path for file in self._client.artifacts(view.reference)} if log else set()
+        where = f"dlrover-rl logs {view.reference} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
         return JobHistory(since_s, tuple(failures), "the service's events", where)
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         job = self._client.get(name)
-        total = job.total_steps
-        for event in (event for event in self._client.watch(name) if event.run == job.run):
+        total, reference = job.total_steps, f"{job.name}@{job.run}"
+        for event in self._client.watch(reference):
             if event.kind == "step":
-                total = total or self._client.get(name).total_steps
-                report(StepReport(event.step, total, dict(event.metrics)))
+                total = total or self._client.get(reference).total_steps
+                report(StepReport(event.step, total, dict(event.metrics), at_s=event.at_s))
             else:
-                announce(f"{event.kind} {event.message}".strip())
-        return self.get(name)
+                age_s = round(time.time() - event.at_s)
+                before = f" ({age_s} s ago)" if age_s > _RECENT_S else ""
+                announce(f"{event.kind} {event.message}".strip() + before)
+        return self.get(reference)
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         return view_of_message(self._client.wait(name, timeout_s))
@@ -289,7 +303,7 @@ def view_of_message(job: wire.Job) -> JobView:
         roles=dict(job.roles),
         recoveries=dict(job.recoveries),
         members=tuple(RunningProcess(each.process, each.node, each.pid, each.devices) for each in job.members),
-        **{name: getattr(job, name) for name in (*SHARED_FIELDS, "cause", "detail", "owner")},
+        **{name: getattr(job, name) for name in (*SHARED_FIELDS, *_OF_SERVICE)},
     )
 
 

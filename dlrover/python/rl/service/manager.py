@@ -160,7 +160,7 @@ class JobManager:
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
         """Resize a role. Raises UnknownJob, InvalidJob, and CallError if the job or the role cannot be resized."""
         record = self._ledger.get(name)
-        check_new_size(name, role, num, record.roles)
+        check_new_size(record.name, role, num, record.roles)
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)
@@ -170,7 +170,7 @@ class JobManager:
         return self._ledger.get(name)
 
     def get(self, name: str) -> JobRecord:
-        """Return the newest run of a job. Raises UnknownJob."""
+        """Return the newest run of a name, or the run of NAME@RUN. Raises UnknownJob."""
         return self._with_reason(self._ledger.get(name))
 
     def list_jobs(self, ended: bool = False) -> list[JobRecord]:
@@ -214,24 +214,28 @@ class JobManager:
 
     async def wait(self, name: str, timeout_s: float) -> JobRecord:
         """Return the job once it has ended, or as it is after ``timeout_s``. Raises UnknownJob."""
-        run = self._ledger.get(name).run
-        with self._feed.listening(name) as news, suppress(TimeoutError):
+        record = self._ledger.get(name)
+        run = record.run
+        with self._feed.listening(record.name) as news, suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while run in self._ledger.unfinished and not self._closed:
                     news.clear()
                     await news.wait()  # waits: for an event of the job
-        return self._ledger.records.get(run) or self._ledger.get(name)
+        return self._ledger.records.get(run, record)
 
     async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[list[JobEvent]]:
-        """Yield pages of the events above ``after``, with ``follow`` until the named job ends. Raises UnknownJob."""
-        run = self._ledger.get(name).run if name else ""
+        """Yield pages of the events above ``after``, with ``follow`` until the named job ends; for NAME@RUN only of
+        this run. Raises UnknownJob."""
+        run, only = self._ledger.get(name).run if name else "", name.partition("@")[2]
+        name = name.partition("@")[0]
         with self._feed.listening(name) as news:
             while True:
                 news.clear()
                 ended = bool(name) and run not in self._ledger.unfinished
                 page, after = await self._feed.page(after, name)
-                if page:
-                    yield page
+                own = [event for event in page if only in ("", event.run)]
+                if own:
+                    yield own
                 if page or after < self._feed.last:
                     continue
                 if not follow or ended or self._closed:

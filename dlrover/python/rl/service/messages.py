@@ -6,14 +6,17 @@ import grpc
 from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, ServiceUnavailable
 from dlrover.python.rl.common.log import valid_text
+from dlrover.python.rl.master.process.status import devices_of
 from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase, JobRecord
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 RESIZE_S = 150.0  # limit of a resize, which checks the job's classes and reserves resources
+QUOTA = "quota"  # metadata key of the end of a call that a quota refused: to repeat it at once is of no use
+UPLOAD_S = 150.0  # limit of the last part of an upload, after which the folder is unpacked
 STREAM_OPEN = "stream-open"  # metadata key, sent at the start of a stream: its first message may come much later
 _SHARED_FIELDS = (
     "name", "run", "owner", "priority", "revision", "cause", "submitted_s", "started_s", "ended_s", "step",
-    "total_steps", "reward", "restarts", "step_s",
+    "total_steps", "reward", "restarts", "step_s", "last_step_s", "work_dir",
 )  # fmt: skip
 _MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
 _PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
@@ -38,6 +41,7 @@ def job_message(record: JobRecord) -> wire.Job:
         activity=valid_text(record.activity),
         roles=dict(record.roles),
         recoveries=dict(record.recoveries),
+        devices=devices_of(record.members),
         members=[wire.Member(**member._asdict()) for member in record.members],
     )
 
@@ -65,8 +69,11 @@ def details_of(error: DLRoverRLError) -> str:
     return text if len(text) <= _MAX_DETAILS else f"{text[:_MAX_DETAILS]}..."
 
 
-def error_of(code: grpc.StatusCode, details: str) -> DLRoverRLError:
+def error_of(failure: grpc.RpcError) -> DLRoverRLError:
     """Return the error that the service answered with."""
+    code, details = failure.code(), failure.details() or ""
+    if QUOTA in dict(failure.trailing_metadata() or ()):
+        return errors.QuotaReached(details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return errors.AccessDenied(details)
     if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):

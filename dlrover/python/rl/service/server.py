@@ -14,7 +14,6 @@ import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,18 @@ from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import submissions
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionReader, check_name, shown
+from dlrover.python.rl.service.jobs.working_dirs import WorkingDirs
 from dlrover.python.rl.service.manager import JobManager
-from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, code_of, details_of, event_message, job_message
+from dlrover.python.rl.service.messages import (
+    QUOTA,
+    RESIZE_S,
+    STREAM_OPEN,
+    UPLOAD_S,
+    code_of,
+    details_of,
+    event_message,
+    job_message,
+)
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 _LOG = get_logger(__name__)
@@ -164,7 +173,7 @@ class FailureLimit:
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 RIGHTS = {  # the lowest role that may call each method
     **dict.fromkeys(("Get", "List", "Wait", "Watch", "Logs", "Artifacts", "Fetch"), AccessRole.READ),
-    **dict.fromkeys(("Submit", "Stop", "Resize"), AccessRole.SUBMIT),
+    **dict.fromkeys(("Submit", "Upload", "Stop", "Resize"), AccessRole.SUBMIT),
 }
 MAX_MESSAGE = 4 * 1024 * 1024
 _OPTIONS = (
@@ -181,7 +190,7 @@ _OPTIONS = (
 _MAX_CALLS = 2_000
 _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
-_LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
+_LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S, "Upload": UPLOAD_S}
 _MAX_LISTED, _LISTED = 1_000, 100
 _PART = 256 * 1024  # bytes of events in a message, before its last event
 _ROW = 8  # bytes of a row's frame, at most
@@ -295,12 +304,13 @@ class JobServer:
     @asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[Caller]:
         """Convert every error to a status; an unexpected one goes to the log, and not to the client."""
-        code, text = grpc.StatusCode.CANCELLED, ""
+        code, text, is_quota = grpc.StatusCode.CANCELLED, "", False
         try:
             yield self._enter(method, context)
             code = grpc.StatusCode.OK
         except DLRoverRLError as error:
             code, text = code_of(error), details_of(error)
+            is_quota = isinstance(error, errors.QuotaReached)
         except TimeoutError:
             code, text = grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took too long"
         except Exception as error:  # noqa: BLE001 -- clients see no internals
@@ -310,13 +320,17 @@ class JobServer:
         finally:
             self.metrics.count(method, code.name)
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, text)
+            await context.abort(code, text, ((QUOTA, "1"),) if is_quota else ())
 
     # -- the methods of the protocol ----------------------------------------------------------------------------------
 
     async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
         operation = await self._reader.read(request, caller.name, self._root)
         return job_message(await self._manager.ask(operation))
+
+    async def _upload(self, request: wire.UploadRequest, caller: Caller) -> wire.UploadResponse:
+        part = request.digest, caller.name, request.size, request.offset, request.data
+        return wire.UploadResponse(received=await asyncio.to_thread(WorkingDirs(self._root).add_part, *part))
 
     async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
         return job_message(self._named(request))
@@ -325,14 +339,13 @@ class JobServer:
         limit = min(max(request.limit, 0) or _LISTED, _MAX_LISTED)
         every = self._manager.list_jobs(request.all)
         unfinished = sum(not record.phase.ended for record in every)
-        bare = (replace(record, detail="", members=()) for record in every[: unfinished + limit])
-        jobs = list(_fitting(map(job_message, bare)))
+        jobs = list(_fitting(map(_bare_message, every[: unfinished + limit])))
         return wire.ListResponse(jobs=jobs, left_out=len(every) - len(jobs))
 
     async def _wait(self, request: wire.WaitRequest, caller: Caller) -> wire.Job:
         record = self._named(request)
         timeout_s = min(max(request.timeout_s, 0.0), _MAX_WAIT_S) if request.timeout_s == request.timeout_s else 0.0
-        return job_message(await self._manager.wait(record.name, timeout_s))
+        return job_message(await self._manager.wait(record.reference, timeout_s))
 
     async def _watch(self, request: wire.WatchRequest, caller: Caller) -> AsyncIterator[wire.WatchResponse]:
         name = check_name(request.name) if request.name else ""
@@ -344,6 +357,8 @@ class JobServer:
     async def _stop(self, request: wire.StopRequest, caller: Caller) -> wire.Job:
         record = self._named(request)
         caller.check_owner(record.owner)
+        if record.phase.ended and "@" in request.name:  # another run may have the name
+            return job_message(record)
         reason = shown(request.reason) or f"stopped by {caller.name}"
         return job_message(await self._manager.ask(StopJob(record.name, record.run, reason, request.hard)))
 
@@ -355,13 +370,12 @@ class JobServer:
         record, process = self._named(request), submissions.check_process(request.process)
         tail = min(max(request.tail, 0), _MAX_TAIL)
         while request.follow and not record.results and not record.phase.ended:
-            record = await self._manager.wait(record.name, 0.5)
+            record = await self._manager.wait(record.reference, 0.5)
         if not record.results:
             return
         reader = LogReader(_folder(record), process, tail)
         while True:
-            current = self._manager.get(record.name)
-            ended = current.run != record.run or current.phase.ended
+            ended = self._manager.get(record.reference).phase.ended
             await asyncio.to_thread(reader.check, record.roles if request.follow and not ended else None)
             lines = reader.read()
             while chunk := await asyncio.to_thread(next, lines, None):
@@ -386,6 +400,14 @@ class JobServer:
 
     def _named(self, request: Any) -> JobRecord:
         return self._manager.get(check_name(request.name))
+
+
+def _bare_message(record: JobRecord) -> wire.Job:
+    """Return a message without the fields that may be large."""
+    message = job_message(record)
+    message.ClearField("detail")
+    message.ClearField("members")
+    return message
 
 
 def _fitting(rows: Iterable[Any]) -> Iterator[Any]:

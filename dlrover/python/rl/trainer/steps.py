@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a trainer: the commit from which they begin, and the commit at the end of each."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -366,21 +365,3 @@ def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Se
         else:
             raise errors.CallError(f"self.state['{name}'] was saved from an object: put one there in init()")
     return left
-
-
-class StepPace:
-    """The pace over the last ``window`` reports, so that a slow start or an outage does not count for long."""
-
-    def __init__(self, window: int = 20) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=window)
-
-    def note(self, step: int, now_s: float) -> None:
-        if self._seen and step <= self._seen[-1][0]:  # steps are repeated after a recovery
-            self._seen.clear()
-        self._seen.append((step, now_s))
-
-    @property
-    def step_s(self) -> float:
-        """0 if unknown."""
-        (first, began_s), (last, ended_s) = (self._seen[0], self._seen[-1]) if self._seen else ((0, 0.0), (0, 0.0))
-        return (ended_s - began_s) / (last - first) if last > first else 0.0

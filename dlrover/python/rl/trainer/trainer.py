@@ -13,50 +13,29 @@ from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.trainer.plan import TrainerPlan
-from dlrover.python.rl.trainer.port import CallCounts, Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
+from dlrover.python.rl.trainer.step_report import Announcer, Reporter, StepReport, announce_nothing, report_nothing
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, trainer_invocation, undecorated
 
-__all__ = ["BaseTrainer", "BaseWorkload", "StepReport", "TrainerLink", "trainer_invocation"]
+__all__ = [
+    "Announcer",
+    "BaseTrainer",
+    "BaseWorkload",
+    "Reporter",
+    "StepReport",
+    "TrainerLink",
+    "announce_nothing",
+    "report_nothing",
+    "trainer_invocation",
+]
 
 _LOG = get_logger(__name__)
 _MAX_ATTEMPTS = 3
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """The metrics of a step; ``total_steps`` is 0 if it is unknown."""
-
-    step: int
-    total_steps: int
-    metrics: Mapping[str, float]
-    calls: CallCounts = field(default_factory=dict)
-    """Durations of the calls since the last report, if the runtime measures them."""
-
-    pending: Mapping[str, int] = field(default_factory=dict)
-    """Role to the number of its calls that were running or waiting for a worker."""
-
-    commit_bytes: int = 0
-    """Bytes that commits have written since the last report."""
-
-
-Reporter: TypeAlias = Callable[[StepReport], None]
-"""Receives step reports; must return at once."""
-
-Announcer: TypeAlias = Callable[[str], None]
-"""Receives a text that tells people what the run does until its next step report; must return at once."""
-
-
 RunEnd: TypeAlias = Literal["finished", "failed", "stopped"]
-
-
-def announce_nothing(activity: str) -> None:
-    pass
-
-
-def report_nothing(report: StepReport) -> None:
-    pass
 
 
 def note_nothing(step: int) -> None:

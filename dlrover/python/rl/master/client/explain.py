@@ -7,7 +7,7 @@ from datetime import datetime
 
 from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.master.client.jobs import JobHistory, JobView
+from dlrover.python.rl.master.client.views import JobHistory, JobView
 
 
 def when(unix_s: float) -> str:
@@ -34,16 +34,19 @@ _PHASES = {
 
 _REMEDIES = {
     CauseKind.USER_ERROR: "Fix the error in the job's code; '--local' runs it in one process, for a debugger.",
-    CauseKind.UNKNOWN_ERROR: "See the traceback; the machine may be the cause. restart.* sets the limits.",
+    CauseKind.UNKNOWN_ERROR: "See the traceback; the machine may be the cause. The limits are"
+    " restart.workload_max_restart and restart.trainer_max_restart.",
     CauseKind.DEVICE_FAILED: "Run 'dlrover-rl doctor' and 'nvidia-smi -q' on the node, and resume without it.",
     CauseKind.LINK_FAILED: "Check the network, and the log of the rank that was lost first.",
     CauseKind.RETRYABLE_ERROR: "Check the processes that the trainer waited for, then resume.",
     CauseKind.START_FAILED: "Run 'dlrover-rl check', which imports the job's classes without starting anything.",
-    CauseKind.PROCESS_DIED: "See its log; after a native crash it ends with a stack. restart.* sets the limits.",
+    CauseKind.PROCESS_DIED: "See its log; after a native crash it ends with a stack. The limits are"
+    " restart.workload_max_restart and restart.trainer_max_restart.",
     CauseKind.OUT_OF_MEMORY: "Use smaller batches or more nodes, or request memory in the workload's resources.",
     CauseKind.NO_SPACE: "Free disk space, or keep fewer commits (checkpoint.keep_runs, checkpoint.every); then resume.",
     CauseKind.NODE_LOST: "Resume when the node is back, or on other nodes.",
-    CauseKind.HUNG: "See the stacks in the evidence. If a call takes that long, raise hang_after_s of its role.",
+    CauseKind.HUNG: "See the stacks in the evidence. If a call takes that long, raise workload.<role>.hang_after_s, or"
+    " trainer.hang_after_s.",
     CauseKind.PREEMPTED: "Resume on other nodes: its node is being drained.",
     CauseKind.NO_RESOURCES: "Request less, add nodes, or raise placement_timeout_s.",
     CauseKind.INTERNAL: "Resume the run: this is an error of the system, not of the job.",
@@ -74,5 +77,5 @@ def advice(view: JobView) -> Iterator[str]:
     with suppress(ValueError):
         yield _REMEDIES[CauseKind(view.cause)]
     if view.phase in ("failed", "stopped", "lost") and view.step:
-        where = " (on the service's machine)" if view.owner else ""
-        yield f"resume after the last committed step: {resume_command(view.folder)}{where}"
+        again = f"dlrover-rl resume {view.reference} --server ..." if view.owner else resume_command(view.folder)
+        yield f"resume after the last committed step: {again}"

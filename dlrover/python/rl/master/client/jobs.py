@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from outside: the operations that the command line needs where jobs run, and the views that it shows.
+"""Jobs from outside, by the files in the folders of their runs.
 
 Jobs are in three places: on a Ray cluster (``RayJobs``), in the folders of runs (``SavedRuns``), in the job service.
 """
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
-from dlrover.python.rl.common.names import check_job_name, is_job_name, resume_command
+from dlrover.python.rl.common.names import is_job_name, resume_command
 from dlrover.python.rl.common.private_files import open_file, with_real_parent
 from dlrover.python.rl.control.events import Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
 from dlrover.python.rl.control.journal import decode
@@ -22,35 +20,17 @@ from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run
+from dlrover.python.rl.master.client.views import JobHistory, JobView, log_of
 from dlrover.python.rl.master.process.brain import JOURNAL
-from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, line_of, reward_of
+from dlrover.python.rl.master.process.status import line_of, reward_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
-from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX, LogReader, RunFolder
+from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 from dlrover.python.rl.runtime.run.folder import CLUSTER, LAUNCHED, Owner, in_use, newest_owner
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter
+from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
 
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.5
 _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
-
-
-@dataclass(frozen=True)
-class JobHistory:
-    """The history of a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
-    ``ROLLOUT[1]: process_died: ...``, each with its time."""
-
-    phase_since_s: float
-    failures: tuple[tuple[float, str], ...] = ()  # oldest first
-    source: str = ""  # the file with all of them
-    log: str = ""  # the file of the process that failed first, empty for none
-    state: JobState = JobState()
-    began_s: float = 0.0
-    last_s: float = 0.0
-
-
-def log_of(failures: Sequence[tuple[float, str]]) -> str:
-    """Return the name of the log of the process that failed first, such as ``rollout-1``."""
-    return failures[0][1].partition(":")[0].lower().replace("[", "-").rstrip("]") if failures else ""
 
 
 def read_history(folder: Path) -> JobHistory | None:
@@ -69,94 +49,6 @@ def read_history(folder: Path) -> JobHistory | None:
     log = folder / LOGS / f"{log_of(failures)}{SUFFIX}"
     where = str(log) if log.is_file() else ""
     return JobHistory(since_s, tuple(failures), str(journal), where, state, events[0][0], events[-1][0])
-
-
-@dataclass(frozen=True)
-class JobView:
-    """A job as it is shown. ``phase`` has the words of the place where it runs; times are in seconds, 0: unknown."""
-
-    name: str
-    phase: str
-    ended: bool = False
-    step: int = 0
-    total_steps: int = 0
-    reward: float = nan
-    step_s: float = 0.0
-    started_s: float = 0.0
-    elapsed_s: float = 0.0
-    restarts: int = 0
-    reason: str = ""
-    cause: str = ""  # kind of the first cause of a failure
-    detail: str = ""  # the evidence
-    activity: str = ""
-    folder: str = ""
-    owner: str = ""
-    roles: Mapping[str, int] = field(default_factory=dict)
-    recoveries: Mapping[str, int] = field(default_factory=dict)
-    members: tuple[RunningProcess, ...] = ()
-
-    @property
-    def nodes(self) -> int:
-        return len({member.node for member in self.members})
-
-    @property
-    def devices(self) -> int:
-        """The number of devices, of which processes may share some."""
-        return len({(each.node, device) for each in self.members for device in each.devices.split(",") if device})
-
-    @property
-    def eta_s(self) -> float:
-        left = self.total_steps - self.step
-        return 0.0 if self.ended or left <= 0 else left * self.step_s
-
-    def to_plain(self) -> dict[str, Any]:
-        plain = {**vars(self), "eta_s": self.eta_s, "nodes": self.nodes, "devices": self.devices}
-        plain["members"] = [member._asdict() for member in self.members]
-        return {
-            name: None if isinstance(value, float) and not isfinite(value) else value for name, value in plain.items()
-        }
-
-
-class JobOperations(Protocol):
-    """The operations on jobs. An unknown name raises InvalidJob or UnknownJob with the nearest one."""
-
-    def get(self, name: str) -> JobView: ...
-
-    def history(self, view: JobView) -> JobHistory | None:
-        """Return the history of a job; None if it is not readable from here."""
-
-    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        """Yield processes with whole lines that they wrote; for "" of all processes."""
-
-    def list_jobs(self) -> tuple[list[JobView], int]:
-        """Return all running jobs and the newest ended ones, and the number of older ones that are left out."""
-
-    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        """Pass on steps and activities until the job has ended; return its last view."""
-
-    def wait(self, name: str, timeout_s: float | None) -> JobView:
-        """Wait until the job has ended, or for ``timeout_s``; return its view."""
-
-    def stop(self, name: str, hard: bool) -> JobView:
-        """Stop a job and wait for its end."""
-
-    def resize(self, name: str, role: str, num: int) -> JobView: ...
-
-
-SHARED_FIELDS = ("name", "step", "total_steps", "step_s", "started_s", "restarts", "reason", "activity", "folder")
-"""Fields that a view shares with a job's status and with a service's message of a job."""
-
-
-def view_of_status(status: JobStatus) -> JobView:
-    cause = status.cause
-    return JobView(
-        phase=status.phase.value,
-        ended=status.phase.terminal,
-        elapsed_s=time.time() - status.started_s if status.started_s else 0.0,
-        cause=cause.kind.value if cause else "",
-        detail=cause.detail if cause else "",
-        **{name: getattr(status, name) for name in (*SHARED_FIELDS, "reward", "roles", "recoveries", "members")},
-    )
 
 
 def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = "") -> JobView:
@@ -178,6 +70,7 @@ def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = 
         started_s=history.began_s,
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
+        run=settings.run if settings else "",
         reason=state.reason if over else reason,
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",
@@ -210,14 +103,6 @@ def _last_metrics(folder: Path) -> dict[str, Any]:
         last = json.loads(lines[-1]) if lines else {}
         return last if isinstance(last, dict) else {}
     return {}
-
-
-def check_name(name: str) -> str:
-    """Return a valid name. Raises InvalidJob."""
-    try:
-        return check_job_name(name)
-    except ValueError as error:
-        raise InvalidJob([ConfigError("name", str(error))]) from error
 
 
 def is_run_folder(name_or_dir: str) -> bool:

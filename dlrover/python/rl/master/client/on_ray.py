@@ -18,9 +18,9 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client import jobs
-from dlrover.python.rl.master.client.jobs import JobView
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
 from dlrover.python.rl.master.client.run import CheckedJob
+from dlrover.python.rl.master.client.views import JobOperations, JobView, check_name, view_of_status
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.runtime.interrupts import noted_signals
@@ -172,7 +172,7 @@ def follow(
 
 
 @contextmanager
-def ray_jobs(address: str, name: str | None = None) -> Iterator[jobs.JobOperations]:
+def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
     """Connect to the jobs on a cluster, or to the job ``name``. ``auto`` is the cluster where a process of this machine
     runs that job, or the newest cluster; without any, only runs in ``runs/`` are there. Raises ClusterUnavailable."""
     run, where = (_last_run(name) if address == "auto" and name else None), ""
@@ -206,7 +206,7 @@ class RayJobs(jobs.SavedRuns):
         views = []
         for name in self._names():
             with suppress(errors.MasterLost):  # it has just ended
-                views.append(jobs.view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
+                views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
         return views, 0
 
     def _names(self) -> list[str]:
@@ -214,13 +214,13 @@ class RayJobs(jobs.SavedRuns):
         return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
 
     def _find(self, name: str) -> Any:
-        name = jobs.check_name(name)
+        name = check_name(name)
         return find(master_name(name)) if self._unavailable is None else None
 
     def get(self, name: str) -> JobView:
         with suppress(errors.MasterLost):
             if (master := self._find(name)) is not None:
-                return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
+                return view_of_status(ask(master.status.remote, _ANSWER_S))
         return self._saved(name)
 
     def _master(self, name: str) -> Any:
@@ -263,7 +263,7 @@ class RayJobs(jobs.SavedRuns):
         if before.ended:
             return before
         try:
-            return jobs.view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
+            return view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
         except errors.MasterLost:
             return _end_of(before)
 
@@ -279,7 +279,7 @@ class RayJobs(jobs.SavedRuns):
             view = before
             if not (hard or before.ended):
                 stop_master(master, "stopped from the command line")
-                view = jobs.view_of_status(follow(master, deadline_s=_STOP_S))
+                view = view_of_status(follow(master, deadline_s=_STOP_S))
         except errors.MasterLost:  # the process that follows the job has removed it
             return _end_of(before)
         if view.ended:
@@ -294,7 +294,7 @@ class RayJobs(jobs.SavedRuns):
     def resize(self, name: str, role: str, num: int) -> JobView:
         master = self._master(name)
         ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
-        return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
+        return view_of_status(ask(master.status.remote, _ANSWER_S))
 
 
 def _end_of(seen: JobView) -> JobView:

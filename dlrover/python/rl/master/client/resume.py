@@ -25,6 +25,7 @@ from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
 from dlrover.python.rl.runtime.checkpoint.runs import CODE, newest_commit
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
 from dlrover.python.rl.runtime.run import folder as run_folder
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, MODEL
 
 _LOG = get_logger(__name__)
 
@@ -44,7 +45,7 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
     for base in (Path(name_or_dir), RUNS / name_or_dir):
         for folder in (base, base / run_folder.LATEST):
             owner = run_folder.newest_owner(folder)
-            description = folder / run_folder.DESCRIPTION
+            description = folder / DESCRIPTION
             if owner is not None and description.is_file() and not description.is_symlink():
                 return SavedRun(folder.resolve(), owner)
     names = [path.name for path in RUNS.glob("*") if (path / run_folder.LATEST).is_dir()]
@@ -56,16 +57,16 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the job that resumes a run in its folder; secrets come from the environment. Raises InvalidJob."""
-    _refuse_names(overrides, "cannot be changed: the run resumes in its folder, under its name")
+    refuse_names(overrides)
     return _read(run, ["checkpoint.resume=latest", *overrides], lambda job: replace(job, job_dir=run.folder))
 
 
 def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """Return a job that evaluates the saved model of a run, or of an override, in a separate folder. Raises
     InvalidJob."""
-    _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
+    refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
     text = _description(run)
-    changes = evaluation_overrides(text, run.folder, (run.folder / run_folder.MODEL).is_dir(), overrides)
+    changes = evaluation_overrides(text, run.folder, (run.folder / MODEL).is_dir(), overrides)
     return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
 
 
@@ -81,11 +82,13 @@ def _read(run: SavedRun, overrides: Sequence[str], place: Callable[[JobSpec], Jo
 
 
 def _description(run: SavedRun) -> str:
-    with open_file(run.folder / run_folder.DESCRIPTION) as file:
+    with open_file(run.folder / DESCRIPTION) as file:
         return file.read().decode()
 
 
-def _refuse_names(overrides: Sequence[str], why: str) -> None:
+def refuse_names(
+    overrides: Sequence[str], why: str = "cannot be changed: the run resumes in its folder, under its name"
+) -> None:
     names = [match[1] for override in overrides if (match := re.match(r"\+*(name|job_dir)=", override))]
     if names:
         raise InvalidJob([ConfigError(name, why) for name in names])
@@ -98,7 +101,7 @@ def evaluation_overrides(text: str, folder: Path, has_model: bool, overrides: Se
         raise InvalidJob([ConfigError(str(folder), "has no model yet: pass config.model=FOLDER for another one")])
     config = yaml.safe_load(text).get("config") or {}
     reference = [f"config.reference_model={config['model']}"] if config.get("reference_model", "") is None else []
-    changes = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / run_folder.MODEL}"]
+    changes = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / MODEL}"]
     return [*changes, *reference, *overrides]
 
 
@@ -126,7 +129,7 @@ def _with_secrets(job: JobSpec) -> JobSpec:
 def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the job that resumes a run in an object store, on any machine. Raises InvalidJob."""
     try:
-        with store_errors(), fsspec.open(f"{url.rstrip('/')}/{run_folder.DESCRIPTION}") as file:
+        with store_errors(), fsspec.open(f"{url.rstrip('/')}/{DESCRIPTION}") as file:
             text = file.read().decode()
     except (OSError, ImportError, ValueError, CheckpointMissing) as error:
         raise InvalidJob([ConfigError(url, f"is not a readable run: {error}")]) from error

@@ -42,7 +42,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.interrupts import noted_signals, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.cluster import RAYS_ERRORS, lost_process, private_folder
 from dlrover.python.rl.runtime.run.folder import ON_RAY, claim, held, new_run
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
+from dlrover.python.rl.trainer.step_report import Announcer, Reporter, StepReport
 
 _LOG = get_logger(__name__)
 

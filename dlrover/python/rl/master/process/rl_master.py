@@ -57,7 +57,7 @@ from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_la
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.trainer.steps import StepPace
+from dlrover.python.rl.trainer.step_report import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -200,7 +200,9 @@ class RLMaster:
         event, before, after, commands = handled
         if isinstance(event, Resized | events.Unplaced) and after is not before:
             self._executor.resize(after)
-            _LOG.warning("%s: %s has %d workers", self._run.job.name, event.role, len(ranks_of(after, event.role)))
+            num = len(ranks_of(after, event.role))
+            _LOG.warning("%s: %s has %d workers", self._run.job.name, event.role, num)
+            self._observer.resizing = f"resizing {event.role} to {num}"
         if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
         for command in commands:
@@ -489,6 +491,7 @@ class JobObserver:
         self._boot = os.urandom(4).hex()
         self._pace, self._began_s = StepPace(), 0.0
         self.activity = ""  # of the trainer
+        self.resizing = ""  # until the next step
         self.metrics = JobMetrics(job.name, job.run, time.time)
         self._endpoint: MetricsEndpoint | None = None
 
@@ -514,13 +517,14 @@ class JobObserver:
     def report(self, report: StepReport) -> None:
         self.metrics.report(report)
         self._pace.note(report.step, time.monotonic())
-        self.activity = ""
-        self._reports.append(report)
+        self.activity = self.resizing = ""
+        self._reports.append(replace(report, at_s=time.time()))
         self.count += 1
 
     def status(self, state: JobState) -> JobStatus:
         status = status_of(self._job, state, self._reports[-1] if self._reports else None, self.activity)
-        return replace(status, step_s=self._pace.step_s, started_s=self._began_s)
+        activity = ": ".join(filter(None, (self.resizing, status.activity)))
+        return replace(status, step_s=self._pace.step_s, started_s=self._began_s, activity=activity)
 
     def count_at(self, position: Position) -> int:
         """Return the number of this process's reports that were read at ``position``."""

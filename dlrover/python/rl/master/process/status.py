@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status of a job, and log lines about its recoveries."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control import events
 from dlrover.python.rl.control.events import Cause, Event
 from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, processes
-from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.trainer.step_report import StepReport
 
 INTERRUPTED = "interrupted"
 """``JobStatus.reason`` of a job that Ctrl-C has stopped."""
@@ -45,6 +45,7 @@ class JobStatus:
     step_s: float = 0.0  #: seconds per step, over the last ones; 0: unknown
     roles: Mapping[str, int] = field(default_factory=dict)  #: workers by role
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
+    last_step_s: float = 0.0  #: when its last step was reported, Unix time; 0: none yet
 
 
 Position: TypeAlias = tuple[str, int]
@@ -58,6 +59,11 @@ class Update:
     status: JobStatus
     reports: tuple[StepReport, ...]
     position: Position
+
+
+def devices_of(members: Iterable[RunningProcess]) -> int:
+    """Return the number of devices, of which processes may share some."""
+    return len({(each.node, device) for each in members for device in each.devices.split(",") if device})
 
 
 def reward_of(metrics: Mapping[str, float]) -> float:
@@ -108,6 +114,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         masters=state.master_starts,
         step=last.step if last else state.committed,
         total_steps=last.total_steps if last else 0,
+        last_step_s=last.at_s if last else 0.0,
         folder=str(job.job_dir),
         run=job.run,
         reward=reward_of(last.metrics) if last else nan,

@@ -27,7 +27,7 @@ from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
 from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.runs import remove_folder
-from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
+from dlrover.python.rl.runtime.run.names import METRICS, SUMMARY
 from dlrover.python.rl.runtime.run.progress import CURVES, Points, curve_png, finite_points
 from dlrover.python.rl.trainer.trainer import RunEnd
 

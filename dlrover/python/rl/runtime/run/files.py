@@ -28,11 +28,9 @@ from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
 from dlrover.python.rl.common.private_files import open_below, open_folder
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.run.machine import process_began
+from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # the files of each step's metrics, and of the final ones
 RECORDS = "owner.*.json"  # pattern of the records of starts, see folder.py
-LOGS = "logs"
-SUFFIX = ".log"
 KEPT_LOGS = 3  # log files of a process, the current one included
 _CHUNK = 256 * 1024
 _MAX_TAIL = 16 * 1024 * 1024

@@ -41,19 +41,19 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, list_memory, memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import STATES, files_of, newest_commit, resumed_layout
 from dlrover.python.rl.runtime.checkpoint.state_file import make_folder, new_file, sync_folder
-from dlrover.python.rl.runtime.run.files import METRICS, RECORDS, SUMMARY
+from dlrover.python.rl.runtime.run.files import RECORDS
 from dlrover.python.rl.runtime.run.machine import describe_origin, process_began, record_environment
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, METRICS, MODEL, SUMMARY
 
 _LOG = get_logger(__name__)
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 
-DESCRIPTION = "job.yaml"
 COMMITTED = "step-*[1-9]*.e*"  # the folder of a step, except step 0, the start
 _UNKNOWN = "unknown"
 
-LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
+LATEST, CLUSTER = "latest", "cluster"
 BEAT_S = 5.0
 _QUIET_S = 600.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")

@@ -21,9 +21,8 @@ from rich.table import Table
 
 from dlrover.python.rl.common.disk_space import DiskWait, replace
 from dlrover.python.rl.common.log import get_logger, inert
-from dlrover.python.rl.runtime.run.files import METRICS
-from dlrover.python.rl.trainer.steps import StepPace
-from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.runtime.run.names import METRICS
+from dlrover.python.rl.trainer.step_report import StepPace, StepReport
 
 _LOG = get_logger(__name__)
 
@@ -114,7 +113,7 @@ class ProgressView:
             self._print(self._unprinted)
 
     def __call__(self, report: StepReport) -> None:
-        self._pace.note(report.step, time.monotonic())
+        self._pace.note(report.step, report.at_s or time.monotonic())
         if self._bar is None:
             now_s = time.monotonic()
             if now_s - self._printed_s < _PLAIN_INTERVAL_S and report.step != report.total_steps:

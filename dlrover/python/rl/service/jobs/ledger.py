@@ -17,7 +17,7 @@ from itertools import islice
 from math import isnan, nan
 from typing import TypeAlias
 
-from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, ServiceBusy, UnknownJob
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, QuotaReached, UnknownJob
 from dlrover.python.rl.common.names import nearest
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
@@ -33,6 +33,7 @@ from dlrover.python.rl.service.jobs.records import (
 
 KEPT_ENDED = 10_000  # ended jobs that are remembered, with their client tokens
 _MOST_COMPARED = 500
+_MOST_NAMED = 5
 
 Answer: TypeAlias = JobRecord | DLRoverRLError | None  # an error has changed nothing
 
@@ -63,7 +64,8 @@ def schedule(
         if lack:
             waits[record.run] = f"the cluster has too little: {lack}"
         elif running[record.owner] >= limits.max_running_per_owner:
-            waits[record.run] = f"'{record.owner}' runs {running[record.owner]} jobs, the limit"
+            jobs = f"{running[record.owner]} job{'s' * (running[record.owner] != 1)}"
+            waits[record.run] = f"'{record.owner}' runs {jobs}, the limit"
         elif blocker:
             waits[record.run] = f"behind '{blocker}' in the queue"
         elif running.total() >= limits.max_running:
@@ -114,11 +116,16 @@ class Ledger:
         for record in ordered:
             self._put(record)
 
-    def get(self, name: str) -> JobRecord:
-        """Return the newest run of a name. Raises UnknownJob."""
+    def get(self, reference: str) -> JobRecord:
+        """Return the newest run of a name, or the run of NAME@RUN. Raises UnknownJob."""
+        name, _, run = reference.partition("@")
         if name not in self.newest:
             raise unknown_job(name, reversed(self.newest))
-        return self.records[self.newest[name]]
+        record = self.records.get(run or self.newest[name])
+        if record is None or record.name != name:
+            runs = [record.run for record in self.records.values() if record.name == name]
+            raise UnknownJob(f"'{name}' has no run '{run}'; it has {', '.join(runs[-_MOST_NAMED:])}")
+        return record
 
     def waiting_reasons(self) -> Mapping[str, str]:
         """Return why each queued run has not started."""
@@ -221,10 +228,10 @@ class Draft:
         queued = [record for record in self._unfinished() if record.phase is JobPhase.QUEUED]
         limits = self._ledger.limits
         if len(queued) >= limits.max_queued:
-            raise ServiceBusy(f"the queue is full: {len(queued)} jobs wait; try again later")
+            raise QuotaReached(f"the queue is full: {len(queued)} jobs wait, the limit")
         own = sum(record.owner == owner for record in queued)
         if own >= limits.max_queued_per_owner:
-            raise ServiceBusy(f"'{owner}' has {own} jobs in the queue, the limit; try again later")
+            raise QuotaReached(f"'{owner}' has {own} jobs in the queue, the limit")
 
     def _stop(self, wanted: StopJob, at_s: float) -> JobRecord:
         record = self._find(wanted.name)
@@ -276,7 +283,9 @@ class Draft:
             current = self._change(_resized(current, after.roles), at_s, "resized", message)
             after = replace(after, resources=current.resources, places=current.places)
         if after.step > current.step:
+            after = replace(after, last_step_s=at_s)
             stepped = replace(current, step=after.step, total_steps=after.total_steps, reward=after.reward)
+            stepped = replace(stepped, last_step_s=at_s)
             current = self._change(stepped, at_s, "step", metrics=seen.metrics)
         if after.phase is not record.phase:
             current = self._change(replace(after, revision=current.revision), at_s, after.phase.value, after.reason)

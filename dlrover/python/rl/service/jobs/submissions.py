@@ -26,6 +26,7 @@ from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.service.jobs.records import JobDescription, JobRecord, SubmitJob
+from dlrover.python.rl.service.jobs.working_dirs import WorkingDirs
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 MAX_TEXT = 256 * 1024
@@ -34,6 +35,7 @@ _MAX_PRIORITY = 100
 _MAX_REASON = 500
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROCESS = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}")
+_RUN = re.compile(r"[0-9a-z]{1,64}")
 _MAX_PATH = 1000
 _MAX_WAITING = 64  # submissions of one caller that are being read, or wait for it
 _MAX_S = 5.0  # hundreds of times what a job file takes
@@ -43,7 +45,8 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     """Return the job of a request, whose paths stay below ``root``. Raises InvalidJob with all errors that are visible
     without importing the job's classes."""
     errors = _faults(request)
-    folder = _folder(request.folder, root, errors)
+    base = WorkingDirs(root).find(request.working_dir) if request.working_dir else root
+    folder = _folder(request.folder, base, errors)
     if errors:
         raise InvalidJob(errors)
     job = load_job_text(request.job_file, request.name, request.overrides, (str(folder),))
@@ -52,6 +55,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     if errors or placement is None:
         raise InvalidJob(errors)
     fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
+    fields += [request.working_dir] if request.working_dir else []
     resources = dict(placement.total)
     resources["cpu"] = resources.get("cpu", 0.0) + job.master.cpu
     record = JobRecord(
@@ -65,6 +69,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
         folder="" if job.run_folders else str(job.job_dir.resolve()),
+        work_dir=str(folder.relative_to(root)),
     )
     description = JobDescription(request.job_file, tuple(request.overrides), str(folder))
     return SubmitJob(record, description, str(job.run_folders.resolve()) if job.run_folders else "")
@@ -92,11 +97,15 @@ def name_faults(name: str) -> list[ConfigError]:
     return []
 
 
-def check_name(name: str) -> str:
-    """Raises InvalidJob."""
-    if faults := name_faults(name[:1000]):
+def check_name(reference: str) -> str:
+    """Return a valid NAME or NAME@RUN. Raises InvalidJob."""
+    name, mark, run = reference[:1000].partition("@")
+    faults = name_faults(name)
+    if mark and not _RUN.fullmatch(run):
+        faults.append(ConfigError("name", f"{shown(run)!r} is not a run's id, as 'list' shows it"))
+    if faults:
         raise InvalidJob(faults)
-    return name
+    return reference
 
 
 def check_process(process: str) -> str:

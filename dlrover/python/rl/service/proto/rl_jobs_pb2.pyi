@@ -27,7 +27,7 @@ PHASE_FAILED: Phase
 PHASE_STOPPED: Phase
 
 class Job(_message.Message):
-    __slots__ = ("name", "run", "owner", "phase", "priority", "revision", "reason", "cause", "detail", "submitted_s", "started_s", "ended_s", "step", "total_steps", "reward", "restarts", "folder", "activity", "roles", "members", "step_s", "recoveries")
+    __slots__ = ("name", "run", "owner", "phase", "priority", "revision", "reason", "cause", "detail", "submitted_s", "started_s", "ended_s", "step", "total_steps", "reward", "restarts", "folder", "activity", "roles", "members", "step_s", "recoveries", "last_step_s", "devices", "work_dir")
     class RolesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,9 @@ class Job(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    WORK_DIR_FIELD_NUMBER: _ClassVar[int]
     name: str
     run: str
     owner: str
@@ -86,7 +89,10 @@ class Job(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[Member]
     step_s: float
     recoveries: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., run: _Optional[str] = ..., owner: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., priority: _Optional[int] = ..., revision: _Optional[int] = ..., reason: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., submitted_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., reward: _Optional[float] = ..., restarts: _Optional[int] = ..., folder: _Optional[str] = ..., activity: _Optional[str] = ..., roles: _Optional[_Mapping[str, int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., step_s: _Optional[float] = ..., recoveries: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    last_step_s: float
+    devices: int
+    work_dir: str
+    def __init__(self, name: _Optional[str] = ..., run: _Optional[str] = ..., owner: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., priority: _Optional[int] = ..., revision: _Optional[int] = ..., reason: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., submitted_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., reward: _Optional[float] = ..., restarts: _Optional[int] = ..., folder: _Optional[str] = ..., activity: _Optional[str] = ..., roles: _Optional[_Mapping[str, int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., step_s: _Optional[float] = ..., recoveries: _Optional[_Mapping[str, int]] = ..., last_step_s: _Optional[float] = ..., devices: _Optional[int] = ..., work_dir: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("process", "node", "pid", "devices")
@@ -101,20 +107,40 @@ class Member(_message.Message):
     def __init__(self, process: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder")
+    __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder", "working_dir")
     CLIENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     JOB_FILE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    WORKING_DIR_FIELD_NUMBER: _ClassVar[int]
     client_token: str
     job_file: str
     name: str
     overrides: _containers.RepeatedScalarFieldContainer[str]
     priority: int
     folder: str
-    def __init__(self, client_token: _Optional[str] = ..., job_file: _Optional[str] = ..., name: _Optional[str] = ..., overrides: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
+    working_dir: str
+    def __init__(self, client_token: _Optional[str] = ..., job_file: _Optional[str] = ..., name: _Optional[str] = ..., overrides: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., folder: _Optional[str] = ..., working_dir: _Optional[str] = ...) -> None: ...
+
+class UploadRequest(_message.Message):
+    __slots__ = ("digest", "size", "offset", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    size: int
+    offset: int
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UploadResponse(_message.Message):
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: int
+    def __init__(self, received: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("name",)

@@ -8,5 +8,4 @@ mkdir -p "$state"
 
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export RAY_gcs_storage=rocksdb RAY_gcs_storage_path=$state
-export RAY_health_check_period_ms=500 RAY_health_check_timeout_ms=700 RAY_health_check_failure_threshold=3
 exec ray start --head --node-ip-address="$address" --port="${PORT:-6379}" --include-dashboard=false --disable-usage-stats --block "${@:2}"
