@@ -32,10 +32,6 @@ _LIBRARY = ("algorithm", "classic", "engine", "environment", "recipe", "session"
 IS_CORE = not (Path(__file__).parent / "recipe").is_dir()
 
 
-class LibraryMissing(ModuleNotFoundError):
-    """A module of the library was imported where only the core is installed."""
-
-
 _RLITE_NAMES = {
     "RliteInferenceEngine": "InferenceEngine",
     "RliteTrainEngine": "TrainEngine",
@@ -60,6 +56,8 @@ class MovedModules:
         """Raises ModuleNotFoundError for a module that is elsewhere, LibraryMissing for one that the core lacks."""
         inside = name.removeprefix(_PACKAGE) if name.startswith(_PACKAGE) else ""
         if IS_CORE and (inside in _LIBRARY or inside.startswith("data.")):
+            from dlrover.python.rl.common.errors import LibraryMissing
+
             message = f"'{name}' is part of dlrover-rl, and only dlrover-rl-core is installed here"
             raise LibraryMissing(message, name=name)
         place = _MODULES.get(inside)

@@ -112,6 +112,10 @@ class ClassNotFound(DLRoverRLError):
     """A class cannot be imported; the message says which part of its name is missing."""
 
 
+class LibraryMissing(ModuleNotFoundError):
+    """A module of the library was imported where only ``dlrover-rl-core`` is installed."""
+
+
 class MissingExtra(DLRoverRLError):
     """An optional dependency is absent; the message names the extra that brings it."""
 

@@ -16,8 +16,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
-from dlrover.python.rl import LibraryMissing
-from dlrover.python.rl.common.errors import ClassNotFound
+from dlrover.python.rl.common.errors import ClassNotFound, LibraryMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest
 

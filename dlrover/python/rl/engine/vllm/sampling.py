@@ -53,7 +53,8 @@ class Plan:
         if values is None:
             return None
         sampling = SamplingParams(**{name: values[name] for name in _SAMPLING})
-        numbers = uniforms(tuple(values["seed"]), *values["key"], sampling.max_new_tokens)
+        prompt_id, sample_index = values["key"]
+        numbers = uniforms(tuple(values["seed"]), prompt_id, sample_index, sampling.max_new_tokens)
         return cls(sampling, values["prompt_tokens"], values["known_ids"], numbers)
 
 

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from dlrover.python.rl import LibraryMissing
-from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob, LibraryMissing
 from dlrover.python.rl.common.hub import LOOKUP, current_lookup
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
