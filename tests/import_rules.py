@@ -32,13 +32,17 @@ TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 HOMES = {
     "ray": "runtime", "omegaconf": "config", "pydantic": "config", "grpc": "service", "grpc_health": "service",
     "grpc_reflection": "service", "google": "service", "prometheus_client": "master/process", "starlette": "page",
-    "uvicorn": "page", "vllm": "engine/vllm",
+    "uvicorn": "runtime", "vllm": "engine/vllm",
     "sglang": "engine/sglang", "deepspeed": "engine/deepspeed", "megatron": "engine/megatron", "datasets": "data",
     "pyarrow": "data", "math_verify": "environment", "gem": "environment", "gymnasium": "environment",
-    "wandb": "recipe", "mlflow": "recipe", "trackio": "recipe",
+    "openai": "environment", "mcp": "environment/agents", "openenv": "environment/agents",
+    "reasoning_gym": "environment/agents", "wandb": "recipe", "mlflow": "recipe", "trackio": "recipe",
 }  # fmt: skip
 
-GUESTS = {("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would"}
+GUESTS = {
+    ("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would",
+    ("recipe/rollout/endpoint.py", "starlette"): "answers agents where their tokens are generated",
+}
 """Files that import a dependency away from its home, and why."""
 
 DOORS = {("master/main.py", "cli"): "the command line under the name that guides use"}

@@ -21,7 +21,11 @@ NEEDS = {
     "no cuda": lambda: cuda_devices() == 0,
     "deepspeed": lambda: find_spec("deepspeed"),
     "megatron": lambda: find_spec("megatron") and find_spec("megatron.core"),
+    "mcp": lambda: find_spec("mcp"),
+    "openai": lambda: find_spec("openai"),
+    "openenv": lambda: find_spec("openenv"),
     "playwright": lambda: find_spec("playwright"),
+    "reasoning_gym": lambda: find_spec("reasoning_gym"),
     "vllm": lambda: find_spec("vllm"),
     "interpreted triton": lambda: os.environ.get("TRITON_INTERPRET") == "1",
 }

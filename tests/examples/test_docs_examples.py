@@ -59,11 +59,13 @@ class Command:
 
     @property
     def trains_a_model(self) -> bool:
-        return any(name in self.line for name in ("recipe.tiny", "runs/tiny", "own_data", "own_algorithm"))
+        names = ("recipe.tiny", "runs/tiny", "own_data", "own_algorithm", "guides/agents/")
+        return any(name in self.line for name in names)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         marks = [pytest.mark.ray] if self.on_ray else []
+        marks += [pytest.mark.needs("openai")] if "guides/agents/" in self.line else []
         shown_elsewhere = self.code != 0 or "fault_tolerance" in self.line
         return [*marks, pytest.mark.slow] if self.on_ray or self.trains_a_model or shown_elsewhere else marks
 

@@ -75,11 +75,12 @@ class Rolling:
     """A scheduler in this thread: its calls, without the workload around them."""
 
     def __init__(
-        self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096, **kwargs
-    ):
+        self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096, guard=None,
+        **kwargs,
+    ):  # fmt: skip
         self.max_new_tokens = 64
         self.engine, self.loop = Scripted(say, longest), InlineLoop()
-        self.guard = Guard(environment, timeout_s, episodes) if environment is not None else None
+        self.guard = Guard(environment, timeout_s, episodes) if environment is not None else guard
         self.scheduler = RolloutScheduler(self.engine, self.guard, room, max_turns, **kwargs)
 
     def sample(self, groups, samples=1, enough=10**6, patience_s=math.inf):

@@ -53,6 +53,10 @@ def core(wheel, tmp_path):
     )
     (tmp_path / "jobs/grpo.yaml").write_text("recipe: grpo\ntrainer: {device_type: CPU}\nconfig: {model: m, lrr: 1}\n")
 
+    # The finder of an editable install would find the library.
+    forget = "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if '__editable__' not in repr(each)]\n"
+    (site / "sitecustomize.py").write_text(forget)
+
     def call(*command, **options):
         ran = run_python(tmp_path / "jobs", *command, PYTHONPATH=str(site), **options)
         return ran.stdout + ran.stderr

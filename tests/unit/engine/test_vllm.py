@@ -208,15 +208,15 @@ def test_update_reads_each_running_request_again_once(tmp_path, keep_kv):
         return np.array([sum(each.value for each in metrics if each.name == name) for name in names])
 
     with closing(make(path, max_batch=8, backend=backend)) as engine:
-        engine.receive(snapshot(path, 0))
+        increases, versions = [], [snapshot(path, version) for version in range(4)]
+        engine.receive(versions[0])
         engine.add(requests(), SamplingParams(max_new_tokens=900, ignore_eos=True), (6,))
-        increases = []
         for version in range(1, 4):
             goal = 2 + max(len(each.tokens) for each in engine._requests.by_number.values())
             while any(len(each.tokens) < goal for each in engine._requests.by_number.values()):
                 engine.advance()
             before = counts()
-            engine.receive(snapshot(path, version))
+            engine.receive(versions[version])
             while min(each.columns.values["versions"][-1] for each in engine._requests.by_number.values()) < version:
                 engine.advance()
             increases.append((counts() - before).tolist())

@@ -320,6 +320,28 @@ def test_options_of_an_environment_need_one(tmp_path):
     assert problems == {f"config.rollout.{name}": "there is no env_path" for name in UNUSED}
 
 
+AGENT = "tests.support.plain_agents:run"
+
+
+@pytest.mark.feature(151)
+@pytest.mark.parametrize(
+    ("environment", "more", "where", "message"),
+    [
+        ({"agent": "tests.support.plain_agents:rum"}, {}, "environment.agent", "did you mean 'run'"),
+        ({"agent": AGENT, "options": {"deph": 2}}, {}, "environment.agent", "did you mean 'depth'"),
+        ({"options": {"depth": 2}}, {}, "environment.options", "there is no agent"),
+        ({"timeout_s": 9.0}, {}, "environment.timeout_s", "there is no agent"),
+        ({"agent": AGENT}, {"env_path": HOSTILE}, "environment.agent", "give one of them"),
+        ({"agent": AGENT}, {"env_timeout_s": 9.0}, "rollout.env_timeout_s", "there is no env_path"),
+    ],
+)
+def test_agent_with_an_error_is_refused(tmp_path, environment, more, where, message):
+    rollout = {"samples_per_prompt": 4, **more}
+    reward = {"reward": {}} if "agent" in environment else {}
+    problems = problems_of(policy_job(tmp_path, "grpo", rollout=rollout, environment=environment, **reward))
+    assert message in problems[f"config.{where}"]
+
+
 @pytest.mark.parametrize(
     ("reward", "refused"),
     [

@@ -34,6 +34,7 @@
     │   ├── VerifierTimeout          ... within its deadline; its process was replaced
     │   └── VerifierCrashed          ... because its process ended during the call
     ├── EnvironmentFailed            an environment gave no usable answer; its sample has failed
+    │   └── EnvironmentLost          ... because its process ended during the call
     ├── PlacementTimeout             the cluster did not free the resources in time
     ├── ServiceError                 the job service did not do what was asked
     │   ├── UnknownJob               it has no job of this name; nearest name given
@@ -287,6 +288,10 @@ class EnvironmentFailed(DLRoverRLError):
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         self.remote_traceback = remote_traceback
         super().__init__(message)
+
+
+class EnvironmentLost(EnvironmentFailed):
+    """An environment's process ended during the call."""
 
 
 class PlacementTimeout(DLRoverRLError):

@@ -85,8 +85,8 @@ class Recipe:
         return self.actor if role == "actor" else f"{role.capitalize()}Workload"
 
     def needed(self, config: Any) -> list[str]:
-        """Return ``needs`` and the teachers; an environment scores samples without a reward."""
-        has_environment = _setting(config, "rollout.env_path")
+        """Return ``needs`` and the teachers; an environment or an agent scores samples without a reward."""
+        has_environment = _setting(config, "rollout.env_path") or _setting(config, "environment.agent")
         return [role for role in (*self.needs, *_teachers(config)) if role != "reward" or not has_environment]
 
 

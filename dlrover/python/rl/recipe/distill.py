@@ -125,7 +125,7 @@ class DistillationTrainer(PolicyTrainer):
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Use all rows, with or without a reward. Raises DataError if the environment fails for too many steps."""
-        if self.cfg.rollout.env_path is not None:  # samples stay usable if a reward function fails
+        if self.cfg.has_environment:  # samples stay usable if a reward function fails
             self.count_failures(step, batch, batch.scored)
         rows = batch.scored.with_columns(reward=np.nan_to_num(batch.scored.dense("reward")))
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dlrover.python.rl.page.app import create_app
 from dlrover.python.rl.page.run_data import EMPTY_ROW, Plain, RunFolders, row_of
-from dlrover.python.rl.page.serve import PageServer, listen
+from dlrover.python.rl.runtime.http import TaskServer, listen
 from dlrover.python.rl.service.auth import TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord
 from dlrover.python.rl.service.manager import JobManager
@@ -49,8 +49,8 @@ def _id_of(record: JobRecord) -> str:
 
 def serve_jobs(
     manager: JobManager, tokens: TokenFile, host: str, port: int, tls: tuple[Path, Path] | None
-) -> tuple[PageServer, str]:
+) -> tuple[TaskServer, str]:
     """Serve the page in the running event loop, and return its server and address. Raises JobConflict."""
     listener = listen(host, port)
-    server = PageServer(create_app(ServiceRuns(manager), tokens.caller, FailureLimit().take), listener, tls)
+    server = TaskServer(create_app(ServiceRuns(manager), tokens.caller, FailureLimit().take), listener, tls)
     return server, f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}/"

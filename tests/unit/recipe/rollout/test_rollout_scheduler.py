@@ -13,7 +13,8 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, summarize_rows
+from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 from tests.support import rolled_environments
 from tests.support.scripted import SAMPLING, Rolling, groups, rolling, texts
 

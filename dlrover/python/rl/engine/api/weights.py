@@ -83,8 +83,7 @@ class WeightSnapshot:
     adapters: "Adapters | None" = None
     """Adapters to add to the tensors in ``buffers``."""
 
-    ticket: Any = None
-    """The ticket with which other processes open bytes in their sender's memory on a device. Not pickled."""
+    ticket: Any = None  #: with which other processes open bytes in a sender's memory on a device; not pickled
 
     lock_pages: Callable[[torch.device], bool] | None = None
     """Locks the memory of all bytes for the device that will read them, if possible. Not pickled."""

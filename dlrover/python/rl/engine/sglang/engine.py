@@ -170,8 +170,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         new_tokens: list[NewToken] = []
         for number, answer in answers.items():  # their tokens may go beyond the request's end
             logprobs = answer["meta_info"]["output_token_logprobs"]
-            served = answer["meta_info"]["weight_version"]
-            if self._folder is not None and served != self._folder.name:
+            if self._folder is not None and (served := answer["meta_info"]["weight_version"]) != self._folder.name:
                 cause = "it was restarted, or another worker uses it too"
                 raise EngineDied(f"the SGLang server has the weights '{served}', not '{self._folder.name}': {cause}")
             if not logprobs:
@@ -227,18 +226,12 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             with self._offload.computing():
                 self._server.call("POST", "/resume_memory_occupation", {"tags": [kind]})
                 if kind == "weights" and not self._offload.unready_reason:
-                    self._serve_again()
+                    self._serve(self._folder)
         except BaseException:
+            if kind == "weights":
+                with suppress(EngineError):
+                    self._server.call("POST", "/release_memory_occupation", {"tags": [kind]})
             self._offload.drop(kind, before)
-            raise
-
-    def _serve_again(self) -> None:
-        """Load the last weights again; if that fails, release the memory that was resumed for them."""
-        try:
-            self._serve(self._folder)
-        except BaseException:
-            with suppress(EngineError):
-                self._server.call("POST", "/release_memory_occupation", {"tags": ["weights"]})
             raise
 
     def _sleep(self, place: DeviceKind) -> None:

@@ -18,8 +18,7 @@ from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, Offloa
 from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
-from dlrover.python.rl.engine.rollout.sampling import uniforms
+from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 
 if find_spec("vllm") is None:
@@ -141,9 +140,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     def _submit(self, server: "Server", number: int) -> None:
         running, name = self._requests.by_number[number], str(next(self._submissions))
-        count, eos_ids = len(running.tokens), () if running.sampling.ignore_eos else self._lm.eos_ids
-        self._submitted[number] = name, count
-        server.submit(name, running.sequence.tolist(), self._sampling_params(running, count, eos_ids))
+        self._submitted[number] = name, len(running.tokens)
+        server.submit(name, running, () if running.sampling.ignore_eos else self._lm.eos_ids)
 
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Abort requests in vLLM; they keep their tokens and can be submitted again."""
@@ -221,24 +219,6 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._requests.by_number.clear()
         self._end()
         self._offload.leave("meta")
-
-    def _sampling_params(self, running: RunningRequest, count: int, eos_ids: Sequence[int]) -> Any:
-        # Imported on demand: both import vLLM, which takes seconds.
-        from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of
-        from dlrover.python.rl.engine.vllm.server import sampling_params
-
-        sampling, limit = running.sampling, running.sampling.max_new_tokens - count
-        if self._options.sampler == "positions":
-            return sampling_params(limit, eos_ids, temperature=0.0, extra_args={EXTRA: plan_of(running)})
-        return sampling_params(
-            limit,
-            eos_ids,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or 0,
-            top_p=sampling.top_p,
-            seed=int(uniforms(running.seed, *running.request.key, 1)[0] * 2**53),  # vLLM adds the position
-            extra_args={EXTRA: {"known_ids": running.known_ids}},
-        )
 
 
 def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:

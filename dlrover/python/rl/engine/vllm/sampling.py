@@ -25,20 +25,17 @@ from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key, unif
 EXTRA = "dlrover_rl"
 """Key of a request's plan in its ``extra_args``."""
 
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "logprobs")
+
 
 def plan_of(running: RunningRequest) -> dict[str, Any]:
     """Return what a worker needs to sample the tokens of a request, as plain values."""
-    sampling, request = running.sampling, running.request
     return {
         "seed": list(running.seed),
-        "key": list(request.key),
-        "prompt_tokens": len(request.prompt),
+        "key": list(running.request.key),
+        "prompt_tokens": len(running.request.prompt),
         "known_ids": running.known_ids,
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "logprobs": sampling.logprobs,
+        **{name: getattr(running.sampling, name) for name in _SAMPLING},
     }
 
 
@@ -55,10 +52,8 @@ class Plan:
         values = (params.extra_args or {}).get(EXTRA)
         if values is None:
             return None
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "logprobs")
-        sampling = SamplingParams(**{name: values[name] for name in names})
-        prompt_id, sample_index = values["key"]
-        numbers = uniforms(tuple(values["seed"]), prompt_id, sample_index, sampling.max_new_tokens)
+        sampling = SamplingParams(**{name: values[name] for name in _SAMPLING})
+        numbers = uniforms(tuple(values["seed"]), *values["key"], sampling.max_new_tokens)
         return cls(sampling, values["prompt_tokens"], values["known_ids"], numbers)
 
 

@@ -31,8 +31,11 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
+from dlrover.python.rl.engine.rollout.requests import RunningRequest
+from dlrover.python.rl.engine.rollout.sampling import uniforms
 from dlrover.python.rl.engine.vllm import VllmOptions
 from dlrover.python.rl.engine.vllm.plugin import BACKEND, OWNER
+from dlrover.python.rl.engine.vllm.sampling import EXTRA, plan_of
 from dlrover.python.rl.engine.vllm.sharing import share_weights
 from dlrover.python.rl.engine.vllm.transfer import READ_BACK_PARTS
 
@@ -76,7 +79,7 @@ class Server:
     if it does not start. Its coroutines run in a thread of this process, vLLM's computation in other processes."""
 
     def __init__(self, arguments: Mapping[str, Any], env: Mapping[str, str], options: VllmOptions) -> None:
-        self.version, self._keeps_kv = -1, options.keep_kv
+        self.version, self._keeps_kv, self._samples_itself = -1, options.keep_kv, options.sampler == "vllm"
         self._causes = os.memfd_create("causes")
         self._outputs: SimpleQueue[NewTokens] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -88,7 +91,7 @@ class Server:
         try:
             owner = {OWNER: f"{os.getpid()}:{self._causes}"}
             with _environment({**owner, **_ENVIRONMENT, **env}), preserve_random_state():
-                self._llm = self._call(self._start(arguments, options.sampler == "vllm"), _START_S)
+                self._llm = self._call(self._start(arguments), _START_S)
         except BaseException as error:
             cause = self._cause(error)
             self._end_loop()
@@ -101,18 +104,18 @@ class Server:
         first, *_ = *os.pread(self._causes, _CAUSE_BYTES, 0).decode(errors="replace").splitlines(), ""
         return first or f"{type(error).__name__}: {error}"
 
-    async def _start(self, arguments: Mapping[str, Any], samples_itself: bool) -> AsyncLLM:
+    async def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
         transfer = WeightTransferConfig(backend=BACKEND)
         engine_args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
         # In this context vLLM's default sizes of batches are those for throughput.
         config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
         runner = "V2" if config.use_v2_model_runner else "V1"
-        if samples_itself and runner == "V1":
+        if self._samples_itself and runner == "V1":
             raise EngineError(
                 "vLLM's own seeds survive an interruption in its second model runner only: leave out sampler"
             )
         config.model_config.logits_processors = [
-            f"{_SAMPLING}:KnownIds" if samples_itself else f"{_SAMPLING}:PositionSampler{runner}"
+            f"{_SAMPLING}:KnownIds" if self._samples_itself else f"{_SAMPLING}:PositionSampler{runner}"
         ]
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=engine_args.disable_log_stats)
         try:
@@ -127,8 +130,25 @@ class Server:
         cache = self._llm.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size * token_bytes)
 
-    def submit(self, name: str, tokens: Sequence[int], params: VllmSamplingParams) -> None:
-        """Begin a request, under a name that was not used before."""
+    def submit(self, name: str, running: RunningRequest, stop_ids: Sequence[int]) -> None:
+        """Begin a request, under a name that was not used before. Its tokens arrive as they are generated, each with
+        its log-prob."""
+        sampling, tokens = running.sampling, running.sequence.tolist()
+        options: dict[str, Any] = {"temperature": 0.0, "extra_args": {EXTRA: plan_of(running)}}
+        if self._samples_itself:
+            seed = int(uniforms(running.seed, *running.request.key, 1)[0] * 2**53)  # to which vLLM adds the position
+            cut = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}
+            options = {"temperature": sampling.temperature, **cut, "seed": seed}
+            options["extra_args"] = {EXTRA: {"known_ids": running.known_ids}}
+        params = VllmSamplingParams(
+            max_tokens=sampling.max_new_tokens - len(running.tokens),
+            logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
+            stop_token_ids=list(stop_ids),
+            output_kind=RequestOutputKind.DELTA,
+            **options,
+        )
 
         def begin() -> None:
             self._tasks[name] = task = self._loop.create_task(self._follow(name, tokens, params))
@@ -249,19 +269,6 @@ class Server:
             if time.monotonic() < until_s:
                 note_progress()
         return future.result()  # waits: no longer
-
-
-def sampling_params(max_tokens: int, stop_ids: Sequence[int], **options: Any) -> VllmSamplingParams:
-    """Return vLLM's parameters of a request whose tokens arrive as they are generated, each with its log-prob."""
-    return VllmSamplingParams(
-        max_tokens=max_tokens,
-        logprobs=0,
-        detokenize=False,
-        ignore_eos=True,
-        stop_token_ids=list(stop_ids),
-        output_kind=RequestOutputKind.DELTA,
-        **options,
-    )
 
 
 def check_head_width(width: int) -> None:

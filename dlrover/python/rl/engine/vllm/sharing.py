@@ -23,8 +23,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class SharedSnapshot:
-    """A snapshot whose bytes are in memory of another process of this node, in plain values: in a file, or on the
-    device, where only the sender can give a handle of them."""
+    """A snapshot in plain values, whose bytes are with another process of this node: in a file, or on the device."""
 
     version: int
     shapes: dict[str, list[int]]
@@ -76,13 +75,14 @@ def share_weights(weights: WeightSnapshot, on_device: bool = False) -> Iterator[
         with share_weights(parts[0], on_device) as factors, share_weights(parts[1], on_device) as base:
             yield replace(base, version=weights.version, scale=weights.adapters.scale, factors=asdict(factors))
         return
+    ticket = weights.ticket if on_device else None
+    weights = weights.on_host() if ticket is None else weights
     shapes = {name: list(shape) for name, shape in weights.shapes.items()}
-    if on_device and (ticket := weights.ticket) is not None:
-        plain = {name: getattr(ticket, name) for name in ("id", "version", "sender", "address")}
-        yield SharedSnapshot(weights.version, shapes, dict(weights.dtypes), dict(weights.fingerprints), ticket=plain)
-        return
-    weights = weights.on_host()
     described = weights.version, shapes, dict(weights.dtypes), dict(weights.fingerprints)
+    if ticket is not None:
+        plain = {name: getattr(ticket, name) for name in ("id", "version", "sender", "address")}
+        yield SharedSnapshot(*described, ticket=plain)
+        return
     if weights.file is not None:
         yield SharedSnapshot(*described, weights.file.path, dict(weights.file.starts))
         return

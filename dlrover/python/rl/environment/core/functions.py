@@ -93,18 +93,8 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
 
 def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
     """Return the module, object, class or factory of a name without calling it; raises EnvironmentFailed."""
-    registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
-    address = registered.get(where, where)
-    place, colon, name = address.rpartition(":") if ":" in address else (address, "", "")
-    try:
-        target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except ClassNotFound as error:
-        close = "" if "." in where or ":" in where else hint(where, registered)
-        raise EnvironmentFailed(f"{error}{close}") from error
-    if colon and not hasattr(target, name):
-        names = [key for key in vars(target) if key[0] != "_"]
-        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
-    target, where = getattr(target, name) if colon else target, readable_name(where)
+    colon = ":" in ENVIRONMENTS.places().get(ENVIRONMENTS.current(where), where)
+    target, where = load_named(ENVIRONMENTS, where), readable_name(ENVIRONMENTS.current(where))
     if _is_made(target):
         if fault := find_argument_fault(target, options or {}):
             raise EnvironmentFailed(f"{where} does not take its options: {fault}")
@@ -114,6 +104,23 @@ def find_environment(where: str, options: Mapping[str, Any] | None = None) -> An
     if isinstance(target, type) or not _is_made(target):
         _check_step(target, where)
     return target
+
+
+def load_named(point: ExtensionPoint, where: str, default: str = "") -> Any:
+    """Return what a name of ``point``, or ``path/to/script.py`` or ``package.module`` with ``:name``, stands for: the
+    module without a name, unless it has a ``default``. Raises EnvironmentFailed with the nearest name."""
+    registered, where = point.places(), point.current(where)
+    address = registered.get(where, where)
+    place, colon, name = address.rpartition(":") if ":" in address else (address, ":" if default else "", default)
+    try:
+        target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+    except ClassNotFound as error:
+        close = "" if "." in where or ":" in where else hint(where, registered)
+        raise EnvironmentFailed(f"{error}{close}") from error
+    if colon and not hasattr(target, name):
+        names = [key for key in vars(target) if key[0] != "_"]
+        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
+    return getattr(target, name) if colon else target
 
 
 def _is_made(target: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
+from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, EnvironmentLost, user_traceback
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, ColumnSpec, SequenceColumns
 from dlrover.python.rl.environment.core.base import (
@@ -44,6 +44,7 @@ class Episode:
     turns: int = 0
     done: bool = False
     failure: str | None = None
+    lost: bool = False  #: the environment's process has ended in its last call
     open: bool = field(default=True, repr=False)
 
 
@@ -85,6 +86,7 @@ class Guard:
             if state is not None:
                 episode.state = validate_state("the state that reset returned", state)
         except EnvironmentFailed as error:
+            episode.lost = isinstance(error, EnvironmentLost)
             self.fail(episode, error)
         except BaseException:
             await self.close(episode)
@@ -109,6 +111,7 @@ class Guard:
                 own, other = ("messages", "text") if isinstance(state, list) else ("text", "messages")
                 raise EnvironmentFailed(f"the episode's state is {own}, but next_state is {other}")
         except EnvironmentFailed as error:
+            episode.lost = isinstance(error, EnvironmentLost)
             if self._failure_reward is None:
                 self.fail(episode, error)
                 return None

@@ -21,7 +21,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
+from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, EnvironmentLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_step
@@ -117,7 +117,7 @@ class IsolatedEnvironment:
         try:
             return _decode(await asyncio.wrap_future(answer))
         except ChildEnded as error:
-            raise EnvironmentFailed(f"the environment's process ended: {error}") from None
+            raise EnvironmentLost(f"the environment's process ended: {error}") from None
         except asyncio.CancelledError:
             threading.Thread(target=self._cancel_call, args=(child, number), daemon=True).start()
             if call == "reset":

@@ -5,6 +5,7 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -229,7 +230,35 @@ class RolloutConfig:
     failed."""
 
     max_turns: Positive = 8
-    """Maximum actions of a sample, with an environment."""
+    """Maximum actions of a sample, with an environment or an agent."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """An agent that acts by requests to the policy and rewards itself."""
+
+    agent: str | None = None
+    """The agent: ``package.module:function`` or ``path/to/script.py:function`` of ``async def run(client, row)``, or a
+    class with such a method. None: no agent."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function or class."""
+
+    timeout_s: Annotated[float, Gt(0.0)] = 600.0
+    """Timeout of an episode; its sample then counts as failed."""
+
+    max_tokens: Positive | None = None
+    """Maximum tokens that the policy generates in an episode."""
+
+    max_open: Positive = 16
+    """Maximum open requests of an episode at a time."""
+
+    on_loss: Literal["replay", "redraw"] = "replay"
+    """Treatment of an episode whose agent loses its process. ``replay``: the agent begins again, and its requests are
+    answered from the record up to the loss. ``redraw``: it begins again with other actions."""
+
+    host: str = "127.0.0.1"
+    """The address on which each rollout worker listens for its agents."""
 
 
 @dataclass(frozen=True)
@@ -460,6 +489,7 @@ class PolicyConfig:
 
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
@@ -467,6 +497,11 @@ class PolicyConfig:
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
+
+    @cached_property
+    def has_environment(self) -> bool:
+        """True if an environment or an agent rewards the samples, not the role REWARD."""
+        return self.rollout.env_path is not None or self.environment.agent is not None
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingParams:

@@ -24,10 +24,9 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 
 def estimate_groups(varied: int, counts: Sequence[Sequence[int]]) -> int:
-    """Return the number of groups to sample for ``varied`` ones with different rewards: ``varied / (1 - share)``,
-    rounded up, with the share of groups with equal rewards. For each of the last steps, ``counts`` has the number of
-    groups and of those with different rewards. These are whole numbers, so that a resumed run requests as many groups
-    as an undisturbed one. A further group with different rewards counts as seen, so that the share stays below 1."""
+    """Return how many groups to sample for ``varied`` ones with different rewards, by the share of these. ``counts``
+    has the number of groups of each of the last steps, and of those with different rewards: whole numbers, so that a
+    resumed run requests as many as an undisturbed one. One more with different rewards counts as seen."""
     groups, different = (1 + sum(of_step[index] for of_step in counts) for index in range(2))
     return -(-varied * groups // different)
 
@@ -329,7 +328,7 @@ class SampleCollector:
         return StepBatch.from_rollouts(rollouts, scored, order, len(groups))
 
     def _score(self, rollouts: Pending, rows: int) -> Batch:
-        if self._cfg.rollout.env_path is not None:
+        if self._cfg.has_environment:
             summarize = bind_method(self._trainer.RG_ROLLOUT, "summarize", rows)
         else:
             summarize = bind_method(self._trainer.RG_REWARD, "score", rows)

@@ -109,7 +109,7 @@ class PromptSource:
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
-        self._source = source = data.train or "rollout.env_path"
+        self._source = source = data.train or ("rollout.env_path" if config.rollout.env_path else "environment.agent")
         # rows for an environment without data; their number does not depend on the steps, which may grow
         empty = _GAMES + (0 if data.eval else data.eval_rows or _HELD_OUT_GAMES)
         rows = load_prompts(data.train, data.keys) if data.train else empty_prompts(empty)
@@ -248,8 +248,8 @@ def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
 
 def validate_data(config: PolicyConfig) -> list[ConfigError]:
     data = config.data
-    if data.train is None and config.rollout.env_path is None:
-        return [ConfigError("config.data.train", "is required without rollout.env_path")]
+    if data.train is None and not config.has_environment:
+        return [ConfigError("config.data.train", "is required without rollout.env_path or environment.agent")]
     if data.over_long == "drop" and data.max_prompt_tokens is None:
         return [ConfigError("config.data.over_long", "'drop' needs data.max_prompt_tokens")]
     if errors := _validate_evaluation(config):
@@ -265,7 +265,7 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if errors or data.train not in files:
         return errors
     errors += _find_untemplated(config, files)
-    if config.rollout.env_path is None and config.reward.model is None:
+    if not config.has_environment and config.reward.model is None:
         columns = find_columns(chain.from_iterable(files.values()))
         errors += [error for path, rows in files.items() for error in _find_missing(config, path, rows, columns)]
     if data.eval is None:

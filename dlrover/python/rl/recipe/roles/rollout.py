@@ -28,14 +28,17 @@ from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.model.loading import count_known_ids
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
+from dlrover.python.rl.environment.core.agents import AgentEnvironment
 from dlrover.python.rl.environment.core.base import Environment
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
-from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.config import AgentConfig, EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
 from dlrover.python.rl.recipe.reporting import sample_file
-from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
+from dlrover.python.rl.recipe.rollout.agents import AgentGuard
+from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.trainer.shard import Rows, take_rows
@@ -45,7 +48,7 @@ T = TypeVar("T")
 
 _LOG = get_logger(__name__)
 
-_ONE_COMPLETION = RolloutConfig()
+_ONE_COMPLETION, _NO_AGENT = RolloutConfig(), AgentConfig()
 _MOST_TOKENS = 1 << 16  # whose texts a worker remembers
 _JOIN_S, _CANCEL_S = 10.0, 1.0
 
@@ -69,8 +72,10 @@ class RolloutWorkload(EngineWorkload):
         engine: EngineConfig,
         rollout: RolloutConfig = _ONE_COMPLETION,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        agent: AgentConfig = _NO_AGENT,
     ) -> str:
-        """Load the policy and the environment; returns the engine's class. Generation needs the actor's weights."""
+        """Load the policy and its environment or agent; returns the engine's class. Generation needs the actor's
+        weights."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
@@ -87,7 +92,8 @@ class RolloutWorkload(EngineWorkload):
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         info = engine_info(ROLLOUT_ENGINES, engine.rollout)
         self._adds_adapters = info.adds_adapters
-        self._is_deterministic = torch.device(device).type in info.deterministic_on and not rollout.env_path
+        scores = bool(rollout.env_path or agent.agent)
+        self._is_deterministic = torch.device(device).type in info.deterministic_on and not scores
         own = device if self._computes_here(engine) else "cpu"
         use_device(own)
         with self._first_turn(device, engine) as memory:
@@ -97,12 +103,7 @@ class RolloutWorkload(EngineWorkload):
         # If the engine may sample ids without a text, they are counted.
         self._known_ids = None if engine.mask_unknown_ids else count_known_ids(self._engine.tokenizer)
         self._weights = self._make_weight_transport(engine, device)
-        guard = None
-        if rollout.env_path:
-            open_environment = IsolatedEnvironment if rollout.env_isolated else load_environment
-            environment: Environment = open_environment(rollout.env_path, rollout.env_options)
-            missing_state, failure_reward = rollout.env_missing_state, rollout.env_failure_reward
-            guard = Guard(environment, rollout.env_timeout_s, None, missing_state, failure_reward)
+        guard = self._make_guard(rollout, agent)
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         copies = None
         if rollout.max_staleness and "/" in self.name:
@@ -112,6 +113,21 @@ class RolloutWorkload(EngineWorkload):
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__
+
+    def _make_guard(self, rollout: RolloutConfig, agent: AgentConfig) -> Guard | None:
+        failure_reward = rollout.env_failure_reward
+        if agent.agent is not None:
+            from dlrover.python.rl.recipe.rollout.endpoint import AgentEndpoint  # most jobs need no HTTP server
+
+            where = f"{AgentEnvironment.__module__}:{AgentEnvironment.__name__}"
+            runs = IsolatedEnvironment(where, {"agent": agent.agent, "options": dict(agent.options)})
+            self._endpoint = AgentEndpoint(agent.host)
+            return AgentGuard(runs, self._endpoint, agent, failure_reward)
+        if rollout.env_path is None:
+            return None
+        open_environment = IsolatedEnvironment if rollout.env_isolated else load_environment
+        environment: Environment = open_environment(rollout.env_path, rollout.env_options)
+        return Guard(environment, rollout.env_timeout_s, None, rollout.env_missing_state, failure_reward)
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch, verify and serve the actor's weights, which may be older if a run repeats a step. Raises ResultLost if
@@ -232,6 +248,8 @@ class RolloutWorkload(EngineWorkload):
                 self._loop.run(self._scheduler.close())
             finally:
                 self._loop.close()
+        if hasattr(self, "_endpoint"):
+            self._endpoint.close()
         super().close()
 
 

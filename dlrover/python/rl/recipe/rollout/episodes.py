@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of samples, their rows, the episode of one sample (its turns with an environment), and copies of finished
-samples that survive their worker."""
+"""Groups of samples, their rows, and the episode of one sample: its turns with an environment."""
 
 import asyncio
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,14 +18,10 @@ from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, S
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.rollout_server import PendingRequest, RolloutServer
-from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
 
 _LOG = get_logger(__name__)
-
-_STAMPS = "stamps.json"
-_MOST_STAMPS = 1000
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
@@ -57,13 +48,14 @@ class Sample:
     sequences: Sequence[SequenceColumns] = ()  # set at the end; several if a state does not continue the last one
     turns: int = 0  # actions of the policy so far
     error: str | None = None  # why the environment failed
-    pending: PendingRequest | None = None  # the request being generated
+    pending: set[PendingRequest] = field(default_factory=set)  # the requests being generated
+    open_requests: int = 0  # of its agent
     versions: tuple[int, int] = (-1, -1)  # lowest and highest of the finished turns, -1 for none
     task: "asyncio.Task[None] | None" = None  # runs the sample
     ended: bool = False
 
-    def merge_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        pairs = [pair for pair in (self.versions, versions) if pair[0] >= 0]
+    def merge_versions(self, *versions: tuple[int, int]) -> tuple[int, int]:
+        pairs = [pair for pair in (self.versions, *versions) if pair[0] >= 0]
         return (min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)) if pairs else (-1, -1)
 
 
@@ -196,8 +188,7 @@ class EpisodeRunner:
     ) -> None:
         self._server, self._guard, self._max_turns = server, guard, max_turns
         self._tokenizer, self._arguments_of_template = server.tokenizer, arguments_of_template
-        declared = server.columns
-        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
+        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **server.columns}
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -206,7 +197,7 @@ class EpisodeRunner:
         if self._guard is None:
             trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)
-            trajectory.act(completion.text, completion.request.done.tolist(), _columns_of(completion))
+            trajectory.act(completion.text, completion.request.done.tolist(), columns_of(completion))
             sample.sequences = trajectory.sequences
             return
         answer = {} if group.answer is None else {"answer": group.answer}
@@ -231,7 +222,7 @@ class EpisodeRunner:
             completion = await self._generate(group, sample, trajectory.context)
             tokens = completion.request.done.tolist()
             ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
-            trajectory.act(completion.text, tokens, _columns_of(completion), ending)
+            trajectory.act(completion.text, tokens, columns_of(completion), ending)
             # The environment sees no prompt, so the action repeats an open tag of thoughts.
             self.generating -= 1
             try:
@@ -260,15 +251,27 @@ class EpisodeRunner:
         return Trajectory(self._encode, state, tokens, whole, self.columns)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
-        request = Request.fresh(group.prompt_id, sample.index, context)
         seed = group.seed  # turn 0 has the seed of a sample without further turns
         if sample.turns:
             seed = (*seed, *([0] * (3 - len(seed))), sample.turns)
-        sample.pending = self._server.submit(request, group.sampling, seed, group.priority)
-        completion = await self._server.wait(sample.pending)
+        request = Request.fresh(group.prompt_id, sample.index, context)
+        return await self.complete(group, sample, request, group.sampling, seed)
+
+    async def complete(
+        self, group: Group, sample: Sample, request: Request, sampling: SamplingParams, seed: tuple[int, ...]
+    ) -> Completion:
+        pending = self._server.submit(request, sampling, seed, group.priority)
+        sample.pending.add(pending)
+        try:
+            completion = await self._server.wait(pending)
+        finally:
+            sample.pending.discard(pending)
+        return self.take_action(sample, completion)
+
+    def take_action(self, sample: Sample, completion: Completion) -> Completion:
+        """Count an action, which is returned."""
         versions = completion.request.versions
         sample.versions = sample.merge_versions((int(versions.min()), int(versions.max())))
-        sample.pending = None
         sample.turns += 1
         return completion
 
@@ -294,94 +297,5 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
         return None
 
 
-def _columns_of(completion: Completion) -> dict[str, Any]:
+def columns_of(completion: Completion) -> dict[str, Any]:
     return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
-
-
-class KeptSamples:
-    """Copies of the finished samples of the worker ``rank``: a process that replaces it generates only the others.
-
-    The role's workers on this node share ``folder``. A sample is reused only if its tokens come from weights of the
-    run's present history: all workers note the stamp of each version, and forget later ones when the run goes back.
-    Last bits of the remaining samples may differ, so only rollouts that run ahead use this. A full memory does not end
-    a run: a sample that cannot be written is lost."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._stamps_file = folder / str(rank), folder / _STAMPS
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._writer = ThreadPoolExecutor(1, "kept-samples")
-        self._stamps: dict[str, str] = {}  # version to fingerprint
-
-    def note(self, stamp: WeightStamp) -> None:
-        """Add these weights to the run's history, and forget later ones."""
-        earlier = {version: mark for version, mark in self._read_stamps().items() if int(version) < stamp.version}
-        newest = sorted(earlier, key=int)[-_MOST_STAMPS:]
-        self._stamps = {version: earlier[version] for version in newest} | {str(stamp.version): stamp.fingerprint}
-        if not _write(self._stamps_file, self._stamps):
-            self._stamps_file.unlink(missing_ok=True)  # otherwise later ones would still count
-
-    def save(self, group: Group, sample: Sample) -> None:
-        versions = {version for sequence in sample.sequences for version in sequence.values["versions"] if version >= 0}
-        data = {
-            "seed": group.seed,
-            "sampling": repr(group.sampling),
-            "prompt": group.text,
-            "stamps": {str(version): self._stamps.get(str(version)) for version in versions},
-            "sequences": [[sequence.values, sequence.opening, sequence.text] for sequence in sample.sequences],
-            "turns": sample.turns,
-            "error": sample.error,
-            "versions": sample.versions,
-        }
-        self._writer.submit(_write, self._file(group.key, sample.index), data)
-
-    def load(self, group: Group, index: int, columns: Mapping[str, ColumnSpec]) -> Sample | None:
-        """Return a finished sample of this group by an earlier process, if it is still valid and has ``columns``."""
-        specs = {**ROW, **columns}
-        try:
-            data = json.loads(self._file(group.key, index).read_text())
-            stamps, origin = self._read_stamps(), (tuple(data["seed"]), data["sampling"], data["prompt"])
-            is_valid = origin == (group.seed, repr(group.sampling), group.text) and all(
-                mark is not None and stamps.get(version) == mark for version, mark in data["stamps"].items()
-            )
-            if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
-                return None
-            sequences = [SequenceColumns(specs, *sequence) for sequence in data["sequences"]]
-            low, high = data["versions"]
-            return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def retain(self, keys: Iterable[GroupKey]) -> None:
-        names = {"-".join(map(str, key)) for key in keys}
-
-        def remove() -> None:
-            for file in self._folder.iterdir():
-                if file.stem.rpartition("-")[0] not in names:
-                    file.unlink(missing_ok=True)
-
-        self._writer.submit(remove)
-
-    def close(self) -> None:
-        self._writer.shutdown(wait=False, cancel_futures=True)
-
-    def _read_stamps(self) -> dict[str, str]:
-        try:
-            stamps: dict[str, str] = json.loads(self._stamps_file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return stamps
-
-    def _file(self, key: GroupKey, index: int) -> Path:
-        return self._folder / f"{'-'.join(map(str, (*key, index)))}.json"
-
-
-def _write(file: Path, data: Any) -> bool:
-    new = file.with_suffix(f".{os.getpid()}")
-    try:
-        new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy
-        new.replace(file)
-    except OSError as error:
-        _LOG.warning("%s was not saved: %s", file.name, error)
-        new.unlink(missing_ok=True)
-        return False
-    return True

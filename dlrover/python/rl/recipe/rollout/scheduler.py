@@ -20,7 +20,9 @@ from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.rollout_server import RolloutServer, Wakeup
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
-from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.agents import AgentGuard, AgentRunner
+from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 
 _LOG = get_logger(__name__)
 
@@ -56,7 +58,10 @@ class RolloutScheduler:
         self._template_kwargs = {**declared, **template_kwargs}
         self._max_generating, self._wakeup = max_generating, Wakeup()
         self._server = RolloutServer(engine, self._wakeup)
-        self._runner = EpisodeRunner(self._server, guard, max_turns, self.arguments_of_template)
+        arguments = max_turns, self.arguments_of_template
+        self._runner = EpisodeRunner(self._server, guard, *arguments)
+        if isinstance(guard, AgentGuard):
+            self._runner = AgentRunner(self._server, guard, *arguments, copies)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
@@ -133,8 +138,7 @@ class RolloutScheduler:
         return self._groups[key]
 
     def _version_range(self, sample: Sample) -> tuple[int, int]:
-        pending = sample.pending
-        return sample.merge_versions(self._server.version_range(pending) if pending is not None else (-1, -1))
+        return sample.merge_versions(*map(self._server.version_range, sample.pending))
 
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. Older weights, or others of the same version, restart groups with tokens of

@@ -10,13 +10,14 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import ALGORITHMS, always_recomputes, option_names
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.common.errors import ConfigError, EnvironmentFailed
+from dlrover.python.rl.common.errors import ConfigError, EnvironmentFailed, MissingExtra
 from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType, nearest
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
+from dlrover.python.rl.environment.core.agents import find_agent, require_openai
 from dlrover.python.rl.environment.core.functions import find_environment
 from dlrover.python.rl.environment.core.turns import ROW
-from dlrover.python.rl.recipe.base.config import PolicyConfig
+from dlrover.python.rl.recipe.base.config import AgentConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_room
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.prompts import validate_data, warn_of_repeats
@@ -44,8 +45,8 @@ class PolicyPlan(RecipePlan):
         return {"correction": "truncate"} if (differs or stale) and "correction" in option_names(name) else {}
 
     def longest_row(self, cfg: PolicyConfig) -> tuple[int, bool]:
-        turns = cfg.rollout.max_turns if cfg.rollout.env_path else 1
-        is_bounded = cfg.data.max_prompt_tokens is not None and cfg.rollout.env_path is None
+        turns = cfg.rollout.max_turns if cfg.has_environment else 1
+        is_bounded = cfg.data.max_prompt_tokens is not None and not cfg.has_environment
         return (cfg.data.max_prompt_tokens or 0) + turns * cfg.rollout.max_new_tokens, is_bounded
 
     def models(self, cfg: PolicyConfig) -> dict[RLRoleType, ModelUse]:
@@ -57,7 +58,7 @@ class PolicyPlan(RecipePlan):
     def describe_step(self, cfg: PolicyConfig) -> str:
         samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
         updates = cfg.updates_per_step * cfg.epochs
-        turns = f" in up to {cfg.rollout.max_turns} turns" if cfg.rollout.env_path else ""
+        turns = f" in up to {cfg.rollout.max_turns} turns" if cfg.has_environment else ""
         return (
             f"{cfg.prompts_per_step} prompts x {cfg.rollout.samples_per_prompt} samples = {samples} of up to"
             f" {cfg.rollout.max_new_tokens} new tokens{turns}; {updates} update{'s' if updates > 1 else ''} of"
@@ -70,7 +71,7 @@ class PolicyPlan(RecipePlan):
 
     def find_errors(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
-        needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
+        needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if not cfg.has_environment else [])]
         errors += [error for role in needed for error in require_role(self.trainer.__name__, role, roles)]
         errors += [*self._validate_rollout(cfg), *self._validate_algorithm(cfg, roles)]
         errors += self.trainer.validate_own(cfg, roles)
@@ -84,25 +85,42 @@ class PolicyPlan(RecipePlan):
         return errors
 
     def _validate_rollout(self, cfg: PolicyConfig) -> list[ConfigError]:
-        errors, rollout, reward = validate_rollout_engine(cfg.engine), cfg.rollout, cfg.reward
+        errors, rollout = validate_rollout_engine(cfg.engine), cfg.rollout
         room, count = count_room(cfg, generates=True), rollout.max_new_tokens
         if room is not None and count >= max(room, type(rollout).max_new_tokens + 1):  # the default is cut to the room
             limit = f"a sequence has at most {room} tokens with its prompt: write less than {room}"
             errors.append(ConfigError("config.rollout.max_new_tokens", f"{count}, but {limit}"))
         if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
             errors.append(ConfigError("config.rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"))
-        if rollout.env_path is None:
-            changed = find_changed(cfg, "rollout", _OF_ENVIRONMENTS)
-            # A completion is one turn, so max_turns=1 says nothing else.
-            changed += find_changed(cfg, "rollout", ["max_turns"]) if rollout.max_turns > 1 else []
-            errors += [ConfigError(f"config.rollout.{name}", "there is no env_path") for name in changed]
-            return [*errors, *validate_reward(reward.function)]
+        return [*errors, *self._validate_scoring(cfg)]
+
+    def _validate_scoring(self, cfg: PolicyConfig) -> list[ConfigError]:
+        """Return the errors of what rewards the samples: an environment, an agent, or the role REWARD."""
+        rollout, agent = cfg.rollout, cfg.environment
+        changed = find_changed(cfg, "rollout", _OF_ENVIRONMENTS) if rollout.env_path is None else []
+        if agent.agent is not None:
+            changed = [name for name in changed if name != "env_failure_reward"]
+        elif rollout.max_turns > 1 and rollout.env_path is None:  # a completion is one turn: 1 says nothing else
+            changed += find_changed(cfg, "rollout", ["max_turns"])
+        errors = [ConfigError(f"config.rollout.{name}", "there is no env_path") for name in changed]
+        if agent.agent is None:
+            changed = find_changed(cfg, "environment", [item.name for item in fields(AgentConfig)])
+            errors += [ConfigError(f"config.environment.{name}", "there is no agent") for name in changed]
+        if not cfg.has_environment:
+            return [*errors, *validate_reward(cfg.reward.function)]
+        source = "rollout.env_path" if rollout.env_path is not None else "environment.agent"
         for name in find_changed(cfg, "reward", _OF_REWARD_ROLES):
-            errors.append(ConfigError(f"config.reward.{name}", "is not used: rollout.env_path scores the samples"))
+            errors.append(ConfigError(f"config.reward.{name}", f"is not used: {source} scores the samples"))
         try:
-            find_environment(rollout.env_path, rollout.env_options)
-        except EnvironmentFailed as error:
-            errors.append(ConfigError("config.rollout.env_path", str(error)))
+            if rollout.env_path is not None:
+                find_environment(rollout.env_path, rollout.env_options)
+            elif agent.agent is not None:
+                find_agent(agent.agent, agent.options)
+                require_openai()
+        except (EnvironmentFailed, MissingExtra) as error:
+            errors.append(ConfigError(f"config.{source}", str(error)))
+        if rollout.env_path is not None and agent.agent is not None:
+            errors.append(ConfigError("config.environment.agent", "rollout.env_path is set, too: give one of them"))
         return errors
 
     def _validate_algorithm(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
@@ -119,7 +137,7 @@ class PolicyPlan(RecipePlan):
             algorithm.check_group_size(cfg.rollout.samples_per_prompt)
         except ValueError as error:
             errors.append(ConfigError("config.rollout.samples_per_prompt", str(error)))
-        longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.rollout.env_path else 1)
+        longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.has_environment else 1)
         if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
             message = f"completions have at most {longest} tokens, so none is long enough for over-long shaping"
             errors.append(ConfigError("config.algorithm.max_tokens", message))

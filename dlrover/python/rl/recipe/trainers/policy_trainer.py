@@ -80,7 +80,7 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
-        return rewards.evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
+        return rewards.evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.has_environment)
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -107,7 +107,7 @@ class PolicyTrainer(RecipeTrainer):
         compares = getattr(self.algorithm, "compares_samples", False)
         self.warnings = rewards.StepWarnings(compares, cfg.rollout.max_new_tokens)
         self.engines = {"train_engine": names[0][0] or None, "rollout_engine": names[1][0] or None}
-        levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
+        levels = names[2] if not cfg.has_environment and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
     def fit(self) -> None:
@@ -195,9 +195,11 @@ class PolicyTrainer(RecipeTrainer):
         engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
         pending = [
             self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed),
-            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout, cfg.data.chat_template_kwargs),
+            self.begin_loading(
+                self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout, cfg.data.chat_template_kwargs, cfg.environment
+            ),
         ]
-        if cfg.rollout.env_path is None:
+        if not cfg.has_environment:
             argument = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine
             pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward, argument))
         for role, init in {output.role: output.init for output in self.needed_outputs}.items():
@@ -242,7 +244,7 @@ class PolicyTrainer(RecipeTrainer):
     def add_token_columns(self, batch: StepBatch, aux: AuxResults) -> Batch:
         """Return the rows with the columns of tokens that the algorithm's ``annotate`` needs."""
         needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
-        if "action_mask" in needed and self.cfg.rollout.env_path is not None:
+        if "action_mask" in needed and self.cfg.has_environment:
             needed |= {"token_rewards"}  # the reward of each action; a sum over the row would credit later actions too
         for output, pending in aux:
             if output.is_needed(needed):

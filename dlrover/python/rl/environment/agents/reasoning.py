@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of the package ``reasoning-gym``: one question, one answer, scored by the task's own rule."""
+
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
+
+_INSTRUCTION = "{question}\n\nGive the final answer between <answer> and </answer>."
+
+
+class ReasoningGym:
+    """An agent that asks the question number ``row["seed"]`` of a task.
+
+    Args:
+        task: its name, such as ``leg_counting``.
+        size: number of questions, which repeat after it.
+        seed: of the questions.
+        instruction: the message, with ``{question}``.
+        options: of the task, such as ``max_animals``."""
+
+    def __init__(
+        self, task: str, size: int = 10_000, seed: int = 0, instruction: str = _INSTRUCTION, **options: Any
+    ) -> None:
+        if "{question}" not in instruction:
+            raise ValueError(f"instruction needs a place for {{question}}: {instruction!r}")
+        self._questions = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
+        self._size, self._instruction = size, instruction
+
+    async def run(self, client: Any, row: dict[str, Any]) -> float:
+        entry = self._questions[int(row.get("seed", 0)) % self._size]
+        content = self._instruction.replace("{question}", entry["question"])
+        messages = [{"role": "user", "content": content}]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        text = answer.choices[0].message.content or ""
+        return float(self._questions.score_answer(extract_answer(text), entry))
