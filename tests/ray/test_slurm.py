@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 RAY = f"{sys.executable} -m ray.scripts.scripts"
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
+export SLURMD_NODENAME=localhost
 if [[ $1 == hostname ]]; then echo 127.0.0.1; else exec "$@"; fi
 """
 SCONTROL = """#!/bin/bash

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sbatch script of ``init --cluster slurm`` in Debian's Slurm: a controller, two nodes on this machine, munge.
+
+Ray is a stand-in that notes where it is started: this is about the steps that Slurm makes of the script.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from dlrover.python.rl.cli.begin import write_skeleton
+from tests.support.commands import wait_for
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)), reason="needs root, slurm and munge"),
+]
+
+CONFIG = """
+ClusterName=desk
+SlurmctldHost=localhost
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+RAY = """
+case $1 in
+  start)
+    [[ $SLURMD_NODENAME == n2 && -e {folder}/broken ]] && exit 1
+    echo "$SLURMD_NODENAME" >> {folder}/joined
+    exec sleep 120 ;;
+  status) [[ -e {folder}/joined ]] ;;
+esac
+"""
+MODULE = """
+def init(**_): pass
+def nodes():
+    return [{{"Alive": True, "Labels": {{"slurm-node": name}}}} for name in open("{folder}/joined").read().split()]
+"""
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(count)]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with the job, on a Slurm of two nodes; its programs are first on PATH."""
+    names = ("controller", "first", "second")
+    ports = dict(zip(names, free_ports(3), strict=True))
+    slurm = tmp_path / "slurm"
+    (slurm / "state").mkdir(parents=True)
+    slurm.chmod(0o755)
+    (slurm / "slurm.conf").write_text(CONFIG.format(folder=slurm, host=socket.gethostname(), **ports))
+    (slurm / "munge.key").write_bytes(os.urandom(128))
+    (slurm / "munge.key").chmod(0o400)
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in {
+        "dlrover-rl": "echo the job runs",
+        "python": f'exec {sys.executable} "$@"',
+        "ray": RAY.format(folder=tmp_path),
+        "hostname": "echo 127.0.0.1",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    (tmp_path / "ray.py").write_text(MODULE.format(folder=tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    munge = ["munged", "--foreground", "--force", f"--socket={slurm / 'munge.socket'}", f"--key-file={slurm}/munge.key"]
+    munge += [f"--pid-file={slurm}/munge.pid", f"--log-file={slurm}/munge.log", f"--seed-file={slurm}/munge.seed"]
+    commands = [munge, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in ("n1", "n2"))]
+    processes = []
+    try:
+        for command in commands:
+            with (slurm / "output.log").open("ab") as output:
+                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+            if command is munge:
+                wait_for((slurm / "munge.socket").exists, 20)
+        wait_for(lambda: run("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], 60)
+        monkeypatch.chdir(tmp_path)
+        folder = write_skeleton("slurm-test", "slurm").absolute()
+        yield folder
+        for job in run("squeue", "-h", "-o", "%i").split():
+            run("scancel", "--signal=KILL", "--full", job)
+        wait_for(lambda: not run("squeue", "-h").strip(), 60)
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(20)
+
+
+def run(*command, cwd=None):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+def submit(desk):
+    return re.search(r"Submitted batch job (\d+)", run("sbatch", "--nodes=2", "job.sbatch", cwd=desk))[1]
+
+
+def state(job):
+    return run("squeue", "-h", "-j", job, "-o", "%T").strip()
+
+
+def log(desk, job):
+    file = desk / f"slurm-test-{job}.log"
+    return file.read_text(errors="replace") if file.is_file() else ""
+
+
+def ended(job):
+    return "RUNNING" not in (now := state(job)) and "PENDING" not in now and "COMPLETING" not in now
+
+
+def joined(desk):
+    file = desk.parent / "joined"
+    return sorted(file.read_text().split()) if file.exists() else []
+
+
+def test_each_node_of_an_allocation_joins_once(desk):
+    job = submit(desk)
+    wait_for(lambda: ended(job), 60)
+    assert joined(desk) == ["n1", "n2"], log(desk, job)
+    assert "can't honor" not in log(desk, job) and "the job runs" in log(desk, job)
+
+
+def test_node_that_does_not_join_is_named(desk):
+    (desk.parent / "broken").touch()
+    job = submit(desk)
+    wait_for(lambda: ended(job), 90)
+    assert "these nodes have not joined Ray within 30 s: n2" in log(desk, job)
+    assert "the job runs" not in log(desk, job)
