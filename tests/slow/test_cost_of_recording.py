@@ -4,7 +4,6 @@
 import pytest
 
 from dlrover.python.rl.master.job import check_job, run_on_ray
-from tests.support.measured_job import describe, processor_seconds, spent_seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -12,6 +11,9 @@ FIRST, LAST, MOST_SHARE = 6, 36, 0.02  # 0.016 on a busy machine; 0.01 is the ai
 
 
 def test_spans_and_samples_take_a_small_part_of_the_steps(tmp_path):
+    # It measures the process that imports it.
+    from tests.support.measured_job import describe, processor_seconds, spent_seconds
+
     noted = []
 
     def report(step_report):

@@ -301,7 +301,7 @@ def test_supervisor_survives_lost_children(tmp_path, monkeypatch):
     status = supervisor.run_supervised(checked, lambda report: None, lines.append)
     assert status.phase is Phase.FINISHED and lines == ["resuming from the beginning"] * 2
     pids = tries.read_text().split()
-    assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
+    assert len(pids) == 3 and not [pid for pid in pids if is_alive(int(pid))]
     assert run_folder.newest_owner(job.job_dir).state == run_folder.FINISHED
 
 

@@ -197,8 +197,8 @@ def test_trainer_receives_no_more_text_of_longer_samples(tmp_path, inputs, shown
 def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undisturbed, is_local):
     job = stage(tmp_path, inputs, log={"samples": 5, "samples_rows": 7})
     if is_local:  # the files of the run are in an object store
-        upath, link = pytest.importorskip("upath"), job._link
-        job._link = lambda: replace(link(), results=upath.UPath("memory://runs/few"))
+        upath, link = pytest.importorskip("upath"), job.link
+        job.link = lambda **options: replace(link(**options), results=upath.UPath("memory://runs/few"))
     files = files_of(job, {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer})
     rows = [json.loads(line) for line in undisturbed[0]["samples.jsonl"].splitlines()]
     expected = [row for row in rows if row["trajectory"] < 5]

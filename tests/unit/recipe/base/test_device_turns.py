@@ -101,7 +101,7 @@ def test_collocated_roles_in_turn_end_the_same(tmp_path, undisturbed, monkeypatc
     monkeypatch.setattr(PullTransport, "receive", receiving)
     monkeypatch.setattr(MemoryLedger, "publish", record)
     job.port.submit = checked
-    faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
+    faults = {(30, "before"): kill("ACTOR", 0), (30, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(job, faults) == undisturbed
     assert len(locks_held) > 4 and all(held_now == [True] for held_now in locks_held)
     peaks = [memory.peak for _, memory in locks_and_memories()]
@@ -139,7 +139,7 @@ def test_engines_with_room_for_all_stay_and_end_the_same(tmp_path, undisturbed, 
     moving(TorchRolloutEngine, "cpu")
     moving(Fsdp2TrainEngine, "cpu")
     monkeypatch.setattr(DeviceLock, "acquire", acquiring)
-    faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
+    faults = {(30, "before"): kill("ACTOR", 0), (30, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(job, faults) == undisturbed
     assert moves == []
     assert {job.workload(role)._engine.place() for role in SHARING} == {"cuda"}
