@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
-OVERLAYS = ["base", "spot", "gpu", "kueue", "network", "monitoring", "service"]
+COMBINED = ["spot", "gpu", "kueue", "network", "monitoring"]
+OVERLAYS = ["base", *COMBINED, "service", "all"]
 
 
 def run(*command):
@@ -42,7 +43,21 @@ def written(tmp_path_factory):
             (folder / cluster).mkdir()
             patch.chdir(folder / cluster)
             write_skeleton("spelling", cluster)
+    combine(folder / "kuberay/spelling", "all", COMBINED)
     return {cluster: folder / cluster / "spelling" for cluster in CLUSTERS}
+
+
+def combine(folder, name, overlays):
+    """Combine overlays as the skeleton's README says."""
+    parts = [yaml.safe_load((folder / overlay / "kustomization.yaml").read_text()) for overlay in overlays]
+    fields = ("resources", "patchesJson6902")
+    joined = {field: [entry for part in parts for entry in part.get(field, ())] for field in fields}
+    files = [file for overlay in overlays for file in (folder / overlay).iterdir() if file.stem != "kustomization"]
+    assert len(files) == len({file.name for file in files})
+    (folder / name).mkdir()
+    for file in files:
+        (folder / name / file.name).write_text(file.read_text())
+    (folder / name / "kustomization.yaml").write_text(yaml.safe_dump({**parts[0], **joined}))
 
 
 def test_the_image_passes_hadolint(tmp_path):
@@ -163,6 +178,9 @@ def apply(node, change):
     *parents, last = change["path"].strip("/").split("/")
     for key in parents:
         node = node[int(key)] if isinstance(node, list) else node[key]
+    if last == "-":
+        node.append(change["value"])
+        return
     assert change["op"] == "add" or last in node, f"{change['path']} is not there to be replaced"
     node[last] = change["value"]
 
@@ -240,8 +258,8 @@ def test_job_ends_its_cluster_and_can_be_suspended(written, overlay):
     assert not any(resource["kind"] in ("PriorityClass", "ClusterQueue") for resource in resources), "cluster-wide"
     for job in (each for each in resources if each["kind"] == "RayJob"):
         assert job["spec"]["shutdownAfterJobFinishes"] and "clusterSelector" not in job["spec"]
-        assert job["spec"].get("suspend", False) is (overlay == "kueue")
-        assert ("kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})) is (overlay == "kueue")
+        assert job["spec"].get("suspend", False) is (overlay in ("kueue", "all"))
+        assert ("kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})) is (overlay in ("kueue", "all"))
 
 
 def test_job_of_the_base_runs_as_it_is_written(written):
@@ -291,6 +309,25 @@ def test_pods_name_existing_resources(written, overlay):
             if "configMap" in volume:
                 references.add(("ConfigMap", volume["configMap"]["name"]))
         assert references <= existing
+
+
+def test_combined_options_all_have_their_effect(written):
+    (job,) = [item for item in resources_of(written["kuberay"] / "all") if item["kind"] == "RayJob"]
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    spec = workers["template"]["spec"]
+    assert [toleration["key"] for toleration in spec["tolerations"]] == ["spot", "nvidia.com/gpu"]
+    assert spec["nodeSelector"] and workers["replicas"] == 2 and job["spec"]["suspend"]
+
+
+@pytest.mark.parametrize("overlay", ["network", "service"])
+def test_policy_of_a_cluster_admits_its_own_pods_and_the_operator(written, overlay):
+    policies = [item["spec"] for item in resources_of(written["kuberay"] / overlay) if item["kind"] == "NetworkPolicy"]
+    of_clusters = [spec for spec in policies if "app" not in spec["podSelector"]["matchLabels"]]
+    assert of_clusters
+    for spec in of_clusters:
+        peers = [peer for rule in spec["ingress"] for peer in rule["from"]]
+        assert {"podSelector": spec["podSelector"]} in peers
+        assert any("namespaceSelector" in peer for peer in peers)
 
 
 def test_a_pod_has_time_to_be_drained(written):
