@@ -155,7 +155,7 @@ def test_explain_has_the_time_failures_and_log_of_a_job(desk):
     first = output.index("Failures, the first one first:") + 1
     words = ["ROLLOUT[1]: process_died: it is gone", "trainer: hung: no step", ended["reason"]]
     assert [line.split(maxsplit=2)[2] for line in output[first : first + 3]] == words
-    assert "Its log: dlrover-rl logs job rollout-1" in output and "  Traceback: malloc" in output
+    assert f"Its log: dlrover-rl logs job@{run} rollout-1" in output and "  Traceback: malloc" in output
     assert any(line.startswith("What to try: Use smaller batches") for line in output)
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
     state = json.loads(desk("explain", "job", "--json"))

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -151,6 +152,57 @@ def test_scripts_pass_shellcheck(written, tmp_path):
     assert run(BIN / "shellcheck", *scripts) == (0, "")
     (tmp_path / "wrong.sh").write_text("#!/bin/sh\nrm -rf $1/*\n")
     assert run(BIN / "shellcheck", tmp_path / "wrong.sh")[0] == 1
+
+
+@pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
+def test_commands_of_the_batch_script_are_in_the_container(written, tmp_path, container):
+    """Every ray, python and dlrover-rl is: on the host they end the job, as where they are not installed."""
+    script = (written["slurm"] / "job.sbatch").read_text()
+    options = {
+        "apptainer": r"^#   (in_step=.*|inside=\(.*in_step.*)$",
+        "pyxis": r"^#   (step\+=.*|inside=.*step\[.*--nodes.*)$",
+    }
+    if container != "none":
+        script = re.sub(options[container], r"\1", script, flags=re.M)
+    ray = "echo ray $1 >> $CALLS; [ $1 = start ] && exec sleep 60; exit 0"
+    tools = {
+        "ray": ray,
+        "python": "echo python >> $CALLS; cat > /dev/null; echo 1",
+        "dlrover-rl": "echo dlrover-rl >> $CALLS",
+        "hostname": "echo 127.0.0.1",
+        "scontrol": "echo n1",
+        "apptainer": 'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="$INSIDE:$PATH" exec "$@"',
+        "srun": "while [[ $1 == --* ]]; do [[ $1 == --container-image* ]] && PATH=$INSIDE:$PATH; shift; done\n"
+        'SLURMD_NODENAME=n1 exec "$@"',
+    }
+    for folder, names in {"inside": ("ray", "python", "dlrover-rl"), "host": [*tools]}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            is_missing = folder == "host" and container != "none" and name in ("ray", "python", "dlrover-rl")
+            text = "exit 9" if is_missing else tools[name]
+            (tmp_path / folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / folder / name).chmod(0o755)
+    (tmp_path / "job.sbatch").write_text(script)
+    env = {"PATH": f"{tmp_path / 'host'}:{os.environ['PATH']}", "INSIDE": str(tmp_path / "inside")}
+    env |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}
+    command = ["bash", "job.sbatch"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**env, "CALLS": str(tmp_path / "calls")},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as batch,
+    ):
+        try:
+            code = batch.wait(30)
+        finally:
+            os.killpg(batch.pid, signal.SIGKILL)
+    assert code == 0, (tmp_path / "log").read_text()
+    assert sorted(set((tmp_path / "calls").read_text().split())) == ["dlrover-rl", "python", "ray", "start", "status"]
 
 
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
