@@ -164,7 +164,7 @@ def test_commands_of_the_batch_script_are_in_the_container(written, tmp_path, co
     }
     if container != "none":
         script = re.sub(options[container], r"\1", script, flags=re.M)
-    ray = "echo ray $1 >> $CALLS; [ $1 = start ] && exec sleep 60; exit 0"
+    ray = "echo ray $1 >> $CALLS; [ $1 = start ] && exec sleep 60; exec grep -q start $CALLS"
     tools = {
         "ray": ray,
         "python": "echo python >> $CALLS; cat > /dev/null; echo 1",
