@@ -26,7 +26,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.client.explain import _REMEDIES
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.service import server as server_module
-from dlrover.python.rl.service.auth import TokenFile, prepare
+from dlrover.python.rl.service.auth import AccessRole, TokenFile, add_token, prepare
 from dlrover.python.rl.service.client import connected
 from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
@@ -313,6 +313,41 @@ def test_resume_and_eval_look_where_the_job_was_submitted(desk):
     assert folders == {str(desk.folder / "root/mine")}
 
 
+def test_options_of_a_resumption_replace_what_the_run_had(desk):
+    (desk.folder / "mine").mkdir()
+    (desk.folder / "mine/rewards.py").touch()
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    run = ended_run(desk, 1)
+    earlier = replace(desk.manager._ledger.records[run], work_dir="old", priority=5)
+    desk.manager._ledger._put(earlier)
+    desk("resume", f"job@{run}", "--working-dir", "../mine", "--priority", "0", "--detach")
+    record = desk.manager.get("job")
+    assert record.work_dir.startswith("working-dirs/") and record.priority == 0
+    desk("eval", f"job@{run}", "--working-dir", "../mine", "--detach")
+    assert desk.manager.get("job-eval").work_dir == record.work_dir
+
+
+def test_run_of_an_earlier_version_needs_a_folder(desk):
+    run = ended_run(desk, 1)
+    desk.manager._ledger._put(replace(desk.manager._ledger.records[run], work_dir=""))
+    for verb in ("resume", "eval"):
+        assert "was submitted to an earlier version" in desk(verb, f"job@{run}", code=1)
+        desk(verb, f"job@{run}", "--folder", ".", "--detach")
+
+
+def test_run_of_another_owner_is_not_resumed(desk, monkeypatch):
+    run = ended_run(desk, 1)
+    tokens = {name: desk.folder / f"{name}.token" for name in ("bob", "root")}
+    for name, role in (("bob", AccessRole.SUBMIT), ("root", AccessRole.ADMIN)):
+        add_token(desk.folder / "state", name, role, tokens[name])
+    monkeypatch.setenv("DLROVER_RL_TOKEN_FILE", str(tokens["bob"]))
+    assert "'bob' has the role 'submit', which may not do this" in desk("resume", f"job@{run}", "--detach", code=1)
+    desk("eval", f"job@{run}", "--detach")
+    monkeypatch.setenv("DLROVER_RL_TOKEN_FILE", str(tokens["root"]))
+    desk("resume", f"job@{run}", "--detach")
+    assert desk.manager.get("job").owner == "root"
+
+
 def test_finished_run_needs_a_change_to_be_resumed(desk):
     ended_run(desk, 9, JobPhase.FINISHED)
     assert "the run has finished; to continue it" in desk("resume", "job")
@@ -438,13 +473,20 @@ def test_stuck_job_differs_from_a_healthy_one(desk):
     healthy = desk.begin("healthy", step=10, total_steps=100, step_s=2.0, members=MEMBERS)
     stuck = desk.begin("stuck", step=49, total_steps=100_000, step_s=0.3, recoveries={"ROLLOUT": 7}, members=MEMBERS)
     long_ago_s = time.time() - 250
-    for run, changes in ((stuck, {"last_step_s": long_ago_s}), (healthy, {})):
+    unbegun, loading = desk.begin("unbegun"), desk.begin("loading")
+    for run, changes in (
+        (stuck, {"last_step_s": long_ago_s}),
+        (healthy, {}),
+        (unbegun, {"started_s": long_ago_s - 1000}),
+        (loading, {"started_s": long_ago_s}),
+    ):
         desk.manager._ledger._put(replace(desk.manager._ledger.records[run], **changes))
     views = {view["name"]: view for view in json.loads(desk("list", "--json"))}
     assert views["healthy"]["eta_s"] == 180.0 and views["stuck"]["eta_s"] == 0.0
     assert 240 < views["stuck"]["step_age_s"] < 300 and views["stuck"]["recoveries"] == {"ROLLOUT": 7}
-    assert {view["devices"] for view in views.values()} == {3}
+    assert views["healthy"]["devices"] == views["stuck"]["devices"] == 3
     lines = {line.split()[0]: line for line in desk("list").splitlines()}
+    assert "no progress" in lines["unbegun"] and "no progress" not in lines["loading"]
     assert "running, no progress" in lines["stuck"] and "0:04:1" in lines["stuck"]
     assert "no progress" not in lines["healthy"] and "admin" in lines["healthy"]
     status = desk("status", "stuck")

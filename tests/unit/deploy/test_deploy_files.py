@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
-OVERLAYS = ["base", "spot", "gpu", "kueue", "network", "monitoring", "service"]
+COMBINED = ["spot", "gpu", "kueue", "network", "monitoring"]
+OVERLAYS = ["base", *COMBINED, "service", "all"]
 
 
 def run(*command):
@@ -42,7 +44,21 @@ def written(tmp_path_factory):
             (folder / cluster).mkdir()
             patch.chdir(folder / cluster)
             write_skeleton("spelling", cluster)
+    combine(folder / "kuberay/spelling", "all", COMBINED)
     return {cluster: folder / cluster / "spelling" for cluster in CLUSTERS}
+
+
+def combine(folder, name, overlays):
+    """Combine overlays as the skeleton's README says."""
+    parts = [yaml.safe_load((folder / overlay / "kustomization.yaml").read_text()) for overlay in overlays]
+    fields = ("resources", "patchesJson6902")
+    joined = {field: [entry for part in parts for entry in part.get(field, ())] for field in fields}
+    files = [file for overlay in overlays for file in (folder / overlay).iterdir() if file.stem != "kustomization"]
+    assert len(files) == len({file.name for file in files})
+    (folder / name).mkdir()
+    for file in files:
+        (folder / name / file.name).write_text(file.read_text())
+    (folder / name / "kustomization.yaml").write_text(yaml.safe_dump({**parts[0], **joined}))
 
 
 def test_the_image_passes_hadolint(tmp_path):
@@ -138,6 +154,57 @@ def test_scripts_pass_shellcheck(written, tmp_path):
     assert run(BIN / "shellcheck", tmp_path / "wrong.sh")[0] == 1
 
 
+@pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
+def test_commands_of_the_batch_script_are_in_the_container(written, tmp_path, container):
+    """Every ray, python and dlrover-rl is: on the host they end the job, as where they are not installed."""
+    script = (written["slurm"] / "job.sbatch").read_text()
+    options = {
+        "apptainer": r"^#   (in_step=.*|inside=\(.*in_step.*)$",
+        "pyxis": r"^#   (step\+=.*|inside=.*step\[.*--nodes.*)$",
+    }
+    if container != "none":
+        script = re.sub(options[container], r"\1", script, flags=re.M)
+    ray = "echo ray $1 >> $CALLS; [ $1 = start ] && exec sleep 60; exec grep -q start $CALLS"
+    tools = {
+        "ray": ray,
+        "python": "echo python >> $CALLS; cat > /dev/null; echo 1",
+        "dlrover-rl": "echo dlrover-rl >> $CALLS",
+        "hostname": "echo 127.0.0.1",
+        "scontrol": "echo n1",
+        "apptainer": 'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="$INSIDE:$PATH" exec "$@"',
+        "srun": "while [[ $1 == --* ]]; do [[ $1 == --container-image* ]] && PATH=$INSIDE:$PATH; shift; done\n"
+        'SLURMD_NODENAME=n1 exec "$@"',
+    }
+    for folder, names in {"inside": ("ray", "python", "dlrover-rl"), "host": [*tools]}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            is_missing = folder == "host" and container != "none" and name in ("ray", "python", "dlrover-rl")
+            text = "exit 9" if is_missing else tools[name]
+            (tmp_path / folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / folder / name).chmod(0o755)
+    (tmp_path / "job.sbatch").write_text(script)
+    env = {"PATH": f"{tmp_path / 'host'}:{os.environ['PATH']}", "INSIDE": str(tmp_path / "inside")}
+    env |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}
+    command = ["bash", "job.sbatch"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**env, "CALLS": str(tmp_path / "calls")},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as batch,
+    ):
+        try:
+            code = batch.wait(30)
+        finally:
+            os.killpg(batch.pid, signal.SIGKILL)
+    assert code == 0, (tmp_path / "log").read_text()
+    assert sorted(set((tmp_path / "calls").read_text().split())) == ["dlrover-rl", "python", "ray", "start", "status"]
+
+
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +230,9 @@ def apply(node, change):
     *parents, last = change["path"].strip("/").split("/")
     for key in parents:
         node = node[int(key)] if isinstance(node, list) else node[key]
+    if last == "-":
+        node.append(change["value"])
+        return
     assert change["op"] == "add" or last in node, f"{change['path']} is not there to be replaced"
     node[last] = change["value"]
 
@@ -240,8 +310,8 @@ def test_job_ends_its_cluster_and_can_be_suspended(written, overlay):
     assert not any(resource["kind"] in ("PriorityClass", "ClusterQueue") for resource in resources), "cluster-wide"
     for job in (each for each in resources if each["kind"] == "RayJob"):
         assert job["spec"]["shutdownAfterJobFinishes"] and "clusterSelector" not in job["spec"]
-        assert job["spec"].get("suspend", False) is (overlay == "kueue")
-        assert ("kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})) is (overlay == "kueue")
+        assert job["spec"].get("suspend", False) is (overlay in ("kueue", "all"))
+        assert ("kueue.x-k8s.io/queue-name" in job["metadata"].get("labels", {})) is (overlay in ("kueue", "all"))
 
 
 def test_job_of_the_base_runs_as_it_is_written(written):
@@ -291,6 +361,25 @@ def test_pods_name_existing_resources(written, overlay):
             if "configMap" in volume:
                 references.add(("ConfigMap", volume["configMap"]["name"]))
         assert references <= existing
+
+
+def test_combined_options_all_have_their_effect(written):
+    (job,) = [item for item in resources_of(written["kuberay"] / "all") if item["kind"] == "RayJob"]
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    spec = workers["template"]["spec"]
+    assert [toleration["key"] for toleration in spec["tolerations"]] == ["spot", "nvidia.com/gpu"]
+    assert spec["nodeSelector"] and workers["replicas"] == 2 and job["spec"]["suspend"]
+
+
+@pytest.mark.parametrize("overlay", ["network", "service"])
+def test_policy_of_a_cluster_admits_its_own_pods_and_the_operator(written, overlay):
+    policies = [item["spec"] for item in resources_of(written["kuberay"] / overlay) if item["kind"] == "NetworkPolicy"]
+    of_clusters = [spec for spec in policies if "app" not in spec["podSelector"]["matchLabels"]]
+    assert of_clusters
+    for spec in of_clusters:
+        peers = [peer for rule in spec["ingress"] for peer in rule["from"]]
+        assert {"podSelector": spec["podSelector"]} in peers
+        assert any("namespaceSelector" in peer for peer in peers)
 
 
 def test_a_pod_has_time_to_be_drained(written):

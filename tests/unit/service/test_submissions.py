@@ -3,10 +3,14 @@
 time each."""
 
 import asyncio
+import errno
+import hashlib
+import io
 import os
 import random
 import signal
 import string
+import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +26,11 @@ from dlrover.python.rl.common.errors import CallError, DLRoverRLError, InvalidJo
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
-from dlrover.python.rl.service.jobs import submissions
+from dlrover.python.rl.service.jobs import submissions, working_dirs
 from dlrover.python.rl.service.jobs.records import JobEvent, JobRecord, SubmitJob
 from dlrover.python.rl.service.jobs.submissions import CallLimit, SubmissionReader, check_submission, in_a_process
-from dlrover.python.rl.service.messages import details_of, event_message, job_message
+from dlrover.python.rl.service.jobs.working_dirs import WorkingDirs
+from dlrover.python.rl.service.messages import details_of, error_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, SERVICE
 from tests.support.commands import is_alive, processes_below
@@ -331,3 +336,120 @@ def test_half_of_an_emoji_hides_no_job():
 def test_a_cause_has_valid_text(text):
     cause = Cause(CauseKind.USER_ERROR, "trainer", text, text)
     assert (cause.message, cause.detail) == ("the model wrote ?", "the model wrote ?")
+
+
+# -- uploaded folders -------------------------------------------------------------------------------------------------
+
+
+def archive_of(**members):
+    """An archive of files with these sizes, and its digest."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, size in members.items():
+            entry = tarfile.TarInfo(name.replace("__", "/"))
+            entry.size = size
+            tar.addfile(entry, io.BytesIO(bytes(size)))
+    return archive.getvalue(), hashlib.sha256(archive.getvalue()).hexdigest()
+
+
+def upload(folders, archive, digest, owner="ann"):
+    return folders.add_part(digest, owner, len(archive), 0, archive)
+
+
+def names_in(root):
+    return sorted(path.name for path in (root / "working-dirs").iterdir())
+
+
+def test_simultaneous_uploads_store_a_whole_folder(tmp_path):
+    folders, (archive, digest) = WorkingDirs(tmp_path), archive_of(**{f"a{at}": 10 for at in range(300)})
+    with ThreadPoolExecutor(4) as pool:
+        owners = ["ann", "ann", "bob", "bob"]
+        received = list(pool.map(lambda owner: upload(folders, archive, digest, owner), owners))
+    assert len(archive) in received and len(list(folders.find(digest).iterdir())) == 300
+    assert digest in names_in(tmp_path)
+
+
+def test_folder_that_another_service_has_stored_is_taken(tmp_path):
+    folders, (archive, digest) = WorkingDirs(tmp_path), archive_of(a=10)
+    upload(folders, archive, digest)
+    (tmp_path / "archive").write_bytes(archive)
+    folders._unpack(tmp_path / "archive", folders.find(digest))
+    assert names_in(tmp_path) == [digest] and (folders.find(digest) / "a").stat().st_size == 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"), [({"MAX_FILES": 2}, "c: is above the limit"), ({"MAX_BYTES": 25}, "c: is above the limit")]
+)
+def test_large_archive_is_refused_and_leaves_nothing(tmp_path, monkeypatch, limit, message):
+    for name, value in limit.items():
+        monkeypatch.setattr(working_dirs, name, value)
+    with pytest.raises(InvalidJob, match=message):
+        upload(WorkingDirs(tmp_path), *archive_of(a=10, b__d=10, c=10))
+    assert names_in(tmp_path) == []
+
+
+def test_sparse_member_is_refused(tmp_path):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        entry = tarfile.TarInfo("sparse")
+        entry.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "1000000000000"}
+        data = b"1\n999999999999\n1\n".ljust(512, b"\0") + b"x"
+        entry.size = len(data)
+        tar.addfile(entry, io.BytesIO(data))
+    content = archive.getvalue()
+    with pytest.raises(InvalidJob, match="sparse: is no plain file"):
+        upload(WorkingDirs(tmp_path), content, hashlib.sha256(content).hexdigest())
+    assert names_in(tmp_path) == []
+
+
+def test_stored_folder_is_read_only(tmp_path):
+    folders, (archive, digest) = WorkingDirs(tmp_path), archive_of(a=1, b__c=1)
+    upload(folders, archive, digest)
+    folder = folders.find(digest)
+    assert not any(path.stat().st_mode & 0o222 for path in (folder, *folder.rglob("*")))
+
+
+def test_what_nothing_uses_is_removed_after_an_hour(tmp_path):
+    folders, digests = WorkingDirs(tmp_path), []
+    for name in ("used", "unused", "renewed", "young"):
+        archive, digest = archive_of(**{f"{name}__file": 1})
+        digests.append(digest)
+        upload(folders, archive, digest)
+        if name == "renewed":
+            renewed = archive, digest
+    unfinished = archive_of(unfinished=1)
+    folders.add_part(unfinished[1], "ann", len(unfinished[0]), 0, unfinished[0][:9])
+    for path in (tmp_path / "working-dirs").iterdir():
+        os.utime(path, (1, 1)) if path.name != digests[3] else None
+    upload(folders, *renewed)
+    (tmp_path / "working-dirs/.mine").touch()
+    folders.remove_unused({".", "", f"working-dirs/{digests[0]}/used"})
+    assert names_in(tmp_path) == sorted([".mine", digests[0], *digests[2:]])
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        (errno.ENOSPC, ServiceUnavailable, "no room"),
+        (errno.EDQUOT, ServiceUnavailable, "no room"),
+        (errno.ENAMETOOLONG, InvalidJob, "a: cannot be written"),
+    ],
+)
+def test_fault_of_the_disk_is_told_from_one_of_a_member(tmp_path, monkeypatch, code, kind, message):
+    def extract(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tarfile.TarFile, "extract", extract)
+    with pytest.raises(kind, match=message):
+        upload(WorkingDirs(tmp_path), *archive_of(a=1))
+    assert names_in(tmp_path) == []
+
+
+def test_older_service_has_no_working_dirs():
+    class Failure(grpc.RpcError):
+        code, details, trailing_metadata = (
+            lambda self, value=value: value for value in (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ())
+        )
+
+    error = error_of(Failure())
+    assert isinstance(error, CallError) and "has no --working-dir" in str(error)

@@ -60,12 +60,18 @@ def with_server(command: click.Command, describe: Callable[..., dict[str, Any]])
             why = "is no job's name, as --server and DLROVER_RL_SERVER need; --local, --ray or --address run it here"
             raise InvalidJob([ConfigError(arguments["name_or_dir"], why)])
         placing = {name: arguments.pop(name) for name in ("priority", "folder", "working_dir")}
-        placing = {name: value for name, value in placing.items() if value}
+        placing = {name: placing[name] for name in _used(placing)}
         detach = arguments.pop("detach")
         from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
 
         with connected(server) as client:
-            name = submit(client, server, **{**describe(client, **arguments), **placing})
+            described = describe(client, **arguments)
+            if placing.keys() & {"folder", "working_dir"}:
+                described.pop("folder", None)
+            elif described.get("folder") == "":
+                why = "was submitted to an earlier version, which did not keep where its modules are: pass --folder"
+                raise InvalidJob([ConfigError(arguments["name_or_dir"], why)])
+            name = submit(client, server, **{**described, **placing})
             if detach:
                 return
             ended = follow(RemoteJobs(client), name)

@@ -194,6 +194,15 @@ class JobManager:
             if each.phase.ended
         ]
 
+    def work_dirs(self) -> set[str]:
+        """Return the folders, relative to the root, that the remembered runs need."""
+        return {record.work_dir for record in self._ledger.records.values()}
+
+    def owners(self, folder: str) -> set[str]:
+        """Return the owners of the runs whose files are in ``folder``."""
+        records = self._ledger.records.values() if folder else ()
+        return {record.owner for record in records if folder in (record.folder, record.results)}
+
     def targets(self) -> list[dict[str, Any]]:
         """Return the metrics endpoints of running jobs, each with its job and owner, for Prometheus's discovery."""
         targets = []

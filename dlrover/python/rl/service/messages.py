@@ -76,6 +76,8 @@ def error_of(failure: grpc.RpcError) -> DLRoverRLError:
         return errors.QuotaReached(details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return errors.AccessDenied(details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:  # Upload is the only method that a service may lack
+        return errors.CallError("this service is older and has no --working-dir")
     if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return ServiceUnavailable(details or "the service did not answer in time")
     if code is grpc.StatusCode.INVALID_ARGUMENT:

@@ -215,6 +215,7 @@ class JobServer:
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
         self._refused, self._refusals_logged = 0, FailureLimit(burst=1.0, per_s=1 / _DENIALS_EVERY_S)
         self._reader = reader or SubmissionReader()
+        self._working_dirs = WorkingDirs(self._root)
         answer_at_once = {method.name for method in SERVICE.methods if not method.server_streaming} - {"Wait"}
         short = frozenset(f"/{SERVICE.full_name}/{name}" for name in answer_at_once)
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, short, failures or FailureLimit())
@@ -326,11 +327,15 @@ class JobServer:
 
     async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
         operation = await self._reader.read(request, caller.name, self._root)
+        for owner in self._manager.owners(operation.job.folder):
+            caller.check_owner(owner)
         return job_message(await self._manager.ask(operation))
 
     async def _upload(self, request: wire.UploadRequest, caller: Caller) -> wire.UploadResponse:
+        if not request.data:  # the first of an upload
+            await asyncio.to_thread(self._working_dirs.remove_unused, self._manager.work_dirs())
         part = request.digest, caller.name, request.size, request.offset, request.data
-        return wire.UploadResponse(received=await asyncio.to_thread(WorkingDirs(self._root).add_part, *part))
+        return wire.UploadResponse(received=await asyncio.to_thread(self._working_dirs.add_part, *part))
 
     async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
         return job_message(self._named(request))

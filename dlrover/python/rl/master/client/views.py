@@ -13,7 +13,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, devices_of
 from dlrover.python.rl.trainer.step_report import Announcer, Reporter
 
-_LATE_STEPS, _LATE_S = 10, 60.0  # without a step, a job is taken to stand still
+_LATE_STEPS, _LATE_S, _LATE_FIRST_S = 10, 60.0, 900.0  # without a step, a job is taken to stand still
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ class JobView:
     @property
     def moves(self) -> bool:
         """True while steps come at their pace."""
-        is_late = self.step_age_s > max(_LATE_STEPS * self.step_s, _LATE_S)
+        limit_s = max(_LATE_STEPS * self.step_s, _LATE_S) if self.last_step_s else _LATE_FIRST_S
+        since_s = self.last_step_s or self.started_s
+        is_late = since_s > 0.0 and time.time() - since_s > limit_s
         return self.phase == "running" and not self.activity and not is_late
 
     @property

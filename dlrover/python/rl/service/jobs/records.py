@@ -68,7 +68,7 @@ class JobRecord:
     per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # one worker's resources, by role
     hard: bool = False  # while STOPPING
     folder: str = ""  # of its files, absolute, fixed at submission; empty in records of earlier versions
-    work_dir: str = ""  # relative to the service's root: where its relative paths and modules are looked up
+    work_dir: str = ""  # relative to the service's root: where its modules are; empty in records of earlier versions
     last_step_s: float = 0.0  # when its last step was reported
 
     @property

@@ -5,10 +5,11 @@
 
     folder -> pack() -> archive --parts--> WorkingDirs.add_part() -> <root>/working-dirs/<digest>, read-only
 
-An archive depends on the files alone, so that the same folder is sent and stored once. A stored folder stays, since
-runs that used it may be resumed.
+An archive depends on the files alone, so that the same folder is sent and stored once. A stored folder stays as long as
+the service remembers a run that used it, which may be resumed.
 """
 
+import errno
 import hashlib
 import hmac
 import os
@@ -16,16 +17,22 @@ import re
 import shutil
 import stat
 import tarfile
-from collections.abc import Iterator
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceUnavailable
 
 FOLDER, IGNORE = "working-dirs", ".dlrover-rl-ignore"
 MAX_BYTES, MAX_FILES = 512 * 1024 * 1024, 20_000
 PART = 1024 * 1024
+_KEPT_S = 3600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_ARCHIVE = MAX_BYTES + MAX_FILES * 2048
 _IGNORED = (".git", "__pycache__", ".venv", "runs", "*.pyc")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -82,21 +89,53 @@ def _refused(name: str, fault: str) -> InvalidJob:
     return InvalidJob([ConfigError(f"working_dir: {name}", fault)])
 
 
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Extract a plain file below ``folder``. Raises InvalidJob for anything else, with the name of the member."""
-    if not member.isreg():
-        raise _refused(member.name[:200], "is no plain file")
-    try:
-        tar.extract(member, folder, filter="data")
-    except tarfile.FilterError as error:
-        raise _refused(member.name[:200], f"is refused: {error}") from error
+def _extract(tar: tarfile.TarFile, folder: Path) -> None:
+    """Extract plain files below ``folder``, as many as ``pack`` allows. Raises InvalidJob for anything else, with the
+    name of the member."""
+    count = size = 0
+    for member in tar:
+        name, count, size = member.name[:200], count + 1, size + member.size
+        if not member.isreg() or member.issparse():
+            raise _refused(name, "is no plain file")
+        if count > MAX_FILES or size > MAX_BYTES:
+            raise _refused(name, f"is above the limit of {MAX_FILES:,} files with {MAX_BYTES / 1e6:,.0f} MB")
+        try:
+            tar.extract(member, folder, filter="data")
+        except tarfile.FilterError as error:
+            raise _refused(name, f"is refused: {error}") from error
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            raise _refused(name, f"cannot be written: {error.strerror}") from error
+
+
+def _protect(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            path = Path(parent, name)
+            path.chmod(path.stat().st_mode & ~0o222)
+        Path(parent).chmod(0o555)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, protected or not."""
+    for parent, _, _ in os.walk(folder):
+        Path(parent).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_old(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > _KEPT_S
+    return False
 
 
 class WorkingDirs:
-    """The folders below ``root``. Blocking; parts of one archive come from one client at a time."""
+    """The folders below ``root``; blocking."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
+        self._locks = [threading.Lock() for _ in range(256)]  # by the first byte of a digest
 
     def find(self, digest: str) -> Path:
         """Return a stored folder. Raises InvalidJob."""
@@ -106,14 +145,45 @@ class WorkingDirs:
 
     def add_part(self, digest: str, owner: str, size: int, offset: int, data: bytes) -> int:
         """Add bytes of an archive at ``offset``; return how many of ``size`` there are. Raises InvalidJob for an
-        archive that differs from its digest, or has a member that is not below the folder."""
+        archive that differs from its digest, or has a member that is not below the folder, and ServiceUnavailable if
+        the disk is full."""
         if not _DIGEST.fullmatch(digest) or not 0 < size <= _MAX_ARCHIVE:
             raise InvalidJob([ConfigError("working_dir", f"has {size:,} bytes; at most {_MAX_ARCHIVE:,} are allowed")])
-        target = self._folder / digest
+        part = self._folder / f".{digest}.{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
+        try:
+            with self._lock(digest):
+                return self._add(part, self._folder / digest, size, offset, data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise ServiceUnavailable(f"the service has no room for the folder: {error.strerror}") from error
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Remove what is older than an hour: unfinished uploads, and stored folders that none of the paths ``used``,
+        relative to the root, is in."""
+        in_use = {Path(path).parts[1] for path in used if path.startswith(f"{FOLDER}/")}
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            digest = path.name.lstrip(".").partition(".")[0]
+            if path.name in in_use or not _DIGEST.fullmatch(digest) or not _is_old(path):
+                continue
+            with self._lock(digest):
+                if not _is_old(path):
+                    continue
+                if path.name == digest:  # never leave a part of it under its digest
+                    path = path.rename(tempfile.mkdtemp(prefix=f".{digest}.", dir=self._folder))
+                if path.is_file():
+                    path.unlink()
+                else:
+                    _remove(path)
+
+    def _lock(self, digest: str) -> threading.Lock:
+        return self._locks[int(digest[:2], 16)]
+
+    def _add(self, part: Path, target: Path, size: int, offset: int, data: bytes) -> int:
         if target.is_dir():
+            os.utime(target)  # a job that needs it will be submitted
             return size
         self._folder.mkdir(mode=0o755, exist_ok=True)
-        part = self._folder / f".{digest}.{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
         with part.open("ab") as file:
             received = file.tell()
             if offset == received and data:
@@ -122,7 +192,7 @@ class WorkingDirs:
             return received
         try:
             with part.open("rb") as file:
-                if not hmac.compare_digest(hashlib.file_digest(file, "sha256").hexdigest(), digest):
+                if not hmac.compare_digest(hashlib.file_digest(file, "sha256").hexdigest(), target.name):
                     raise InvalidJob([ConfigError("working_dir", "differs from its digest: send it again")])
             self._unpack(part, target)
         finally:
@@ -130,17 +200,17 @@ class WorkingDirs:
         return size
 
     def _unpack(self, archive: Path, target: Path) -> None:
-        folder = archive.with_suffix(f"{archive.suffix}.d")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=self._folder))
         try:
             with tarfile.open(archive, "r:") as tar:
-                for member in tar:
-                    _extract(tar, member, folder)
-            for path in folder.rglob("*"):
-                path.chmod(path.stat().st_mode & ~0o222)
-            folder.rename(target)
+                _extract(tar, folder)
+            _protect(folder)
+            try:
+                folder.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another service has stored the same files
+                    raise
         except tarfile.TarError as error:
             raise InvalidJob([ConfigError("working_dir", f"is not an archive: {error}")]) from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
