@@ -331,6 +331,7 @@ AGENT = "tests.support.plain_agents:run"
         ({"agent": AGENT, "options": {"deph": 2}}, {}, "environment.agent", "did you mean 'depth'"),
         ({"options": {"depth": 2}}, {}, "environment.options", "there is no agent"),
         ({"timeout_s": 9.0}, {}, "environment.timeout_s", "there is no agent"),
+        ({"agent": AGENT, "host": "0.0.0.0"}, {}, "environment.host", "give an address of the worker's node"),
         ({"agent": AGENT}, {"env_path": HOSTILE}, "environment.agent", "give one of them"),
         ({"agent": AGENT}, {"env_timeout_s": 9.0}, "rollout.env_timeout_s", "there is no env_path"),
     ],

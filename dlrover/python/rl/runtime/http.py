@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP servers on uvicorn: in the main thread until Ctrl-C, in a running event loop, or in a thread for strangers."""
+"""HTTP servers on uvicorn: in the main thread until Ctrl-C, in a running event loop, or in a thread."""
 
 import asyncio
+import json
 import resource
 import socket
 import threading
@@ -53,7 +54,7 @@ class TaskServer:
 
 
 class ThreadServer:
-    """Serves an application in a thread until it is closed, also to strangers.
+    """Serves an application in a thread until it is closed, also to untrusted clients.
 
     A request whose headers are not there within ``patience_s``, and a client that reads nothing for so long, lose their
     connection. Connections beyond the open files that this process may have are refused with the status 503."""
@@ -98,7 +99,8 @@ class _ImpatientProtocol(H11Protocol):
 
     def _refuse_half(self) -> None:
         if not self.transport.is_closing():
-            text = b'{"error": {"message": "the request did not arrive whole in time"}}'
+            fault = {"message": "the request did not arrive whole in time", "type": "invalid_request_error"}
+            text = json.dumps({"error": {**fault, "param": None, "code": "timeout"}}).encode()
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
             self.transport.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + text)
             self.transport.close()

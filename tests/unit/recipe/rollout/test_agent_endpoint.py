@@ -2,6 +2,7 @@
 """The endpoint of agents answers in OpenAI's shapes, and hostile clients do not disturb others."""
 
 import asyncio
+import inspect
 import json
 import resource
 import socket
@@ -9,7 +10,10 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerBase
 
+from dlrover.python.rl.recipe.rollout.chat_api import ApiError, parse_ask
+from dlrover.python.rl.recipe.rollout.endpoint import _Answering, _Episode
 from tests.support.agent_clients import acting, user
 from tests.support.scripted import groups
 
@@ -130,6 +134,9 @@ WRONG = {
     "JSON mode": (chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
     "forced tool": (chat(tool_choice="required"), 400, "unsupported_parameter", "tool_choice"),
     "top log-probs": (chat(logprobs=True, top_logprobs=5), 400, "unsupported_parameter", "top_logprobs"),
+    "ids in a stream": (
+        chat(stream=True, return_token_ids=True), 400, "unsupported_parameter", "return_token_ids",
+    ),
     "no tokens": (chat(max_tokens=0), 400, "invalid_value", "max_tokens"),
     "text as a number": (chat(max_tokens="3"), 400, "invalid_type", "max_tokens"),
     "many choices": (chat(n=1000), 400, "invalid_value", "n"),
@@ -160,6 +167,16 @@ def test_wrong_requests_get_one_error_in_openais_shape():
 
 
 @pytest.mark.feature(155)
+def test_parameters_of_the_template_call_are_not_the_templates_variables():
+    call = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"self", "kwargs"}
+    for name in (*call, "messages"):
+        with pytest.raises(ApiError, match=f"'chat_template_kwargs.{name}' cannot be set"):
+            parse_ask("chat", json.dumps(chat(chat_template_kwargs={name: "x"})).encode())
+    ask = parse_ask("chat", json.dumps(chat(chat_template_kwargs={"enable_thinking": True})).encode())
+    assert ask.template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.feature(155)
 def test_texts_of_prompts_and_other_addresses_are_checked():
     async def run(client):
         bodies = ({"prompt": ""}, {"prompt": ["a", "b"]}, {"prompt": "x", "logprobs": 3}, {"prompt": "x", "echo": True})
@@ -168,7 +185,8 @@ def test_texts_of_prompts_and_other_addresses_are_checked():
 
     answers = act(run)
     assert [answer.status_code for answer in answers] == [400] * 4 + [404, 405]
-    assert all(answer.json()["error"]["message"] for answer in answers)
+    assert all(answer.json()["error"].keys() == {"message", "type", "param", "code"} for answer in answers)
+    assert {answer.headers["x-should-retry"] for answer in answers} == {"false"}
 
 
 @pytest.mark.feature(156)
@@ -196,7 +214,44 @@ def test_requests_beyond_the_open_ones_may_be_sent_again():
 
     refused = act(run, max_open=1, max_turns=300)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert refused.headers["x-should-retry"] == "true"
+    assert (refused.json()["error"]["type"], refused.headers["x-should-retry"]) == ("requests", "true")
+
+
+@pytest.mark.feature(156)
+def test_tokens_that_open_requests_may_need_are_not_yet_spent():
+    async def run(client, row):
+        first = asyncio.create_task(client.chat("one"))
+        while not rolled.engine.seeds:
+            await asyncio.sleep(0.01)
+        refused = await client.post("chat/completions", chat(messages=[user("two")]))
+        holds.clear()
+        await first
+        await client.chat("two")
+        return {"reward": 1.0, "score": float(refused.json()["error"]["code"] == "rate_limit_exceeded")}
+
+    holds = [True]
+    with acting(lambda *_: "yes", run, max_tokens=100) as rolled:
+        advance = rolled.engine.advance
+        rolled.engine.advance = lambda: [] if holds else advance()
+        rows = rolled.fetch(groups({}))
+    assert (rows.dense("score").sum(), rows.dense("turns").tolist()[0]) == (1.0, 2)
+
+
+@pytest.mark.feature(156)
+async def test_request_is_open_until_its_answer_is_read():
+    episode, is_read = _Episode(None, "", open=1), asyncio.Event()
+
+    async def send(message):
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            await is_read.wait()
+
+    answering = _Answering(episode, [b"{}"], "application/json", {})
+    sending = asyncio.create_task(answering({"type": "http"}, asyncio.Event().wait, send))
+    await asyncio.sleep(0.05)
+    assert episode.open == 1
+    is_read.set()
+    await sending
+    assert episode.open == 0
 
 
 @pytest.mark.feature(156)
@@ -209,7 +264,9 @@ def test_key_opens_its_episode_only_and_ends_with_it():
         other = next(each for each in clients if each is not client)
         for key, url in (("sk-x", None), (other.key, None), (client.key, other.url), ("ключ", None)):
             answer = await client.post("chat/completions", ONE, key, url)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (401, "invalid_api_key")
+            assert error["type"] == "invalid_request_error"
         await client.chat("one")
         return 1.0
 

@@ -4,13 +4,17 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import EngineError, EnvironmentLost
+from dlrover.python.rl.engine.api.base import Completion, Request
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
-from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import Group
+from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples, completed
 from tests.support.agent_clients import acting, user
 from tests.support.chat_environments import TEMPLATE  # noqa: F401 - what the texts below are rendered with
 from tests.support.scripted import groups, texts
@@ -119,6 +123,20 @@ def test_request_that_changes_the_past_starts_a_row(change):
     assert sorted(rows.dense("reward").tolist()) == [0.0, 1.0]
 
 
+@pytest.mark.feature(153)
+def test_refused_continuation_leaves_its_row_to_a_shorter_one():
+    async def run(client, row):
+        first, _ = await client.chat("one")
+        messages = [user("one"), first, user("x" * 5000)]
+        refused = await client.post("chat/completions", {"model": "policy", "messages": messages})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        await client.chat("one", first, "two")
+        return 1.0
+
+    rows, _ = run_one(run)
+    assert [text.count(END) for text in texts(rows, "action_mask")] == [2]
+
+
 @pytest.mark.feature(152)
 def test_repeated_request_returns_the_recorded_action():
     async def run(client, row):
@@ -219,6 +237,45 @@ def test_lost_agent_gets_recorded_actions_or_others(on_loss):
 
 
 @pytest.mark.feature(157)
+def test_abandoned_try_leaves_neither_requests_nor_its_key():
+    lost, left = [], []
+
+    async def run(client, row):
+        ask = {"model": "policy", "messages": [user("long")]}
+        if not lost:
+            lost.append(client)
+            await client.chat("one")
+            left.append(asyncio.create_task(client.post("chat/completions", ask)))
+            while len(rolled.engine.seeds) < 2:
+                await asyncio.sleep(0.01)
+            raise EnvironmentLost("its process ended")
+        await asyncio.gather(*left, return_exceptions=True)
+        assert (await client.post("chat/completions", ask, lost[0].key, lost[0].url)).status_code == 401
+        await client.chat("long")
+        return 1.0
+
+    with acting(lambda context, _: "x" * 90 if "long" in context else "yes", run, on_loss="redraw") as rolled:
+        rows = rolled.fetch(groups({}))
+    assert (rows.dense("turns").tolist(), texts(rows, "action_mask")) == ([1], [f"{'x' * 90}{END}"])
+
+
+@pytest.mark.feature(157)
+def test_all_tries_of_an_agent_share_its_time():
+    tries = []
+
+    async def run(client, row):
+        tries.append(client)
+        if len(tries) == 1:
+            await asyncio.sleep(1.5)
+            raise EnvironmentLost("its process ended")
+        await asyncio.sleep(30.0)
+
+    rows, _ = run_one(run, timeout_s=2.0)
+    (fault,) = rows.objects("error")
+    assert fault.startswith("step gave no answer within 0.") and len(tries) == 2
+
+
+@pytest.mark.feature(157)
 @pytest.mark.parametrize(("kills", "error"), [(2, False), (3, True)])
 def test_killed_process_of_agents_is_replaced_and_continues(tmp_path, kills, error):
     info, counter = {"starts": str(tmp_path / "starts"), "kills": kills}, iter(range(100))
@@ -265,6 +322,23 @@ def test_lost_worker_leaves_actions_to_its_replacement(tmp_path, stamps):
         rows = rolled.fetch(groups({}))
     numbers = (0, 1, 3) if stamps[0].fingerprint == "aa" else (3, 4, 5)
     assert texts(rows, "action_mask") == ["".join(f"action {number}{END}" for number in numbers)]
+
+
+@pytest.mark.feature(157)
+def test_kept_action_needs_its_context_and_survives_torn_lines(tmp_path):
+    group, one = Group(0, 1, seed=(1, 2)), np.ones(1, np.int64)
+    copies = KeptSamples(tmp_path, 0)
+    copies.note(WeightStamp(0, "aa"))
+    request = replace(Request.fresh(0, 0, [1, 2]), done=one, logprobs=one.astype(np.float32), versions=one - 1)
+    file = copies._file(group.key, 0).with_suffix(".actions")
+    for mark in ("first", "second", "third"):
+        copies.save_action(group, 0, mark, Completion(request, "eos", mark))
+        copies._writer.submit(lambda: file.write_text(file.read_text() + '\n{"torn'))
+    copies._writer.shutdown(wait=True)
+    actions = KeptSamples(tmp_path, 0).load_actions(group, 0)
+    assert [*actions] == ["first", "second", "third"]
+    assert completed(Request.fresh(0, 0, [1, 2]), actions["second"]).text == "second"
+    assert completed(Request.fresh(0, 0, [1, 3]), actions["second"]) is None
 
 
 @pytest.mark.feature(157)

@@ -62,7 +62,7 @@ class AgentEnvironment:
     """An environment of one step, which runs an agent to its end in this process.
 
     The state is the URL of the episode's endpoint, the action its key, and ``extra_info`` the row with its ``prompt``.
-    All clients share their connections."""
+    All clients share their connections, which are as many as the open requests and pass no proxy."""
 
     def __init__(self, agent: str, options: Mapping[str, Any]) -> None:
         require_openai()
@@ -70,10 +70,12 @@ class AgentEnvironment:
         self._connections: Any = None
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        import openai  # the extra ``agents``, in the agents' process only
+        import httpx  # with openai the extra ``agents``, in the agents' process only
+        import openai
 
         if self._connections is None:
-            self._connections = openai.DefaultAsyncHttpxClient()
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            self._connections = openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits)
         client = openai.AsyncOpenAI(base_url=state, api_key=action, http_client=self._connections)
         result = await self._run(client, extra_info)
         fields = dict(result) if isinstance(result, Mapping) else {"reward": result}

@@ -93,8 +93,9 @@ class Guard:
             raise
         return episode
 
-    async def step(self, episode: Episode, action: str) -> StepResult | None:
-        """Answer the action; return None if the episode failed. Raises ValueError if it has ended."""
+    async def step(self, episode: Episode, action: str, timeout_s: float | None = None) -> StepResult | None:
+        """Answer the action, by default within the guard's ``timeout_s``; return None if the episode failed. Raises
+        ValueError if it has ended."""
         state = episode.state
         if state is None or not episode.open:
             raise ValueError("the episode is over")
@@ -102,8 +103,9 @@ class Guard:
             sent: str | Message = action
             if isinstance(state, list):
                 sent = make_assistant_message(action, episode.turns)
-            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(sent), episode.extra_info)
-            result = validate_step(await self._in_time("step", answer), episode.extra_info, self._needs_state)
+            step = self._environment.step(copy.deepcopy(state), copy.deepcopy(sent), episode.extra_info)
+            answer = await self._in_time("step", step, timeout_s)
+            result = validate_step(answer, episode.extra_info, self._needs_state)
             next_state = result.next_state
             if isinstance(next_state, list) and isinstance(state, list) and isinstance(sent, dict):
                 next_state = [*state, sent, *next_state]
@@ -159,17 +161,18 @@ class Guard:
         except EnvironmentFailed as error:
             _LOG.warning("the environment did not shut down: %s", error)
 
-    async def _in_time(self, call: str, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _in_time(self, call: str, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         task = asyncio.ensure_future(coroutine)
         try:
-            await asyncio.wait({task}, timeout=self._timeout_s)
+            await asyncio.wait({task}, timeout=timeout_s)
         finally:
             if not task.done():  # abandoned: user code may suppress the cancellation
                 task.cancel()
                 self._abandoned.add(task)
                 task.add_done_callback(self._forget)
         if not task.done():
-            raise EnvironmentFailed(f"{call} gave no answer within {self._timeout_s:g} s")
+            raise EnvironmentFailed(f"{call} gave no answer within {round(timeout_s, 3):g} s")
         try:
             return task.result()  # waits: no more, it is done
         except EnvironmentFailed:

@@ -245,7 +245,7 @@ class AgentConfig:
     """Keyword arguments of the function or class."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 600.0
-    """Timeout of an episode; its sample then counts as failed."""
+    """Timeout of an episode with all its tries; its sample then counts as failed."""
 
     max_tokens: Positive | None = None
     """Maximum tokens that the policy generates in an episode."""
@@ -258,7 +258,7 @@ class AgentConfig:
     answered from the record up to the loss. ``redraw``: it begins again with other actions."""
 
     host: str = "127.0.0.1"
-    """The address on which each rollout worker listens for its agents."""
+    """The address on which each rollout worker listens for its agents, and to which they send their requests."""
 
 
 @dataclass(frozen=True)

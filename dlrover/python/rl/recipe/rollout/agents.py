@@ -73,31 +73,32 @@ class _Row:
         is_alike = self.is_open and self.kind == ask.kind and self.template_kwargs == ask.template_kwargs
         return is_alike and ask.state[: len(self.conversation)] == self.conversation
 
-    def render(self, ask: Ask) -> str:
-        """Return the text of a request that continues this row."""
+    def extend_chat(self, ask: Ask) -> ChatText:
+        """Return the chat of a request that continues this row, which does not change."""
+        chat = replace(self.chat, messages=[*self.chat.messages])
         if isinstance(ask.state, list):
             answers = ask.state[len(self.conversation) :]
-            return self.chat.render([*self.chat.messages, {}, *answers], self.trajectory.action)
-        added = ask.state[len(self.conversation) :].removeprefix(self.cut)
-        self.chat.text += self.trajectory.action + added
-        return self.chat.text
+            chat.render([*chat.messages, {}, *answers], self.trajectory.action)
+        else:
+            chat.text += self.trajectory.action + ask.state[len(self.conversation) :].removeprefix(self.cut)
+        return chat
 
 
 class AgentSession:
     """The requests of one episode, until it is closed; every method is called in the rollouts' event loop.
 
-    Limits: ``settings.max_tokens``, ``settings.timeout_s``, and ``max_turns`` actions. A later ``attempt`` gets other
-    actions for the same requests."""
+    Limits: ``settings.max_tokens``, the time ``ends_s`` of the loop, and ``max_turns`` actions. A later ``attempt``
+    gets other actions for the same requests."""
 
-    def __init__(self, runner: "AgentRunner", group: Group, sample: Sample, attempt: int) -> None:
+    def __init__(self, runner: "AgentRunner", group: Group, sample: Sample, attempt: int, ends_s: float) -> None:
         seed = (*group.seed, *([0] * (3 - len(group.seed))), attempt) if attempt else group.seed
         self._runner, self._group, self._sample = runner, replace(group, seed=seed), sample
         self.loop = asyncio.get_running_loop()
-        self._ends_s = self.loop.time() + self._runner.settings.timeout_s
+        self._ends_s = ends_s
         self._record: dict[bytes, asyncio.Task[tuple[Sequence[int], list[Choice]]]] = {}
         self._rows: list[_Row] = []
         self._latest: _Row | None = None
-        self._actions = self._tokens = sample.turns = 0  # begun or reserved
+        self._actions = self._tokens = 0  # begun or reserved
         self._kept = {} if runner.copies is None else runner.copies.load_actions(self._group, sample.index)
         self.address = runner.endpoint.open(self)
 
@@ -105,13 +106,28 @@ class AgentSession:
     def most_open(self) -> int:
         return self._runner.settings.max_open
 
+    @property
+    def left_s(self) -> float:
+        return max(self._ends_s - self.loop.time(), 0.0)
+
     def close(self) -> None:
+        self._ends_s = self.loop.time()
         self._runner.endpoint.end(self.address)
         for task in self._record.values():
             task.cancel()
 
+    async def discard(self) -> None:
+        """Close the session, and forget its actions."""
+        requests = [*self._record.values()]
+        self.close()
+        await asyncio.gather(*requests, return_exceptions=True)  # waits: for requests that are cancelled
+        self._sample.turns, self._sample.versions = 0, (-1, -1)
+
     async def answer(self, ask: Ask) -> Answer:
         """Return the policy's actions. Raises ApiError beyond a limit, or if the model cannot continue the state."""
+        ended = ApiError(401, "the episode of this key has ended", "invalid_api_key")
+        if not self.left_s:
+            raise ended
         task = self._record.get(ask.digest)
         if task is None:
             task = self._record[ask.digest] = self.loop.create_task(self._act(ask, self._reserve(ask)))
@@ -119,7 +135,7 @@ class AgentSession:
             task.add_done_callback(partial(self._end_request, ask.digest))
         await asyncio.wait({task})  # waits: for the engine, until the episode's deadline cancels the request
         if task.cancelled():
-            raise ApiError(401, "the episode of this key has ended", "invalid_api_key")
+            raise ended
         context, choices = task.result()  # waits: no more, it is done
         decode = self._runner.tokenizer.decode
         if ask.logprobs:
@@ -128,14 +144,14 @@ class AgentSession:
 
     def limits(self) -> dict[str, int]:
         """Return the episode's limits, and what remains of them."""
-        most, left_s = self._runner.settings.max_tokens, self._ends_s - self.loop.time()
+        most = self._runner.settings.max_tokens
         limits = {
             "limit-requests": self._runner.max_turns,
             "remaining-requests": self._runner.max_turns - self._actions,
         }
         if most is not None:
             limits |= {"limit-tokens": most, "remaining-tokens": most - self._tokens}
-        return {**limits, "reset-seconds": max(int(left_s), 0)}
+        return {**limits, "reset-seconds": int(self.left_s)}
 
     def _reserve(self, ask: Ask) -> int:
         """Count a new request, and return the tokens that each of its actions may have."""
@@ -144,6 +160,9 @@ class AgentSession:
         most = min(self._group.sampling.max_new_tokens, ask.max_tokens or self._group.sampling.max_new_tokens)
         if self._runner.settings.max_tokens is not None:
             most = min(most, (self._runner.settings.max_tokens - self._tokens) // ask.n)
+            if most < 1 and self._sample.open_requests:
+                message = "open requests have reserved the episode's last tokens: wait for their answers"
+                raise ApiError(429, message, "rate_limit_exceeded", retry=True)
             if most < 1:
                 raise ApiError(429, f"the episode has had its {self._runner.settings.max_tokens} tokens", "max_tokens")
         self._actions += ask.n
@@ -159,14 +178,17 @@ class AgentSession:
         sampling = self._group.sampling
         stops = tuple(dict.fromkeys((*sampling.stop, *ask.stop)))
         sampling = replace(sampling, max_new_tokens=most, stop=stops, keep_stop=True)
-        row, context = None, list[int]()
+        completing: list[asyncio.Task[Completion]] = []
         try:
             row = self._continue_row(ask, self._runner.fitting(sampling))
             context = list(row.trajectory.context)
             rows = [row, *(self._copy_row(row, context) for _ in range(ask.n - 1))]
-            numbers = range(ask.n)
-            completions = await asyncio.gather(*(self._complete(ask, number, context, sampling) for number in numbers))
+            for number in range(ask.n):
+                completing.append(self.loop.create_task(self._complete(ask, number, context, sampling)))
+            completions = await asyncio.gather(*completing)
         except BaseException:
+            for each in completing:
+                each.cancel()
             self._actions -= ask.n
             self._tokens -= most * ask.n
             raise
@@ -182,8 +204,9 @@ class AgentSession:
         mark = blake2b(ask.digest + bytes([number]), digest_size=5).digest()
         index = sample.index | int.from_bytes(mark) << _INDEX_BITS
         request = Request.fresh(self._group.prompt_id, index, context)
-        if action := self._kept.pop(mark.hex(), None):
-            return runner.take_action(sample, completed(request, action))
+        replayed = completed(request, self._kept.pop(mark.hex(), None))
+        if replayed is not None:
+            return runner.take_action(sample, replayed)
         completion = await runner.complete(self._group, sample, request, sampling, self._group.seed)
         if runner.copies is not None:
             runner.copies.save_action(self._group, sample.index, mark.hex(), completion)
@@ -195,10 +218,12 @@ class AgentSession:
         row = max(continued, key=lambda row: len(row.conversation), default=None)
         try:
             if row is not None:
-                row.is_open = False  # until its action has ended
-                if not row.trajectory.observe(row.render(ask), fits):
+                chat = row.extend_chat(ask)
+                if not row.trajectory.observe(chat.text, fits):
                     row.trajectory.last.values["finished"] = False
                     raise self._too_long(ask)
+                row.chat = chat
+                row.is_open = False  # until its action has ended
                 return row
             chat = ChatText(self._runner.tokenizer, self._runner.template_arguments(self._group, ask))
             if isinstance(ask.state, list):
@@ -304,19 +329,20 @@ class AgentRunner(EpisodeRunner):
             self.generating += bool(sample.open_requests) - bool(before)
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
-        sessions: list[AgentSession] = []
+        ends_s = asyncio.get_running_loop().time() + self.settings.timeout_s
+        session = AgentSession(self, group, sample, 0, ends_s)
         self.generating -= 1
         try:
             for attempt in range(_TRIES):
-                if not attempt or self.settings.on_loss == "redraw":
-                    sessions.append(AgentSession(self, group, sample, attempt))
-                episode = await self._run_agent(sessions[-1], group)
+                if attempt and self.settings.on_loss == "redraw":
+                    await session.discard()
+                    session = AgentSession(self, group, sample, attempt, ends_s)
+                episode = await self._run_agent(session, group)
                 if not episode.lost:
                     break
-            sessions[-1].finish(episode)
+            session.finish(episode)
         finally:
-            for session in sessions:
-                session.close()
+            session.close()
             self.generating += not sample.open_requests
 
     async def _run_agent(self, session: AgentSession, group: Group) -> Episode:
@@ -325,7 +351,7 @@ class AgentRunner(EpisodeRunner):
         episode = await guard.reset(url, {"prompt": group.prompt, **answer, **group.extra_info})
         try:
             if episode.failure is None:
-                await guard.step(episode, key)
+                await guard.step(episode, key, session.left_s)
         finally:
             await guard.close(episode)
         return episode

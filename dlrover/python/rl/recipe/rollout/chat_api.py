@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from math import inf
 from typing import Any, Literal, TypeAlias
 
@@ -36,6 +37,12 @@ _OWN = {
     "chat": ("messages", "tools", "max_completion_tokens", "chat_template_kwargs"),
     "text": ("prompt",),
 }
+_RESERVED = (
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""The parameters of ``apply_chat_template``, which are not the template's own variables."""
 _EMPTY_KEYS = ("annotations", "refusal", "audio", "function_call", "reasoning", "reasoning_content")
 
 Kind: TypeAlias = Literal["chat", "text"]
@@ -48,7 +55,8 @@ class ApiError(Exception):
         self, status: int, message: str, code: str | None = None, param: str | None = None, retry: bool = False
     ) -> None:
         super().__init__(message)
-        names = {429: "insufficient_quota", 401: "authentication_error", 500: "server_error", 503: "server_error"}
+        limit = "requests" if retry else "insufficient_quota"
+        names = {429: limit, 500: "server_error", 503: "server_error"}
         self.status, self.retry = status, retry
         self.body = {"message": message, "type": names.get(status, "invalid_request_error")}
         self.body |= {"param": param, "code": code}  # type: ignore[dict-item]
@@ -123,6 +131,9 @@ def parse_ask(kind: Kind, body: bytes) -> Ask:
     if kind == "text" and logprobs not in (0, False):
         raise ApiError(400, "'logprobs' must be 0: only sampled tokens have log-probs", None, "logprobs")
     options = _take(values, "stream_options", dict, {})
+    if values.get("stream") and values.get("return_token_ids"):
+        message = "'return_token_ids' is not supported with 'stream': leave out one of them"
+        raise ApiError(400, message, "unsupported_parameter", "return_token_ids")
     return Ask(
         kind, state, template_kwargs, most, tuple(stops), _take(values, "n", int, 1, 1, _MOST_CHOICES),
         _take(values, "stream", bool, False), bool(options.get("include_usage")),
@@ -167,9 +178,9 @@ def _chat_state(values: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
         if not has_name or not isinstance(function.get("parameters", {}), dict):
             form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
             raise ApiError(400, f"tools[{index}] must be {form}", "invalid_type", f"tools[{index}]")
-    if reserved := {"messages", "tokenize", "add_generation_prompt"} & kwargs.keys():
+    if reserved := kwargs.keys() & set(_RESERVED):
         name = f"chat_template_kwargs.{min(reserved)}"
-        raise ApiError(400, f"'{name}' cannot be set", None, name)
+        raise ApiError(400, f"'{name}' cannot be set", "unsupported_parameter", name)
     shows_tools = bool(tools) and values.get("tool_choice") != "none"
     return messages, {**kwargs, **({"tools": tools} if shows_tools else {})}
 
@@ -234,7 +245,7 @@ def _logprobs_of(answer: Answer, choice: Choice) -> dict[str, Any] | None:
         return None
     texts, values = choice.token_texts, choice.logprobs
     if answer.ask.kind == "text":
-        offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+        offsets = [0, *accumulate(map(len, texts))][:-1]
         return {"tokens": [*texts], "token_logprobs": [*values], "top_logprobs": None, "text_offset": offsets}
     rows = zip(texts, values, strict=True)
     content = [{"token": t, "logprob": v, "bytes": [*t.encode()], "top_logprobs": list[Any]()} for t, v in rows]

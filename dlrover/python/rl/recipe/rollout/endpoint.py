@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP endpoint of a rollout worker, to which the agents of its episodes send their requests.
 
-It has a thread with its own event loop: a hostile or slow client takes no turn of the engine's loop, and wrong requests
-are answered even between calls of the trainer. Each episode has its own address and an unguessable key. A body is read
-into memory only after its key has been checked, and up to a limit; longer ones are read to their end and refused."""
+It has a thread with its own event loop, which reads, checks and answers requests: slow clients take no turn of the
+engine's loop, and wrong requests are answered even between calls of the trainer. A checked request is rendered and
+encoded in the rollouts' loop. Each episode has its own address and an unguessable key. A body is read into memory only
+after the request's key has been checked, and up to a limit; longer ones are read to their end and refused."""
 
 import asyncio
 import hmac
 import itertools
+import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.recipe.rollout.agents import AgentSession
@@ -43,6 +46,20 @@ class _Episode:
     session: AgentSession
     key: str
     open: int = 0  # requests
+
+
+class _Answering(StreamingResponse):
+    """An answer to a request, which stays open until the client has read it or has left."""
+
+    def __init__(self, episode: _Episode, chunks: Iterable[bytes], media_type: str, headers: dict[str, str]) -> None:
+        super().__init__(_send_later(chunks), media_type=media_type, headers=headers)
+        self._episode = episode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._episode.open -= 1
 
 
 class AgentEndpoint:
@@ -106,12 +123,14 @@ class AgentEndpoint:
         try:
             ask = parse_ask(kind, await self._read(request, _BODY_BYTES))
             answer = await _ask_session(episode.session, ask)
-        finally:
+            headers = {f"x-ratelimit-{name}": str(value) for name, value in answer.limits.items()}
+            if ask.stream:
+                return _Answering(episode, write_chunks(answer), "text/event-stream", headers)
+            whole = json.dumps(write_answer(answer)).encode()
+            return _Answering(episode, [whole], "application/json", {**headers, "content-length": str(len(whole))})
+        except BaseException:
             episode.open -= 1
-        headers = {f"x-ratelimit-{name}": str(value) for name, value in answer.limits.items()}
-        if ask.stream:
-            return StreamingResponse(_stream(answer), media_type="text/event-stream", headers=headers)
-        return JSONResponse(write_answer(answer), headers=headers)
+            raise
 
     async def _read(self, request: Request, limit: int) -> bytes:
         """Return the body. Raises ApiError if it is longer than the limit, which is 0 for a body that is not wanted,
@@ -156,8 +175,9 @@ async def _ask_session(session: AgentSession, ask: Any) -> Answer:
         raise ApiError(500, f"{type(error).__name__}: {error}"[:500], "internal_error") from error
 
 
-async def _stream(answer: Answer) -> AsyncIterator[bytes]:
-    for chunk in write_chunks(answer):
+async def _send_later(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the chunks; each is sent when the client has read most of the earlier ones, and so is the end."""
+    for chunk in chunks:
         yield chunk
 
 
@@ -169,5 +189,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
-    body = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").body
-    return JSONResponse({"error": body}, error.status_code)
+    return await _refuse(
+        request, ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    )

@@ -5,6 +5,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,7 @@ class KeptSamples:
         data = {
             **self._origin(group, set(request.versions.tolist())),
             "mark": mark,
+            "context": _digest_context(request),
             "tokens": request.done,
             "columns": {name: [str(values.dtype), values] for name, values in request.columns.items()},
             "finish": completion.finish,
@@ -89,11 +92,13 @@ class KeptSamples:
         """Return the valid actions of a sample by their marks, for :func:`completed`."""
         stamps, actions = self._read_stamps(), dict[str, Mapping[str, Any]]()
         try:
-            for line in self._file(group.key, index).with_suffix(_ACTIONS).read_text().splitlines():
+            lines = self._file(group.key, index).with_suffix(_ACTIONS).read_text().splitlines()
+        except (OSError, ValueError):
+            return actions
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # a line that was not written whole
                 if self._is_valid(group, data := json.loads(line), stamps):
                     actions[data["mark"]] = data
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # there are none, or the last line is not whole
         return actions
 
     def _origin(self, group: Group, versions: Iterable[int]) -> dict[str, Any]:
@@ -130,8 +135,14 @@ class KeptSamples:
         return self._folder / f"{'-'.join(map(str, (*key, index)))}.json"
 
 
-def completed(request: Request, data: Mapping[str, Any]) -> Completion:
-    """Return the completion of a request by its kept action."""
+def _digest_context(request: Request) -> str:
+    return blake2b(np.asarray(request.prompt, np.int64).tobytes(), digest_size=16).hexdigest()
+
+
+def completed(request: Request, data: Mapping[str, Any] | None) -> Completion | None:
+    """Return the completion of a request by its kept action, if there is one that continued the same tokens."""
+    if data is None or data.get("context") != _digest_context(request):
+        return None
     columns = {name: np.array(values, dtype=kind) for name, (kind, values) in data["columns"].items()}
     logprobs, versions = columns.pop("logprobs"), columns.pop("versions")
     done = np.array(data["tokens"], dtype=np.int64)
@@ -142,7 +153,8 @@ def completed(request: Request, data: Mapping[str, Any]) -> Completion:
 def _append(file: Path, data: Any) -> None:
     try:
         with file.open("a") as actions:
-            actions.write(json.dumps(data, default=lambda value: value.tolist()) + "\n")
+            # Its own line, also after one that was not written whole.
+            actions.write("\n" + json.dumps(data, default=lambda value: value.tolist()))
     except OSError as error:
         _LOG.warning("an action was not added to %s: %s", file.name, error)
 

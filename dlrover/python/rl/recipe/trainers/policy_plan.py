@@ -92,6 +92,9 @@ class PolicyPlan(RecipePlan):
             errors.append(ConfigError("config.rollout.max_new_tokens", f"{count}, but {limit}"))
         if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
             errors.append(ConfigError("config.rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"))
+        if (host := cfg.environment.host) in ("", "0.0.0.0", "::"):
+            message = f"agents cannot send requests to '{host}': give an address of the worker's node"
+            errors.append(ConfigError("config.environment.host", message))
         return [*errors, *self._validate_scoring(cfg)]
 
     def _validate_scoring(self, cfg: PolicyConfig) -> list[ConfigError]:
