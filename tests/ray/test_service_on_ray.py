@@ -101,7 +101,7 @@ async def test_stop_takes_five_seconds_at_most_in_each_state(folder):
     async with serving(folder) as manager:
         for name, phase in states:
             await manager.ask(submission(name, toy_text(folder / name, steps=10_000)))
-            await until(lambda name=name, phase=phase: manager.get(name).phase is phase)
+            await until(lambda name=name, phase=phase: manager.get(name).phase is phase, within_s=120.0)
             await stop_quickly(manager, name, hard=name == "s-hard")
             await until(lambda name=name: find(master_name(name)) is None, 10)
 
@@ -154,7 +154,7 @@ class Service:
     def start(self, **env):
         (self.state / "address").unlink(missing_ok=True)
         self.process = self.desk.start("serve", "--port", str(self.port), *self.options, **env)
-        wait_for(lambda: (self.state / "address").exists() or self.process.poll() is not None)
+        wait_for(lambda: (self.state / "address").exists() or self.process.poll() is not None, within_s=240.0)
         self.port = int((self.state / "address").read_text().rpartition(":")[2])
 
     def kill(self):

@@ -97,6 +97,8 @@ def test_open_request_of_an_ended_agent_leaves_no_row():
         return 1.0
 
     with acting(lambda context, index: "x" * 90 if "long" in context else "yes", run) as rolled:
+        advance = rolled.engine.advance
+        rolled.engine.advance = lambda: [] if len(rolled.engine.seeds) == 2 else advance()
         rows = rolled.fetch(groups({}))
         assert (texts(rows, "action_mask"), rolled.engine.running) == ([f"yes{END}"], 0)
 

@@ -169,7 +169,7 @@ class WorkingDirs:
             with self._lock(digest):
                 if not _is_old(path):
                     continue
-                if path.name == digest:  # never leave a part of it under its digest
+                if not path.name.startswith("."):  # never leave a part of it under its digest
                     path = path.rename(tempfile.mkdtemp(prefix=f".{digest}.", dir=self._folder))
                 if path.is_file():
                     path.unlink()
