@@ -372,7 +372,7 @@ def test_combined_options_all_have_their_effect(written):
 
 
 @pytest.mark.parametrize("overlay", ["network", "service"])
-def test_policy_of_a_cluster_admits_its_own_pods_and_the_operator(written, overlay):
+def test_policy_of_a_cluster_admits_its_pods_and_the_operator(written, overlay):
     policies = [item["spec"] for item in resources_of(written["kuberay"] / overlay) if item["kind"] == "NetworkPolicy"]
     of_clusters = [spec for spec in policies if "app" not in spec["podSelector"]["matchLabels"]]
     assert of_clusters
