@@ -497,6 +497,15 @@ def test_stuck_job_differs_from_a_healthy_one(desk):
     assert "resizing ROLLOUT to 3" in desk("list")
 
 
+@pytest.mark.parametrize(("activity", "is_stuck"), [("step 1", True), ("evaluating", False)])
+def test_evaluation_without_steps_is_not_stuck(desk, activity, is_stuck):
+    """A first step of half an hour is."""
+    run = desk.begin(activity=activity)
+    desk.manager._ledger._put(replace(desk.manager._ledger.records[run], started_s=time.time() - 1800))
+    for verb in ("list", "status job"):
+        assert ("running, no progress" in desk(*verb.split())) is is_stuck
+
+
 def test_status_of_1000_workers_is_a_summary(desk):
     members = [RunningProcess(f"ROLLOUT[{rank}]", f"node-{rank // 8}", rank) for rank in range(1000)]
     run = desk.begin(step=1, members=(*members, RunningProcess("trainer", "node-0", 7)))
