@@ -35,6 +35,7 @@ from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
 from tests.support.commands import CLI
 from tests.support.commands import run as run_command
+from tests.support.run_folder import write_run
 from tests.support.served import JOB, serving, until
 
 pytestmark = pytest.mark.usefixtures("kept_logger")
@@ -368,6 +369,9 @@ def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
     assert "is no job's name, as --server" in refused("eval", "./toy")
     assert "some_module" in refused("run", "toy.yaml", "--local"), "it is checked here"
     assert "neither the folder of a run nor a name" in refused("status", "runs/toy/latest")
+    write_run(desk.folder / "laptop/runs/ended", steps=20)
+    for verb, words in (("status", "finished, step 20"), ("explain", "ROLLOUT[1]"), ("logs", "step 1")):
+        assert words in run_command(desk.folder / "laptop", *CLI, verb, "runs/ended").stdout, "of this machine"
     for verb in ("samples", "trace", "events", "stacks", "view"):
         assert f"'{verb}' reads folders of this machine, and DLROVER_RL_SERVER names a service" in refused(verb, "toy")
 
@@ -491,6 +495,8 @@ def test_stuck_job_differs_from_a_healthy_one(desk):
     assert "no progress" not in lines["healthy"] and "admin" in lines["healthy"]
     status = desk("status", "stuck")
     assert "running, no progress" in status and "left," not in status and "last step 0:04:1" in status
+    desk.report("loading", loading, JobPhase.STARTING, step=3, total_steps=100, step_s=2.0)
+    assert "left" not in desk("status", "loading"), "it is starting again"
     desk.report("healthy", healthy, activity="resizing ROLLOUT to 3", step_s=2.0, members=MEMBERS)
     status = desk("status", "healthy")
     assert "resizing ROLLOUT to 3" in status and "left," not in status
