@@ -376,6 +376,33 @@ def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
         assert f"'{verb}' reads folders of this machine, and DLROVER_RL_SERVER names a service" in refused(verb, "toy")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("list", "job"),
+        ("status job", "step 1/9"),
+        ("attach job", "finished, step 1/9"),
+        ("wait job", "step 1/9"),
+        ("logs job", "there is no log"),
+        ("explain job", "It has finished since"),
+        ("fetch job", "job.yaml"),
+        ("stop job", "finished"),
+        ("resize job rollout 3", "finished"),
+        ("resume job seed=2 --detach", "dlrover-rl attach job"),
+        ("eval job --detach", "dlrover-rl attach job-eval"),
+        ("enqueue toy.yaml", "dlrover-rl attach toy"),
+        ("submit --job_name mine --rl_config toy.yaml --detach", "dlrover-rl attach mine"),
+        ("doctor", "answers"),
+    ],
+)
+def test_verb_asks_the_service_of_the_environment(desk, monkeypatch, line, words):
+    ended_run(desk, 1, JobPhase.FINISHED)
+    monkeypatch.setenv("DLROVER_RL_SERVER", desk.address)
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    done = CliRunner().invoke(cli, line.split())
+    assert words in f"{done.output}{done.exception or ''}"
+
+
 def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
     (tmp_path / "toy.yaml").write_text(JOB)
     with serving(tmp_path, cpus=1, limits={"max_queued_per_owner": 2}) as service:
@@ -386,6 +413,7 @@ def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
         began_s = time.monotonic()
         done = run_command(tmp_path, *CLI, "run", "toy.yaml", "--detach", code=6, **env)
         assert done.stderr.splitlines()[-1] == "'admin' has 2 jobs in the queue, the limit"
+        assert time.monotonic() - began_s < 10
         with service.client(patience_s=60) as client, pytest.raises(QuotaReached):
             began_s = time.monotonic()
             client.submit(JOB, name="third")
