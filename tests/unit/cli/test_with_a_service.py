@@ -295,6 +295,7 @@ def test_resume_continues_a_run_of_the_service_in_its_folder(desk):
     job = load_job_text(described.text, "job", described.overrides)
     assert (job.config["seed"], job.checkpoint.resume) == (5, "latest")
     assert str(job.job_dir) == record.folder == str(desk.folder / "root/runs/job/1")
+    until(lambda: desk.manager.get("job").phase is JobPhase.RUNNING)
     assert "is running, and has nothing to continue" in desk("resume", "job", code=1)
     assert "cannot be changed" in desk("resume", f"job@{first}", "name=other", code=1)
 
