@@ -364,11 +364,15 @@ def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
     assert desk.manager.get("toy").phase is JobPhase.RUNNING
 
     def refused(*line):
-        return run_command(desk.folder / "laptop", *CLI, *line, code=2).stderr
+        done = CliRunner().invoke(cli, line)
+        assert done.exit_code
+        return f"{done.output}{done.exception}"
 
+    monkeypatch.chdir(desk.folder / "laptop")
     assert "runs/toy/latest: is no job's name, as --server" in refused("resume", "runs/toy/latest")
     assert "is no job's name, as --server" in refused("eval", "./toy")
-    assert "some_module" in refused("run", "toy.yaml", "--local"), "it is checked here"
+    local = run_command(desk.folder / "laptop", *CLI, "run", "toy.yaml", "--local", code=2).stderr
+    assert "some_module" in local, "it is checked here"
     assert "neither the folder of a run nor a name" in refused("status", "runs/toy/latest")
     write_run(desk.folder / "laptop/runs/ended", steps=20)
     for verb, words in (("status", "finished, step 20"), ("explain", "ROLLOUT[1]"), ("logs", "step 1")):
