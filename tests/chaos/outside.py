@@ -66,10 +66,12 @@ def left_over(seen: Iterable[int], folder: Path) -> list[str]:
     return left
 
 
-def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0, rays_own: bool = False) -> Ended:
-    """One run into ``folder``, with this number of kills."""
+def run(
+    folder: Path, settings: Sequence[str], kills: int = 0, mean_s: float = 6.0, seed: int = 0, rays_own: bool = False
+) -> Ended:
+    """One run into ``folder`` with these settings, ``key=value``, and this number of kills."""
     choice, began_s = random.Random(seed), time.monotonic()
-    command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), f"steps={steps}", f"job_dir={folder}"]
+    command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), *settings, f"job_dir={folder}"]
     with open(f"{folder}.log", "w") as log:
         process = subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
     ended = Ended(-1, 0.0)
@@ -135,15 +137,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rays-own", action="store_true", help="Kill the raylet and Ray's agents, too.")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "outside")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of the job")
     options = parser.parse_args(argv)
     folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
     prepare(folder)
-    expected = run(folder / "undisturbed", options.steps)
+    settings = [f"steps={options.steps}", *options.settings]
+    expected = run(folder / "undisturbed", settings)
     say(f"undisturbed: exit code {expected.code} in {expected.seconds:.0f} s")
     results = {"undisturbed": vars(expected)}
     wrong = [] if expected.code == 0 else ["undisturbed"]
     for seed in options.seeds:
-        ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed, options.rays_own)
+        ended = run(folder / f"seed-{seed}", settings, options.kills, options.mean_s, seed, options.rays_own)
         ended.same = not ended.code and ended.digests == expected.digests and bool(ended.killed) and not ended.left
         wrong += [] if ended.same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
