@@ -21,8 +21,8 @@ PACKAGES = {
     "verifiers": ["environment.agent=verifiers", "+environment.options={taskset: letters_taskset}"],
     "reasoning_gym": [
         "environment.agent=reasoning_gym",
-        "+environment.options={task: gcd, min_value: 2, max_value: 9, tag: '', instruction: '{question}'}",
-        "rollout.max_new_tokens=2",
+        "+environment.options={task: gcd, min_value: 2, max_value: 3, tag: '', instruction: '{question}'}",
+        "rollout.max_new_tokens=1",
     ],
 }
 

@@ -64,7 +64,7 @@ class Verifiers:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise EnvironmentFailed(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed")
         rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
-        return sum(rewards) / max(len(rewards), 1)
+        return float(sum(rewards) / max(len(rewards), 1))
 
     async def close(self) -> None:
         await self._shared.aclose()

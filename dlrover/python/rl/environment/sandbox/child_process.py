@@ -182,10 +182,10 @@ def interpreter_command(function: Callable[..., None], *arguments: str) -> list[
 
 
 def become_program(folder: str, level: str, limits: str, *tested: str) -> None:
-    """Become the warden of ``program.py``, or of a script that tests it by ``tested``: channel, script, arguments."""
-    stand_guard(*map(int, tested[:1]))
-    command = [sys.executable, "-I", *([tested[1], tested[0], *tested[2:]] if tested else ["program.py"])]
-    shown = [Path(folder, "program.py"), *map(Path, tested[1:2])]
+    """Become the warden of ``program.py``, or of a script that tests it by its standard input and output."""
+    stand_guard(*((0, 1) if tested else ()))
+    command = [sys.executable, "-I", *(tested or ["program.py"])]
+    shown = [Path(folder, "program.py"), *map(Path, tested[:1])]
     become_confined(command, Path(folder), shown, ProgramLimits(*json.loads(limits)), level)
 
 
