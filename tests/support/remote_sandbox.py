@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Remote:
-    """Its client takes the files to another folder, and runs the program there."""
+    """A service whose client takes the files to another folder and runs the program there."""
 
     def command(self, arguments, folder, shown, limits):
         files = [str(path) for path in shown]

@@ -191,8 +191,8 @@ def _pass_output(command: Sequence[str], most: int) -> NoReturn:
     for each in copying:
         each.start()
     for each in copying:
-        each.join()
-    code = process.wait()
+        each.join()  # waits: for the end of the command, which the caller kills
+    code = process.wait()  # waits: no more, its outputs are closed
     os._exit(code if code >= 0 else 128 - code)
 
 
