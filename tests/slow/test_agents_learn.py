@@ -9,7 +9,7 @@ from tests.support.commands import ROOT
 from tests.support.policy_jobs import SHAPE, finished
 from tests.support.run_files import read_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("openai"), pytest.mark.timeout(600), pytest.mark.feature(159)]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("openai"), pytest.mark.timeout(600)]
 
 SHUFFLED = ["algorithm.name=tests.support.shuffled_grpo:ShuffledGRPO"]
 SIZES = ["steps=40", "prompts_per_step=2", "rollout.samples_per_prompt=8", "optimizer.lr=1e-2", "engine.threads=1"]
@@ -37,18 +37,21 @@ def train(folder, seed, *overrides):
     return summary["before/eval/reward"], summary["eval/reward"]
 
 
+@pytest.mark.feature(159)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_agent_learns_its_task(tmp_path, seed):
     before, after = train(tmp_path, seed, *LETTERS)
     assert after - before >= 0.2
 
 
+@pytest.mark.feature(159)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_agent_does_not_learn_from_shuffled_advantages(tmp_path, seed):
     before, after = train(tmp_path, seed, *LETTERS, *SHUFFLED)
     assert after - before < 0.2
 
 
+@pytest.mark.feature(159)
 @pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.needs(name)) for name in PACKAGES])
 def test_agent_of_another_package_learns(tmp_path, monkeypatch, package):
     monkeypatch.syspath_prepend(str(ROOT / "tests/support/tasksets"))

@@ -18,15 +18,13 @@ from tests.support.policy_jobs import SHAPE, policy_config, write_inputs
 from tests.support.recipe_stage import Stage
 from tests.support.run_files import untimed
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.needs("openai"), pytest.mark.timeout(600), pytest.mark.feature(157),
-]  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.needs("openai"), pytest.mark.timeout(600)]
 
 VICTIMS = ("engine", "agents", "trainer")
 
 
 class Strikes:
-    """What dies at which turn of the engines, which have a turn only while episodes wait for an action."""
+    """The victims by the turn of the engines, which have a turn only while episodes wait for an action."""
 
     def __init__(self):
         self.turns, self.plan, self.done = 0, {}, []
@@ -110,6 +108,7 @@ def undisturbed(inputs, tmp_path_factory):
     return end, STRIKES.turns
 
 
+@pytest.mark.feature(157)
 @pytest.mark.parametrize("seed", range(10))
 def test_run_with_kills_under_way_ends_in_the_same_bits(tmp_path, inputs, undisturbed, seed):
     expected, turns = undisturbed

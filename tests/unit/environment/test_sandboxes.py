@@ -16,8 +16,6 @@ from dlrover.python.rl.environment.verifiers.code import python_tests, run_pytho
 from tests.support import remote_sandbox
 from tests.support.manual_clock import within
 
-pytestmark = pytest.mark.feature(98)
-
 REMOTE = "tests.support.remote_sandbox:Remote"
 LIMITS = ProgramLimits(timeout_s=60.0)
 
@@ -56,6 +54,7 @@ def test_program_reads_and_prints_in_a_sandbox(sandbox):
     assert (confinement.confinement(), confinement.sandbox_level()) == (sandbox, "external")
 
 
+@pytest.mark.feature(98)
 @pytest.mark.parametrize(("body", "reward"), [("2 * x", 1.0), ("3 * x", 0.0), ("print('x') or 2 * x", 1.0)])
 def test_tests_of_a_program_run_in_a_sandbox(sandbox, body, reward):
     completion = f"```python\nprint('loaded')\ndef double(x): return {body}\n```"

@@ -15,8 +15,6 @@ from dlrover.python.rl.recipe.rollout.chat_api import ApiError, Ask, parse_ask
 from dlrover.python.rl.runtime import http
 from tests.unit.recipe.rollout.test_agent_endpoint import CALL, LIMITS, TOOL, WRONG, act, chat, raw, raw_head, user
 
-pytestmark = pytest.mark.feature(151)
-
 PAIR = [user("one"), {"role": "assistant", "content": "two"}]
 CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 TEXT = {"model": "policy", "prompt": "one"}
@@ -61,6 +59,7 @@ def path_of(ask):
     return "chat/completions" if "messages" in ask else "completions"
 
 
+@pytest.mark.feature(151)
 @pytest.mark.needs("openai")
 def test_answers_and_chunks_are_of_openais_published_types():
     from openai.types import Completion, Model
@@ -93,6 +92,7 @@ def test_answers_and_chunks_are_of_openais_published_types():
     assert [checked(Model, json.dumps(each)).id for each in models.json()["data"]] == ["policy"]
 
 
+@pytest.mark.feature(155)
 @pytest.mark.needs("openai")
 def test_errors_are_of_openais_published_type():
     from openai.types.shared import ErrorObject
@@ -173,6 +173,7 @@ def test_a_fault_of_the_endpoint_has_openais_shape(monkeypatch):
     assert answer.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.feature(151)
 @pytest.mark.needs("openai")
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_every_published_parameter_is_known(kind):

@@ -13,6 +13,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -71,8 +72,8 @@ class AgentEndpoint:
         self._numbers = itertools.count()
         self._body_bytes = 0
         routes = [
-            Route("/episodes/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/episodes/{episode}/v1/completions", self._text, methods=["POST"]),
+            Route("/episodes/{episode}/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
+            Route("/episodes/{episode}/v1/completions", partial(self._answer, "text"), methods=["POST"]),
             Route("/episodes/{episode}/v1/models", self._models, methods=["GET"]),
         ]
         refusals = {ApiError: _refuse, HTTPException: _refuse_http, Exception: _report_fault}
@@ -105,13 +106,7 @@ class AgentEndpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "dlrover-rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat")
-
-    async def _text(self, request: Request) -> Response:
-        return await self._answer(request, "text")
-
-    async def _answer(self, request: Request, kind: Kind) -> Response:
+    async def _answer(self, kind: Kind, request: Request) -> Response:
         try:
             episode = self._find(request)
             if episode.open >= episode.session.most_open:
