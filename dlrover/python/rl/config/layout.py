@@ -304,7 +304,11 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
 
 def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[str, ...]) -> JobSpec:
     """Return the job of a layout, without its invalid roles and groups."""
-    workloads = {RLRoleType(role): spec for role, spec in layout.workload.items() if is_role_name(role)}
+    workloads = {
+        RLRoleType(role): replace(spec, python=spec.python and str(Path(spec.python).expanduser().absolute()))
+        for role, spec in layout.workload.items()
+        if is_role_name(role)
+    }
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
         name=layout.name or default_name,
