@@ -48,7 +48,8 @@ def run_beside_ray(folder: str, resources: str, namespace: str, *program: str) -
             if lost_process() == "raylet":  # a lost GCS comes back
                 sys.exit("the raylet of the program's Ray cluster has died")
     if code < 0:  # end by the same signal
-        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(abs(code))
 
