@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -61,17 +60,17 @@ def start_of(log, number):
     return next((line[1:] for line in lines if line[0] == str(number)), None)
 
 
-@pytest.fixture
-def short_folder():
-    """A folder whose path is short enough for Ray's sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
+def folder_of(mark):
+    """The folder of the cluster's files: the first argument of its supervisor."""
+    commands = [process.cmdline() for process in marked(mark)]
+    (folder,) = {Path(command[3]) for command in commands if "run_beside_ray" in " ".join(command[:3])}
+    return folder
 
 
-def test_ray_program_keeps_to_its_reservation_and_comes_back(tmp_path, short_folder):
+def test_ray_program_keeps_to_its_reservation_and_comes_back(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     beside = """sh -c 'echo beside at $RAY_ADDRESS; until [ -e end ]; do sleep 0.2; done'"""
-    env = {"TMPDIR": str(short_folder), "MARK": tmp_path.name}
+    env = {"MARK": tmp_path.name}
     program = {"command": ["python", "program.py"], "ray": True, "resource": {"cpu": 2}, "env": env}
     roles = {"train": program, "serve": {"command": beside}}
     trainer = {"device_type": "CPU", "device_per_node": 4}
@@ -86,18 +85,21 @@ def test_ray_program_keeps_to_its_reservation_and_comes_back(tmp_path, short_fol
         assert address != outer
         assert len(ray._private.state.jobs()) == before + 1  # the command's connection alone
         assert len(ray.nodes()) == 1
+        first = folder_of(tmp_path.name)
+        assert first.is_dir()
         os.kill(int(pid), signal.SIGKILL)
         *_, reason = wait_for(lambda: start_of(log, 1) or command.poll() is not None)
         assert "ended by signal 9" in reason
-        (worker,) = [each for each in marked(tmp_path.name) if each.cmdline()[0].startswith("ray::Script")]
-        remaining = marked(tmp_path.name)
+        (worker,) = [each for each in marked(tmp_path.name) if " ".join(each.cmdline()).startswith("ray::Script")]
+        remaining, second = marked(tmp_path.name), folder_of(tmp_path.name)
         worker.kill()
         wait_for(lambda: not any(is_alive(each.pid) for each in remaining), 20)
         *_, reason = wait_for(lambda: start_of(log, 2) or command.poll() is not None)
         assert "process_died" in reason
-        assert len(list(short_folder.iterdir())) == 1, "the folder of the killed worker is removed"
+        third = folder_of(tmp_path.name)
+        assert [folder.exists() for folder in (first, second, third)] == [False, False, True]
         (tmp_path / "end").touch()
         output = command.end()
     assert "beside at local" in output, output
     wait_for(lambda: not marked(tmp_path.name), 20)
-    wait_for(lambda: not list(short_folder.iterdir()), 20)
+    assert not third.exists()

@@ -181,6 +181,29 @@ def test_option_that_verls_example_would_ignore_is_refused(tmp_path):
     assert answers == {name: [value, True] for name, value in (taken | same).items()}
 
 
+PARSE = (
+    COMPLETE.replace("verl", "openrlhf")
+    .replace("import complete", "import parse")
+    .replace(
+        """        whole = OmegaConf.create(complete(config, "CPU"))
+        answers[name] = OmegaConf.select(whole, name), complete(whole, "CPU") == complete(config, "CPU")
+""",
+        "        answers[name] = OmegaConf.select(OmegaConf.create(parse(config)[0]), name)\n",
+    )
+)
+
+
+@needs("openrlhf")
+def test_option_that_openrlhfs_example_would_ignore_is_refused(tmp_path):
+    run = OpenRLHF(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ignored = {"ckpt.save_steps": 5, "train.partial_rollout_enable": True, "rollout.vllm_generate_batch_size": 64}
+    ignored |= {"ds.lora.rank": 8, "algo.dynamic_filtering_enable": True, "train.async_enable": True}
+    run.call("-c", PARSE, json.dumps({**ignored, "actor.eps_clip": 0.1}))
+    answers = json.loads(run.log.read_text().splitlines()[-1])
+    assert answers == {name: f"{name} has no counterpart here" for name in ignored} | {"actor.eps_clip": 0.1}
+
+
 RUNS = [pytest.param(kind, marks=needs(kind.library), id=kind.library) for kind in (OpenRLHF, Verl, Trl)]
 
 
