@@ -33,7 +33,7 @@ from tests.protocol.replay_protocol import reached_by
 from tests.support.control_runs import OPEN, Run, lost
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-SEEDS, MORE_SEEDS = range(110), range(110, 2500)
+SEEDS, MORE_SEEDS = range(60), range(60, 2500)
 ENDS = ("finished", "stopped", "not_retryable", "restart_limit")
 
 

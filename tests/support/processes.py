@@ -16,9 +16,11 @@ import torch
 from dlrover.python.rl.common.sockets import HeldPort
 from tests.support.commands import is_alive, wait_for
 
-_SERVER = multiprocessing.get_context("forkserver")
-# What takes seconds to import is there already in each process: they are forked from one that has it.
-_SERVER.set_forkserver_preload(["dlrover.python.rl.engine.fsdp2.engine", "transformers.models.qwen2.modeling_qwen2"])
+FORKED = multiprocessing.get_context("forkserver")
+"""All processes of tests are forked from one that has imported what takes seconds."""
+FORKED.set_forkserver_preload(
+    ["dlrover.python.rl.engine.fsdp2.engine", "transformers.models.qwen2.modeling_qwen2", "pytest", "psutil"]
+)
 
 
 def run(world_size, function, *arguments, timeout_s=280.0):
@@ -27,10 +29,10 @@ def run(world_size, function, *arguments, timeout_s=280.0):
     Raises:
         AssertionError: a rank raised (with its traceback), died, or took longer than ``timeout_s``.
     """
-    results = _SERVER.Queue()
+    results = FORKED.Queue()
     with held_ports(1) as (port,):
         ranks = [
-            _SERVER.Process(target=_one, args=(results, function, rank, world_size, port, arguments), daemon=True)
+            FORKED.Process(target=_one, args=(results, function, rank, world_size, port, arguments), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:

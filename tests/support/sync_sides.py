@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both sides of a sync, in one process or in several: sources to send, transports by name, processes to kill."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -25,6 +24,7 @@ from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support.processes import FORKED
 
 LATEST_S = 240.0
 PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
@@ -227,14 +227,9 @@ def taking_rank_side(kind, folder, pipe, model, place, settings):
 
 @contextmanager
 def process(target, kind, folder, *arguments):
-    """A process and the pipe to it; killed at the end if it has not ended.
-
-    It is forked from one that has torch imported already, which several take a while for at once.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([BroadcastTransport.__module__, Fsdp2TrainEngine.__module__])
-    ours, child_end = context.Pipe()
-    child = context.Process(target=target, args=(kind, str(folder), child_end, *arguments))
+    """A process and the pipe to it; killed at the end if it has not ended."""
+    ours, child_end = FORKED.Pipe()
+    child = FORKED.Process(target=target, args=(kind, str(folder), child_end, *arguments))
     child.start()
     child_end.close()
     try:

@@ -294,6 +294,7 @@ def test_resume_continues_a_run_of_the_service_in_its_folder(desk):
     job = load_job_text(described.text, "job", described.overrides)
     assert (job.config["seed"], job.checkpoint.resume) == (5, "latest")
     assert str(job.job_dir) == record.folder == str(desk.folder / "root/runs/job/1")
+    until(lambda: desk.manager.get("job").phase is JobPhase.RUNNING)
     assert "is running, and has nothing to continue" in desk("resume", "job", code=1)
     assert "cannot be changed" in desk("resume", f"job@{first}", "name=other", code=1)
 
@@ -362,11 +363,15 @@ def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
     assert desk.manager.get("toy").phase is JobPhase.RUNNING
 
     def refused(*line):
-        return run_command(desk.folder / "laptop", *CLI, *line, code=2).stderr
+        done = CliRunner().invoke(cli, line)
+        assert done.exit_code
+        return f"{done.output}{done.exception}"
 
+    monkeypatch.chdir(desk.folder / "laptop")
     assert "runs/toy/latest: is no job's name, as --server" in refused("resume", "runs/toy/latest")
     assert "is no job's name, as --server" in refused("eval", "./toy")
-    assert "some_module" in refused("run", "toy.yaml", "--local"), "it is checked here"
+    local = run_command(desk.folder / "laptop", *CLI, "run", "toy.yaml", "--local", code=2).stderr
+    assert "some_module" in local, "it is checked here"
     assert "neither the folder of a run nor a name" in refused("status", "runs/toy/latest")
     for verb in ("samples", "trace", "events", "stacks", "view"):
         assert f"'{verb}' reads folders of this machine, and DLROVER_RL_SERVER names a service" in refused(verb, "toy")

@@ -4,7 +4,6 @@
 import errno
 import gc
 import mmap
-import multiprocessing
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from dlrover.python.rl.engine.memory import offload
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock, DeviceTurns
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger
 from dlrover.python.rl.engine.memory.offload import HostBlock, HostPages
+from tests.support.processes import FORKED
 from tests.support.served import until
 from tests.support.sync_sides import LATEST_S, turn_of
 
@@ -41,12 +41,11 @@ def holder(folder, pipe, owner, nbytes):
 
 @pytest.fixture
 def start(tmp_path):
-    context, children = multiprocessing.get_context("forkserver"), []
-    context.set_forkserver_preload([DeviceLock.__module__])
+    children = []
 
     def begin(owner, nbytes=1000, waits=False):
-        ours, child_end = context.Pipe()
-        child = context.Process(target=holder, args=(tmp_path, child_end, owner, nbytes))
+        ours, child_end = FORKED.Pipe()
+        child = FORKED.Process(target=holder, args=(tmp_path, child_end, owner, nbytes))
         child.start()
         children.append(child)
         assert hear(ours) == "asking"

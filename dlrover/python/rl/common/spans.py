@@ -12,7 +12,6 @@ Each line is a JSON array whose first item is its kind; times are Unix seconds::
 
 Step and n are -1 for a call that belongs to no step."""
 
-import json
 import os
 import socket
 import threading
@@ -23,6 +22,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from dlrover.python.rl.common.disk_space import DiskWait, append
 from dlrover.python.rl.common.names import ProcessId
 
@@ -32,7 +33,6 @@ _FLUSH_S = 1.0
 _MOST_LINES = 10_000  # in memory, while the disk does not answer
 _MB = 1_000_000
 _AT_ONCE = DiskWait(0.0, 0.0, 0.0)
-_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class SpanFile:
@@ -108,7 +108,7 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    return "".join(f"{_JSON.encode(line)}\n" for line in lines).encode()
+    return b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
 
 
 class _Phases:

@@ -16,7 +16,7 @@ from dlrover.python.rl.page.curves import number_of
 
 Row = dict[str, Any]
 
-_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
+_STEP = re.compile(rb'\{"step": ?([0-9]+)[,}]')
 _PART = re.compile(r"steps-(\d+)\.jsonl")
 _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
 _CHUNK = 1 << 16

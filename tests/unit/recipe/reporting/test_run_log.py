@@ -276,7 +276,7 @@ def test_lines_cut_off_stay_superseded_until_repeated(tmp_path):
     write_step(file, 3, [{"text": "new"}], NOTHING)
     assert old.read_bytes() == b"".join(map(lines_of, (4, 5))) + lines_of(6, 1)
     cut_at_step(file, 3)
-    assert old.read_bytes().startswith(b'{"step": 3, "text": "new"}\n' + lines_of(4)), "of a second way back too"
+    assert old.read_bytes().startswith(b'{"step":3,"text":"new"}\n' + lines_of(4)), "of a second way back too"
     for step in (3, 4, 5, 6):
         assert old.exists()
         write_step(file, step, [], NOTHING)

@@ -162,7 +162,7 @@ class RunLog:
             _LOG.info("step %d: %s", step, line)
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", sample_file.encode("".join(sample_file.format_lines(step, rows))))
+        self._replace("refused.jsonl", b"".join(sample_file.format_lines(step, rows)))
 
     def write_held_out(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         sample_file.write_evaluation(self._folder / sample_file.HELD_OUT, step, rows, self._disk_wait)
@@ -215,7 +215,7 @@ class RunLog:
             self._can_plot = False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        content = sample_file.encode("".join(map(sample_file.format_line, rows)))
+        content = b"".join(map(sample_file.format_line, rows))
         append(self._folder / name, content, self._disk_wait)
 
     def _replace(self, name: str, content: bytes) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_io
 from dlrover.python.rl.common.log import get_logger
@@ -41,9 +42,8 @@ NUMBERS = (
 
 PART_BYTES = 64 << 20  # above which the next step begins a new file
 
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=np.generic.item)
 _TABLE = (*TEXTS, "reward", "score", "error")
-_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
+_STEP = re.compile(rb'\{"step": ?([0-9]+)[,}]')
 
 
 class Excerpt(NamedTuple):
@@ -85,23 +85,6 @@ class SampleRows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for at, cells in enumerate(zip(*self.columns.values(), strict=True)):
             yield {**dict(zip(self.columns, cells, strict=True)), **self.details.get(at, {})}
-
-    def lines(self, step: int) -> list[str]:
-        """Encode column by column: faster than row by row, since many values of a column are equal."""
-        line, varying = f'{{"step": {step}', list[list[str]]()
-        for name, values in self.columns.items():
-            cells = _encode_column(values)
-            key, value = f", {_JSON.encode(name)}: ", "%s"
-            if varying and cells and cells.count(cells[0]) == len(cells):
-                value = cells[0].replace("%", "%%")
-            else:
-                varying.append(cells)
-            line += key.replace("%", "%%") + value
-        lines = [f"{line}}}\n" % cells for cells in zip(*varying, strict=True)]
-        for at, detail in self.details.items():
-            more = "".join(f", {_JSON.encode(name)}: {_encode_value(value)}" for name, value in detail.items())
-            lines[at] = f"{lines[at][:-2]}{more}}}\n"
-        return lines
 
 
 def format_rows(numbers: Batch, texts: Batch, tokens: Batch | None = None) -> SampleRows:
@@ -150,7 +133,7 @@ def write_step(
     lines = format_lines(step, samples)
     if excerpt.samples < math.inf:
         lines = [line for line, row in zip(lines, samples, strict=True) if row.get("trajectory", 0) < excerpt.samples]
-    content = encode("".join(lines))
+    content = b"".join(lines)
     end = append(file, content, disk_wait, at)
     drop_superseded(file, step)
     if at is not None and end < at + len(content):
@@ -163,7 +146,7 @@ def write_evaluation(
     file: Path, step: int, rows: Iterable[Mapping[str, Any]], wait: DiskWait = DEFAULT_DISK_WAIT
 ) -> None:
     """Replace ``file``, the answers of the last evaluation, and write those after ``step`` to a separate file."""
-    content = encode("".join(format_lines(step, rows)))
+    content = b"".join(format_lines(step, rows))
     folder = file.with_name(EVALUATIONS)
     retry_io(lambda: folder.mkdir(exist_ok=True), folder, wait)
     replace(folder / f"step-{step:06}.jsonl", content, wait)
@@ -265,33 +248,17 @@ def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
     return "  ".join(shown)
 
 
-def format_line(row: Mapping[str, Any]) -> str:
+def format_line(row: Mapping[str, Any]) -> bytes:
+    """Encode a row, with null for NaN and infinities, which JSON does not have."""
     try:
-        return f"{_JSON.encode(row)}\n"
-    except ValueError:  # a number that is not finite: few rows have one
-        return f"{_JSON.encode(replace_non_finite(row))}\n"
+        return orjson.dumps(row, default=np.generic.item, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # an integer of more than 64 bits, or half of a surrogate pair, as an error's text may have
+        text = json.dumps(replace_non_finite(row), ensure_ascii=False, allow_nan=False, default=np.generic.item)
+        return encode(f"{text}\n")
 
 
-def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return rows.lines(step) if isinstance(rows, SampleRows) else [format_line({"step": step, **row}) for row in rows]
-
-
-def _encode_column(values: Sequence[Any]) -> list[str]:
-    """Encode each different value once, if all are of one type that can be a key."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return [*map(repr, values)]
-    if len(kinds) == 1 and isinstance(values[0], str | float | None):
-        encoded = {value: _encode_value(value) for value in set(values)}
-        return [encoded[value] for value in values]
-    return [*map(_encode_value, values)]
-
-
-def _encode_value(value: Any) -> str:
-    try:
-        return _JSON.encode(value)
-    except ValueError:  # a number that is not finite
-        return _JSON.encode([*map(_finite, value)] if isinstance(value, list) else _finite(value))
+def format_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    return [format_line({"step": step, **row}) for row in rows]
 
 
 def encode(text: str) -> bytes:
