@@ -11,7 +11,8 @@ from verl.trainer.ppo import utils
 from verl.utils import config as verl_config
 
 TAKEN = re.compile(
-    r"""trainer\.(total_training_steps|total_epochs|critic_warmup|rollout_data_dir|default_local_dir|device|n_gpus_per_node)
+    r"""trainer\.(total_(training_steps|epochs)|critic_warmup|rollout_data_dir|default_local_dir|device|n_gpus_per_node)
+    |trainer\.save_freq # a commit of every step stands for it
     |data\.(?!val_).* |reward\.(custom_reward_function|reward_manager)\..*
     |algorithm\.(?!filter_groups|rollout_correction).*
     |(critic|actor_rollout_ref\.(actor|ref|model))\.(?!strategy|(.*\.)?(lora|mtp|profiler|qat|(virtual_)?pipeline)).*

@@ -172,6 +172,7 @@ def test_option_that_verls_example_would_ignore_is_refused(tmp_path):
     run = Verl(tmp_path)
     run.prepare()  # verl's check reads the model
     taken = {"algorithm.gamma": 0.9, "trainer.critic_warmup": 2, "actor_rollout_ref.actor.clip_ratio": 0.1}
+    taken |= {"trainer.save_freq": 20}
     same = {"trainer.test_freq": -1, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 1}
     run.call("-c", COMPLETE, json.dumps(IGNORED))
     answers = json.loads(run.log.read_text().splitlines()[-1])
@@ -197,7 +198,7 @@ PARSE = (
 def test_option_that_openrlhfs_example_would_ignore_is_refused(tmp_path):
     run = OpenRLHF(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    ignored = {"ckpt.save_steps": 5, "train.partial_rollout_enable": True, "rollout.vllm_generate_batch_size": 64}
+    ignored = {"train.partial_rollout_enable": True, "rollout.vllm_generate_batch_size": 64}
     ignored |= {"ds.lora.rank": 8, "algo.dynamic_filtering_enable": True, "train.async_enable": True}
     run.call("-c", PARSE, json.dumps({**ignored, "actor.eps_clip": 0.1}))
     answers = json.loads(run.log.read_text().splitlines()[-1])
