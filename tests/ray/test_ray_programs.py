@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.commands import Desk, is_alive, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
 # It has no line for this package.
 PROGRAM = """
