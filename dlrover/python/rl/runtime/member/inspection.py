@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob, LibraryMissing
+from dlrover.python.rl.common.extensions import ROLES_ELSEWHERE
 from dlrover.python.rl.common.hub import LOOKUP, current_lookup
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
@@ -390,6 +391,7 @@ def _serve(request: Path, answer: Path) -> None:
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     LOOKUP.set(data["lookup"])
+    ROLES_ELSEWHERE.set(frozenset(role for role, spec in job.workloads.items() if spec.python))
     inspection = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
     answer.write_text(json.dumps(asdict(inspection)))
 
