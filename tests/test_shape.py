@@ -58,6 +58,15 @@ def unconnected(root, allowed, families):
     return messages + [f"[families] names {folder}, whose files are connected: remove it" for folder in idle]
 
 
+def test_names_of_tests_are_short():
+    names = [
+        name
+        for file in REPOSITORY.glob("tests/**/test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text())
+    ]
+    assert not [name for name in names if len(name) > LIMITS["largest"]["test_name"]]
+
+
 def test_one_step_crosses_few_modules():
     command = [sys.executable, "-m", "benchmarks.step_trace"]
     trace = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -85,7 +85,7 @@ class Host:
         ip("-n", self.namespace, "link", "set", "eth0", "up")
         ip("-n", _SWITCH, "link", "set", self.cable, "master", "br0", "up")
 
-        mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {_temporary()} && echo && exec sleep infinity"
+        mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {temporary()} && echo && exec sleep infinity"
         holder = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", mounts], stdout=subprocess.PIPE
         )
@@ -105,11 +105,11 @@ class Host:
     def join(self, head: "Host", folder: Path) -> None:
         """Start Ray's node of this host with the scripts that ``dlrover-rl init`` writes."""
         if self is head:
-            command = ["head.sh", self.address, f"--num-cpus={_CPUS_OF_HEAD}", f"--temp-dir={_temporary()}"]
+            command = ["head.sh", self.address, f"--num-cpus={_CPUS_OF_HEAD}", f"--temp-dir={temporary()}"]
         else:
             command = ["worker.sh", head.address, self.address, f"--num-cpus={_CPUS}"]
         shell = ["bash", "-c", _AGAIN, str(_SCRIPTS / command[0]), *command[1:]]
-        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "STATE_DIR": f"{_temporary()}/tables"}
+        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "STATE_DIR": f"{temporary()}/tables"}
         checks = {"period_ms": "500", "timeout_ms": "700", "failure_threshold": "3"}  # a lost host is seen soon
         env |= {f"RAY_health_check_{name}": value for name, value in checks.items()}
         self.processes.append(self.start(*shell, log=folder / f"host-{self.number}.log", **env))
@@ -140,7 +140,7 @@ class Host:
         self.end()
 
 
-def _temporary() -> str:
+def temporary() -> str:
     return f"/tmp/{_PREFIX}"
 
 
@@ -148,7 +148,7 @@ def _temporary() -> str:
 def hosts(count: int) -> Iterator[list[Host]]:
     hosts = [Host(number) for number in range(count)]
     ip("netns", "add", _SWITCH)
-    os.mkdir(_temporary())
+    os.mkdir(temporary())
     try:
         ip("-n", _SWITCH, "link", "add", "br0", "type", "bridge")
         ip("-n", _SWITCH, "link", "set", "br0", "up")
@@ -160,7 +160,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             host.end()
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=30, check=False)
         subprocess.run(["ip", "netns", "delete", _SWITCH], capture_output=True, timeout=30, check=False)
-        os.rmdir(_temporary())
+        os.rmdir(temporary())
 
 
 def wait_until(condition: Callable[[], object], event: str, driver: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -262,3 +262,45 @@ def test_five_kills_of_a_service_change_no_job_and_no_watch(service_on_session, 
     assert [event.number for event in watcher.events] == list(range(1, len(events) + 1))
     assert [event.SerializeToString() for event in watcher.events] == [event.SerializeToString() for event in events]
     assert sum(event.kind == "submitted" for event in events) == 3
+
+
+READING = """
+from pathlib import Path
+
+from toy_job import Loop, Worker
+
+class Reader(Loop):
+    def init(self):
+        super().init()
+        with open(Path(self.config.folder) / "sizes", "a") as sizes:
+            print(len(Path(__file__).with_name("data.bin").read_bytes()), file=sizes)
+"""
+
+
+@pytest.mark.slow
+def test_service_runs_and_resumes_a_job_with_its_working_dir(tmp_path):
+    """The folder of 50 MB is gone before the job has begun."""
+    for name in ("root", "mine", "laptop"):
+        (tmp_path / name).mkdir()
+    shutil.copy(toy_job.__file__, tmp_path / "mine")
+    (tmp_path / "mine/reading.py").write_text(READING)
+    (tmp_path / "mine/data.bin").write_bytes(bytes(range(256)) * 200_000)
+    text = toy_text(tmp_path / "notes", trainer="Reader", module="reading", steps=60, step_s=0.2)
+    (tmp_path / "laptop/job.yaml").write_text(text)
+    address = tmp_path / ".dlrover-rl/service/address"
+    with Desk(tmp_path, HOME=str(tmp_path)) as desk:
+        desk.start("serve", "--root", "root", "--cpus", "4", "--port", "0")
+        wait_for(address.exists)
+        with Desk(tmp_path / "laptop", HOME=str(tmp_path), DLROVER_RL_SERVER=address.read_text().strip()) as client:
+            client.run("enqueue", "job.yaml", "--name", "job", "--working-dir", "../mine")
+            shutil.rmtree(tmp_path / "mine")
+            wait_for(lambda: client.status("job")["step"] >= 2)
+            client.run("stop", "job")
+            first = client.status("job")
+            assert 2 <= first["step"] < 60
+            client.run("resume", "job", "--detach")
+            client.run("wait", "job")
+            second = client.status("job")
+    assert second["run"] != first["run"] and second["folder"] == first["folder"] and second["step"] == 60
+    assert second["reward"] == sum(range(1, 61)), "each step once"
+    assert (tmp_path / "notes/sizes").read_text().split() == ["51200000"] * 2

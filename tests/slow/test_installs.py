@@ -4,7 +4,6 @@ build steps of the image install what its demo needs, for which no container eng
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT
+from tests.support.image import install_image
 
 UPSTREAM = "dlrover==0.6.1"
 UPSTREAM_NEEDS = ("psutil", "nvidia-ml-py", "pynvml", "deprecated", "wrapt")
@@ -101,31 +101,13 @@ def test_wheel_runs_beside_upstream_and_without_it(environment, order):
     assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)
 
 
-def copy_context(folder):
-    """Return the files that the Dockerfile copies before it installs."""
-    text = (ROOT / "docker/Dockerfile").read_text().partition("RUN docker/install.sh")[0]
-    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
-        *sources, target = line.split()
-        for source in (path for pattern in sources for path in ROOT.glob(pattern)):
-            place = folder / target / (source.name if target == "./" else "")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, place)
-
-
 @pytest.mark.ray
 def test_install_script_makes_an_environment_for_the_demo(tmp_path):
-    context, home = tmp_path / "source", tmp_path / "rl"
-    copy_context(context)
-    env = {**os.environ, "PYTHON": sys.executable}
-    env.pop("PYTHONPATH", None)
-    run("docker/install.sh", "core", str(home), cwd=context, env=env)
-    shutil.rmtree(context)  # the image has the installed package only
+    home = install_image(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "work/examples")
     demo = (str(home / "bin/python"), "examples/arithmetic/demo.py", "--seed", "0")
-    env |= {"PATH": f"{home / 'bin'}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
     run(*demo, cwd=tmp_path / "work", env=env)
     summary = json.loads((tmp_path / "work/build/demo/grpo/summary.json").read_text())
     assert summary["eval/accuracy"] - summary["before/eval/accuracy"] >= 0.25

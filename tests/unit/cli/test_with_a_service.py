@@ -35,6 +35,7 @@ from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
 from tests.support.commands import CLI
 from tests.support.commands import run as run_command
+from tests.support.run_folder import write_run
 from tests.support.served import JOB, serving, until
 
 pytestmark = pytest.mark.usefixtures("kept_logger")
@@ -373,8 +374,38 @@ def test_service_of_the_environment_is_used_or_refused(desk, monkeypatch):
     local = run_command(desk.folder / "laptop", *CLI, "run", "toy.yaml", "--local", code=2).stderr
     assert "some_module" in local, "it is checked here"
     assert "neither the folder of a run nor a name" in refused("status", "runs/toy/latest")
+    write_run(desk.folder / "laptop/runs/ended", steps=20)
+    for verb, words in (("status", "finished, step 20"), ("explain", "ROLLOUT[1]"), ("logs", "step 1")):
+        assert words in run_command(desk.folder / "laptop", *CLI, verb, "runs/ended").stdout, "of this machine"
     for verb in ("samples", "trace", "events", "stacks", "view"):
         assert f"'{verb}' reads folders of this machine, and DLROVER_RL_SERVER names a service" in refused(verb, "toy")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("list", "job"),
+        ("status job", "step 1/9"),
+        ("attach job", "finished, step 1/9"),
+        ("wait job", "step 1/9"),
+        ("logs job", "there is no log"),
+        ("explain job", "It has finished since"),
+        ("fetch job", "job.yaml"),
+        ("stop job", "finished"),
+        ("resize job rollout 3", "finished"),
+        ("resume job seed=2 --detach", "dlrover-rl attach job"),
+        ("eval job --detach", "dlrover-rl attach job-eval"),
+        ("enqueue toy.yaml", "dlrover-rl attach toy"),
+        ("submit --job_name mine --rl_config toy.yaml --detach", "dlrover-rl attach mine"),
+        ("doctor", "answers"),
+    ],
+)
+def test_verb_asks_the_service_of_the_environment(desk, monkeypatch, line, words):
+    ended_run(desk, 1, JobPhase.FINISHED)
+    monkeypatch.setenv("DLROVER_RL_SERVER", desk.address)
+    desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
+    done = CliRunner().invoke(cli, line.split())
+    assert words in f"{done.output}{done.exception or ''}"
 
 
 def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
@@ -387,6 +418,7 @@ def test_quota_has_an_exit_code_of_its_own_and_no_retry(tmp_path):
         began_s = time.monotonic()
         done = run_command(tmp_path, *CLI, "run", "toy.yaml", "--detach", code=6, **env)
         assert done.stderr.splitlines()[-1] == "'admin' has 2 jobs in the queue, the limit"
+        assert time.monotonic() - began_s < 10
         with service.client(patience_s=60) as client, pytest.raises(QuotaReached):
             began_s = time.monotonic()
             client.submit(JOB, name="third")
@@ -496,10 +528,21 @@ def test_stuck_job_differs_from_a_healthy_one(desk):
     assert "no progress" not in lines["healthy"] and "admin" in lines["healthy"]
     status = desk("status", "stuck")
     assert "running, no progress" in status and "left," not in status and "last step 0:04:1" in status
+    desk.report("loading", loading, JobPhase.STARTING, step=3, total_steps=100, step_s=2.0)
+    assert "left" not in desk("status", "loading"), "it is starting again"
     desk.report("healthy", healthy, activity="resizing ROLLOUT to 3", step_s=2.0, members=MEMBERS)
     status = desk("status", "healthy")
     assert "resizing ROLLOUT to 3" in status and "left," not in status
     assert "resizing ROLLOUT to 3" in desk("list")
+
+
+@pytest.mark.parametrize(("activity", "is_stuck"), [("step 1", True), ("evaluating", False)])
+def test_evaluation_without_steps_is_not_stuck(desk, activity, is_stuck):
+    """A first step of half an hour is."""
+    run = desk.begin(activity=activity)
+    desk.manager._ledger._put(replace(desk.manager._ledger.records[run], started_s=time.time() - 1800))
+    for verb in ("list", "status job"):
+        assert ("running, no progress" in desk(*verb.split())) is is_stuck
 
 
 def test_status_of_1000_workers_is_a_summary(desk):

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def test_core_is_installed_from_a_lock_of_tested_versions():
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     required = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
     assert required - locked.keys() == {"torch"}
+    assert locked.keys() >= {"aiohttp-cors", "opencensus", "opentelemetry-sdk"}, "of Ray's dashboard and job API"
     assert "--require-hashes --requirement requirements/core.lock" in (DOCKER / "install.sh").read_text()
 
 
@@ -106,6 +108,7 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
     (tmp_path / "compose.yaml").write_text(wrong)
     assert run(BIN / "check-jsonschema", *schema, tmp_path / "compose.yaml")[0] == 1
     services = yaml.safe_load((DOCKER / file).read_text())["services"]
+    assert all(service["shm_size"] == "2gb" for service in services.values())
     tokens = {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()}
     assert tokens == dict.fromkeys(names, "${RAY_AUTH_TOKEN:?a")
 
@@ -372,7 +375,7 @@ def test_combined_options_all_have_their_effect(written):
 
 
 @pytest.mark.parametrize("overlay", ["network", "service"])
-def test_policy_of_a_cluster_admits_its_own_pods_and_the_operator(written, overlay):
+def test_policy_of_a_cluster_admits_its_pods_and_the_operator(written, overlay):
     policies = [item["spec"] for item in resources_of(written["kuberay"] / overlay) if item["kind"] == "NetworkPolicy"]
     of_clusters = [spec for spec in policies if "app" not in spec["podSelector"]["matchLabels"]]
     assert of_clusters
@@ -380,6 +383,61 @@ def test_policy_of_a_cluster_admits_its_own_pods_and_the_operator(written, overl
         peers = [peer for rule in spec["ingress"] for peer in rule["from"]]
         assert {"podSelector": spec["podSelector"]} in peers
         assert any("namespaceSelector" in peer for peer in peers)
+
+
+def memory_of(text):
+    return int(text.removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_of_a_cluster_have_probes_and_shared_memory(written, overlay):
+    """Probes that Ray's agent answers, with time on a loaded cluster; without a volume the memory is 64 MB."""
+    resources = resources_of(written["kuberay"] / overlay)
+    templates = [template for item in resources if item["kind"].startswith("Ray") for template in templates_of(item)]
+    assert len(templates) == 2
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        for kind in ("readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            assert probe["httpGet"] == {"path": "/api/healthz", "port": 52365}
+            assert probe["timeoutSeconds"] >= 10 and probe["periodSeconds"] * probe["failureThreshold"] >= 120
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == mounts["/dev/shm"]]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        limit = memory_of(container["resources"]["limits"]["memory"])
+        assert 2 <= memory_of(volume["emptyDir"]["sizeLimit"]) <= limit / 2
+
+
+JOB_AND_SERVICE = ("base/job.yaml", "service/cluster.yaml")
+SLOTS = [
+    (r"# (imagePullSecrets: .*)", r"\1", JOB_AND_SERVICE),
+    (r"# priorityClassName: .*", "priorityClassName: high", JOB_AND_SERVICE),
+    (r"# storageClassName: .*", "storageClassName: shared", ("base/volumes.yaml", "service/cluster.yaml")),
+    (r"tolerations: \[\] +# (\[.*\])", r"tolerations: \1", ("base/job.yaml",)),
+]
+
+
+def test_slots_of_the_manifests_are_valid_when_filled(written, tmp_path):
+    """Pull secrets, priority, tolerations and storage class; tokens are a secret that need not exist."""
+    folder = tmp_path / "kuberay"
+    shutil.copytree(written["kuberay"], folder)
+    for pattern, value, files in SLOTS:
+        for file in files:
+            text, count = re.subn(pattern, value, (folder / file).read_text())
+            assert count, (pattern, file)
+            (folder / file).write_text(text)
+    for overlay in ("base", "service"):
+        resources = resources_of(folder / overlay)
+        assert {item["kind"]: faults for item in resources if (faults := faults_of(item))} == {}
+        claims = [item["spec"] for item in resources if item["kind"] == "PersistentVolumeClaim"]
+        assert "shared" in {claim.get("storageClassName") for claim in claims}
+    (job,) = [item for item in resources_of(folder / "base") if item["kind"] == "RayJob"]
+    for template in templates_of(job):
+        spec = template["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}] and spec["priorityClassName"] == "high"
+        assert spec["containers"][0]["envFrom"][0]["secretRef"]["optional"]
+    assert spec["tolerations"][0]["key"] == "dedicated"
+    assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
 
 
 def test_a_pod_has_time_to_be_drained(written):

@@ -91,6 +91,7 @@ def test_of_several_starts_at_once_one_gets_the_folder(desk):
         refused += [process for process in started if process.poll() is not None and process not in refused]
     (winner,) = set(started) - set(refused)
     assert [process.returncode for process in refused] == [2, 2, 2]
+    assert all(f"out is in use by run {desk.owner('out')['run']} of" in process.said() for process in refused)
     desk.release("out")
     assert winner.wait(60) == 0
     assert desk.steps("out") == ALL_STEPS

@@ -4,9 +4,11 @@
 import os
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -87,6 +89,19 @@ def test_newest_record_of_more_than_nine_counts(tmp_path):
     for number in (9, 10, 2):
         (tmp_path / f"owner.{number}.json").touch()
     assert run_folder.newest_record(tmp_path).name == "owner.10.json"
+
+
+def test_of_two_starts_in_a_new_folder_one_is_refused(plain):
+    for number in range(20):
+        jobs = [begin(replace(plain, job_dir=plain.job_dir.with_name(f"out-{number}"))) for _ in range(2)]
+        gate = Barrier(2)
+
+        with ThreadPoolExecutor(2) as pool:
+            starts = [pool.submit(lambda job, gate=gate: (gate.wait(20), start(job))[1], job) for job in jobs]
+        (refusal,) = filter(None, (each.exception() for each in starts))
+        (claimed,) = (each.result() for each in starts if not each.exception())
+        assert isinstance(refusal, JobConflict)
+        assert str(refusal) == f"{claimed.record.parent} is in use by {claimed.owner}"
 
 
 @pytest.mark.parametrize(("bound", "is_refused"), [(True, True), (False, False)])

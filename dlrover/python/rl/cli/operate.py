@@ -264,8 +264,7 @@ def _process_lines(view: JobView) -> Iterator[str]:
 
 def _phase(view: JobView) -> str:
     """Return the phase, and that nothing moves where a step is overdue."""
-    is_late = view.phase == "running" and not view.activity and not view.moves
-    return f"{view.phase}, no progress" if is_late else view.phase
+    return f"{view.phase}, no progress" if view.is_late else view.phase
 
 
 def _ago(seconds: float) -> str:

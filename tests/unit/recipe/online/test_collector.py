@@ -280,7 +280,7 @@ def refilling(rollouts, max_staleness=0, **more):
 
 @pytest.mark.feature(97)
 @pytest.mark.parametrize("speeds", [[1], [9], [2, 2], [1, 9, 3]])
-def test_refilled_step_depends_neither_on_time_nor_on_a_resumption(speeds):
+def test_refilled_step_is_independent_of_time_and_resumption(speeds):
     """Each step of the second run has a new trainer with the state of the one before."""
     whole, resumed_run = Rollouts([99], room=99), Rollouts(speeds)
     first, second = refilling(whole), refilling(resumed_run)

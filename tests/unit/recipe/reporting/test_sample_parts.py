@@ -68,7 +68,7 @@ def test_repeated_write_after_a_part_began_leaves_the_rows_once(tmp_path, small_
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["steps-000001.jsonl"]
 
 
-def test_worker_writes_chosen_rows_in_place_of_an_earlier_attempt(tmp_path):
+def test_worker_replaces_rows_of_an_earlier_attempt(tmp_path):
     write_steps(tmp_path, 1, 3)
     tokens = {name: Ragged.from_rows([[6, 7], [8, 9]]) for name in ("tokens", "logprobs")}
     tokens["action_mask"] = Ragged.from_rows([[False, True]] * 2)

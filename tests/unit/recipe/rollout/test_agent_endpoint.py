@@ -167,7 +167,7 @@ def test_wrong_requests_get_one_error_in_openais_shape():
 
 
 @pytest.mark.feature(155)
-def test_parameters_of_the_template_call_are_not_the_templates_variables():
+def test_parameters_of_the_call_are_no_variables_of_the_template():
     call = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"self", "kwargs"}
     for name in (*call, "messages"):
         with pytest.raises(ApiError, match=f"'chat_template_kwargs.{name}' cannot be set"):

@@ -60,7 +60,7 @@ def test_request_that_extends_keeps_tokens_and_encodes_the_rest():
 
 
 @pytest.mark.feature(154)
-def test_tool_calls_are_returned_and_their_results_continue_the_row():
+def test_tool_calls_are_returned_and_results_continue_the_row():
     async def run(client, row):
         message, answer = await client.chat("2+?", tools=[ADD])
         (call,) = message["tool_calls"]
@@ -204,7 +204,7 @@ def test_seeds_depend_on_content_and_not_on_order():
     assert seeds[0] == seeds[1] and len(seeds[0]) == 2
 
 
-def test_agent_without_a_request_or_with_an_error_fails_its_sample():
+def test_agent_without_request_or_with_error_fails_its_sample():
     async def run(client, row):
         if row["case"] == "raises":
             await client.chat("one")

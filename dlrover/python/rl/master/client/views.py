@@ -78,16 +78,17 @@ class JobView:
         return 0.0 if self.ended or not self.last_step_s else max(time.time() - self.last_step_s, 0.0)
 
     @property
-    def moves(self) -> bool:
-        """True while steps come at their pace."""
+    def is_late(self) -> bool:
+        """True if its next step is overdue, and it does nothing else, such as an evaluation."""
         limit_s = max(_LATE_STEPS * self.step_s, _LATE_S) if self.last_step_s else _LATE_FIRST_S
         since_s = self.last_step_s or self.started_s
-        is_late = since_s > 0.0 and time.time() - since_s > limit_s
-        return self.phase == "running" and not self.activity and not is_late
+        takes_steps = self.phase == "running" and (not self.activity or self.activity.startswith("step "))
+        return takes_steps and since_s > 0.0 and time.time() - since_s > limit_s
 
     @property
     def eta_s(self) -> float:
-        return max(self.total_steps - self.step, 0) * self.step_s if self.moves else 0.0
+        takes_steps = self.phase == "running" and not self.activity and not self.is_late
+        return max(self.total_steps - self.step, 0) * self.step_s if takes_steps else 0.0
 
     def to_plain(self) -> dict[str, Any]:
         plain = {**vars(self), "eta_s": self.eta_s, "nodes": self.nodes, "step_age_s": self.step_age_s}
