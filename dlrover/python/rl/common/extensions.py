@@ -27,6 +27,10 @@ ROLES_ELSEWHERE: ContextVar[frozenset[str]] = ContextVar("roles of other interpr
 """Roles of the inspected job that another interpreter runs, which has packages that this one may lack."""
 
 
+def runs_elsewhere(role: str) -> bool:
+    return role.upper() in ROLES_ELSEWHERE.get()
+
+
 @dataclass(frozen=True)
 class ExtensionPoint:
     noun: str  # "train engine", for messages

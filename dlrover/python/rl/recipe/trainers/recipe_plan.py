@@ -13,7 +13,7 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import complete_options, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob, MissingExtra, VerifierError
-from dlrover.python.rl.common.extensions import ROLES_ELSEWHERE
+from dlrover.python.rl.common.extensions import runs_elsewhere
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, current_lookup
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
@@ -285,9 +285,7 @@ def validate_optimizer(
 def _runs_here(engine: EngineConfig, role: str) -> bool:
     """Return False for devices that this machine lacks, since the job is for another one, and for another interpreter's
     role."""
-    if role.upper() in ROLES_ELSEWHERE.get():
-        return False
-    return not engine.device.startswith("cuda") or torch.cuda.is_available()
+    return not runs_elsewhere(role) and (not engine.device.startswith("cuda") or torch.cuda.is_available())
 
 
 def _find_absent(engine: EngineConfig, require_package: Callable[[], None]) -> list[str]:
