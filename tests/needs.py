@@ -26,6 +26,7 @@ NEEDS = {
     "openenv": lambda: find_spec("openenv"),
     "playwright": lambda: find_spec("playwright"),
     "reasoning_gym": lambda: find_spec("reasoning_gym"),
+    "verifiers": lambda: find_spec("verifiers"),
     "vllm": lambda: find_spec("vllm"),
     "interpreted triton": lambda: os.environ.get("TRITON_INTERPRET") == "1",
 }

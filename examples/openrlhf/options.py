@@ -15,7 +15,7 @@ from openrlhf import cli
 NOT_HERE = (
     "train.agent_func_path", "train.async_enable", "train.enable_ema", "algo.dynamic_filtering_enable", "eval.dataset",
     "data.max_images_per_prompt", "ds.lora.rank", "ds.load_in_4bit", "ds.tensor_parallel_size", "ckpt.load_enable",
-    "reward.normalize_enable", "use_ms",
+    "reward.normalize_enable", "use_ms", "train.partial_rollout_enable", "rollout.vllm_generate_batch_size",
 )  # fmt: skip
 
 

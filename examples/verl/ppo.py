@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from options import complete
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.trainer.ppo import core_algos, metric_utils, ray_trainer, reward, utils
@@ -131,13 +130,7 @@ class Reward(BaseWorkload):
 class PPO(BaseTrainer):
     @classmethod
     def complete_config(cls, config: Any, devices: str) -> Any:
-        """verl's ``ppo_megatron_trainer`` with the job's keys, checked by verl."""
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            whole = compose("ppo_megatron_trainer")
-        whole.merge_with(OmegaConf.to_container(config, resolve=True))
-        whole.trainer.device = "cpu" if devices == "CPU" else "cuda"
-        verl_config.validate_config(whole, utils.need_reference_policy(whole), utils.need_critic(whole))
-        return OmegaConf.to_container(whole, resolve=True)
+        return complete(config, devices)
 
     def init(self) -> None:
         self.models, data = self.config.actor_rollout_ref, self.config.data

@@ -131,6 +131,80 @@ def needs(library):
     return pytest.mark.skipif(not environment.exists(), reason=f"make example NAME={library} makes its environment")
 
 
+IGNORED = {
+    "algorithm.filter_groups.enable": True,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.model.lora_rank": 8,
+    "actor_rollout_ref.model.lora.rank": 8,
+    "actor_rollout_ref.actor.strategy": "fsdp",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
+    "critic.megatron.virtual_pipeline_model_parallel_size": 2,
+    "critic.strategy": "fsdp",
+    "reward.reward_model.enable": True,
+    "reward_model.enable": True,
+    "data.val_batch_size": 8,
+    "trainer.test_freq": 5,
+    "trainer.no_such_key": 1,
+}
+"""Options of verl that its example has no counterpart of, with a value that is not verl's default."""
+
+COMPLETE = """
+import json, sys
+from omegaconf import OmegaConf
+from options import complete
+
+answers = {}
+for name, value in json.loads(sys.argv[1]).items():
+    config = OmegaConf.load("examples/verl/job.yaml").config
+    OmegaConf.update(config, name, value)
+    try:
+        whole = OmegaConf.create(complete(config, "CPU"))
+        answers[name] = OmegaConf.select(whole, name), complete(whole, "CPU") == complete(config, "CPU")
+    except Exception as error:
+        answers[name] = str(error)
+print(json.dumps(answers))
+"""
+
+
+@needs("verl")
+def test_option_that_verls_example_would_ignore_is_refused(tmp_path):
+    run = Verl(tmp_path)
+    run.prepare()  # verl's check reads the model
+    taken = {"algorithm.gamma": 0.9, "trainer.critic_warmup": 2, "actor_rollout_ref.actor.clip_ratio": 0.1}
+    taken |= {"trainer.save_freq": 20}
+    same = {"trainer.test_freq": -1, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 1}
+    run.call("-c", COMPLETE, json.dumps(IGNORED))
+    answers = json.loads(run.log.read_text().splitlines()[-1])
+    assert answers == {name: f"without a counterpart here: {name}" for name in IGNORED}
+    run.call("-c", COMPLETE, json.dumps(taken | same))
+    answers = json.loads(run.log.read_text().splitlines()[-1])
+    assert answers == {name: [value, True] for name, value in (taken | same).items()}
+
+
+PARSE = (
+    COMPLETE.replace("verl", "openrlhf")
+    .replace("import complete", "import parse")
+    .replace(
+        """        whole = OmegaConf.create(complete(config, "CPU"))
+        answers[name] = OmegaConf.select(whole, name), complete(whole, "CPU") == complete(config, "CPU")
+""",
+        "        answers[name] = OmegaConf.select(OmegaConf.create(parse(config)[0]), name)\n",
+    )
+)
+
+
+@needs("openrlhf")
+def test_option_that_openrlhfs_example_would_ignore_is_refused(tmp_path):
+    run = OpenRLHF(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ignored = {"train.partial_rollout_enable": True, "rollout.vllm_generate_batch_size": 64}
+    ignored |= {"ds.lora.rank": 8, "algo.dynamic_filtering_enable": True, "train.async_enable": True}
+    run.call("-c", PARSE, json.dumps({**ignored, "actor.eps_clip": 0.1}))
+    answers = json.loads(run.log.read_text().splitlines()[-1])
+    assert answers == {name: f"{name} has no counterpart here" for name in ignored} | {"actor.eps_clip": 0.1}
+
+
 RUNS = [pytest.param(kind, marks=needs(kind.library), id=kind.library) for kind in (OpenRLHF, Verl, Trl)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO whose advantages belong to other samples."""
+"""GRPO whose advantages belong to samples of other groups."""
 
 from dataclasses import dataclass
 
@@ -12,4 +12,4 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 class ShuffledGRPO(GRPO):
     def advantages(self, samples):
         advantages = super().advantages(samples)
-        return np.random.default_rng(len(advantages)).permutation(advantages)
+        return np.roll(advantages, len(advantages) // 2)  # a fixed permutation may leave some in their places

@@ -39,6 +39,16 @@ def test_program_keeps_its_limits_and_trainer():
     assert spec.workloads["TRAIN"].hang_after_s == 60
 
 
+def test_program_joins_no_cluster_that_the_file_does_not_name():
+    spec = job({"train": {"command": "x", "ray": True, "resource": {"cpu": 2, "memory": 8}}, "serve": {"command": "x"}})
+    assert spec.config.scripts.train.ray == {"cpu": 2, "memory": 8}
+    assert (spec.workloads["TRAIN"].env, spec.workloads["SERVE"].env) == ({}, {"RAY_ADDRESS": "local"})
+    assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
+    named = {"RAY_ADDRESS": "host:6379"}
+    assert job({"serve": {"command": "x", "env": named}}).workloads["SERVE"].env == named
+    assert job({"serve": {"command": "x"}}, env=named).workloads["SERVE"].env == {}
+
+
 def test_command_may_have_variables_of_its_shell():
     text = r"workload: {train: {command: 'train.py --rank \${RANK} \${name}', num: 2}}"
     spec = load_job_text(text, "programs", search_path=())
@@ -51,6 +61,13 @@ def test_command_may_have_variables_of_its_shell():
     [
         ({"command": "x", "class": "C"}, "workload.train: has command and class: a role is a program or a class"),
         ({"command": "x", "function": "m:f"}, "workload.train: has command and function: a role runs one program"),
+        ({"command": "x", "ray": "yes"}, "workload.train.ray: must be true or false, got 'yes'"),
+        ({"command": "x", "ray": True}, "workload.train.resource.cpu: must be a number of whole CPUs"),
+        ({"command": "x", "ray": True, "resource": {"cpu": 0.5}}, "workload.train.resource.cpu: must be a number of"),
+        (
+            {"command": "x", "ray": True, "resource": {"cpu": 1}, "env": {"RAY_ADDRESS": "auto"}},
+            "workload.train.env.RAY_ADDRESS: cannot be set with ray: true, which sets it: remove one",
+        ),
         ({"command": ""}, "workload.train: its command is empty"),
         ({"command": {"a": 1}}, "workload.train.command: must be text or a list of texts, got"),
         ({"command": "x", "nun": 2}, "workload.train.nun: unknown key 'nun'; did you mean 'num'?"),

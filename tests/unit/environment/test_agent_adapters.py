@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents by name, and adapters of other packages as agents, each with the package itself."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.agents import find_agent, load_agent
+from tests.support.agent_clients import acting
+from tests.support.scripted import groups
 
-SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+SERVER = SUPPORT / "mcp_server.py"
 
 
 class Message(SimpleNamespace):
@@ -71,6 +75,8 @@ async def test_reasoning_gym_scores_the_answer_by_its_own_rule():
     assert await agent(client, {"seed": 23}) == 1.0
     assert client.asks[0]["messages"][0]["content"].startswith(entry["question"])
     assert await agent(Client(lambda messages: "<answer>-1</answer>"), {"seed": 3}) < 0.5
+    whole = load_agent("reasoning_gym", {"task": "leg_counting", "size": 20, "seed": 7, "tag": ""})
+    assert await whole(Client(lambda messages: f" {entry['answer']}\n"), {"seed": 3}) == 1.0
 
 
 class Episode:
@@ -105,6 +111,30 @@ async def test_openenv_episode_sums_its_rewards(monkeypatch):
     contents = [message["content"] for message in client.asks[-1]["messages"]]
     assert contents == ["begin 5", "yes", "step 1", "no", "step 2"]
     assert await load_agent("openenv", {"url": "x", "max_steps": 1})(Client(lambda messages: "yes"), {"seed": 5}) == 1.0
+
+
+@pytest.mark.needs("verifiers")
+def test_taskset_of_verifiers_is_played_and_scored(monkeypatch):
+    monkeypatch.syspath_prepend(str(SUPPORT / "tasksets"))
+    agent = load_agent("verifiers", {"taskset": "letters_taskset", "options": {"words": ["one", "two", "fail"]}})
+    before = {*os.environ}
+
+    async def run(client, row):
+        return await agent(SimpleNamespace(base_url=client.url, api_key=client.key), row)
+
+    with acting(lambda context, _: "abcd" if "Again" in context else "ab1", run) as rolled:
+        rows = rolled.fetch(groups(*({"seed": seed} for seed in range(5))))
+        rolled.loop.run(agent.__self__.close())
+    assert [score for score in rows.dense("score").tolist() if score == score] == [0.375] * 4
+    faults = rows.objects("error")
+    assert "of a reward" in faults[2] and [*map(bool, faults)] == [False, False, True, False, False]
+    assert rows.dense("turns").tolist() == [2] * 5 and {*os.environ} == before
+
+
+@pytest.mark.needs("verifiers")
+def test_unknown_taskset_of_verifiers_is_named():
+    with pytest.raises(ModuleNotFoundError, match="no_taskset"):
+        load_agent("verifiers", {"taskset": "no_taskset"})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.extensions import ROLES_ELSEWHERE
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.engine.api import registry
@@ -148,7 +149,13 @@ def test_grpo_with_an_algorithm_on_examples_is_refused(tmp_path, name):
 def test_engine_not_installed_is_refused_with_a_remedy(tmp_path, kind, engine, where, message):
     if find_spec(engine):
         pytest.skip(f"{engine} is installed")
-    assert problems_of(grpo_job(tmp_path, f"engine.{kind}={engine}"))[f"config.engine.{where}"] == message
+    job = grpo_job(tmp_path, f"engine.{kind}={engine}")
+    assert problems_of(job)[f"config.engine.{where}"] == message
+    token = ROLES_ELSEWHERE.set(frozenset({"ACTOR", "ROLLOUT"}))
+    try:
+        assert f"config.engine.{where}" not in problems_of(job)
+    finally:
+        ROLES_ELSEWHERE.reset(token)
 
 
 def test_base_in_4_bits_may_be_divided_but_not_split(tmp_path):

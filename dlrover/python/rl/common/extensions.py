@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -21,6 +22,13 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest
 
 _LOG = get_logger(__name__)
+
+ROLES_ELSEWHERE: ContextVar[frozenset[str]] = ContextVar("roles of other interpreters", default=frozenset())
+"""Roles of the inspected job that another interpreter runs, which has packages that this one may lack."""
+
+
+def runs_elsewhere(role: str) -> bool:
+    return role.upper() in ROLES_ELSEWHERE.get()
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,7 @@ _MODULE = f"{_PACKAGE}.scripts"
 _ROLE = {"module": _MODULE, "class": "Script", "hang_after_s": 3600}
 _TRAINER = {"module": _MODULE, "class": "ScriptTrainer"}
 _MAX_RESTART = 3
+_RAY, _ADDRESS = "ray", "RAY_ADDRESS"
 
 
 def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -204,8 +205,12 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         raise InvalidJob(errors)
     roles, scripts = dict(workload), dict[str, Any]()
     for role, spec in programs.items():
-        roles[role] = {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
+        roles[role] = {**_ROLE, **{key: value for key, value in spec.items() if key not in (*_PROGRAMS, _RAY)}}
         scripts[str(role).lower()] = {key: spec[key] for key in _PROGRAMS if spec.get(key)}
+        if spec.get(_RAY):
+            scripts[str(role).lower()][_RAY] = dict(spec["resource"])
+        elif isinstance(env := spec.get("env") or {}, Mapping) and _ADDRESS not in (values.get("env") or {}):
+            roles[role]["env"] = {_ADDRESS: "local", **env}  # else it joins the cluster of the job, or any other
     trainer: Any = {} if values.get("trainer") is None else values["trainer"]
     if isinstance(trainer, Mapping) and len(programs) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
         trainer = {**trainer, **_TRAINER}
@@ -226,6 +231,8 @@ def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
         return [ConfigError(where, "has command and function: a role runs one program")]
     if not programs:
         return [ConfigError(where, "its command is empty")]
+    if errors := _validate_ray(where, spec):
+        return errors
     program = spec[programs[0]]
     if isinstance(program, str) or (
         programs[0] == "command" and isinstance(program, list) and all(isinstance(part, str) for part in program)
@@ -233,6 +240,17 @@ def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
         return []
     kinds = "text or a list of texts" if programs[0] == "command" else "text, module:function"
     return [ConfigError(f"{where}.{programs[0]}", f"must be {kinds}, got {program!r}")]
+
+
+def _validate_ray(where: str, spec: Mapping[str, Any]) -> list[ConfigError]:
+    ray, resource, env = spec.get(_RAY), spec.get("resource"), spec.get("env")
+    if not isinstance(ray, bool | None):
+        return [ConfigError(f"{where}.{_RAY}", f"must be true or false, got {ray!r}")]
+    if ray and not (isinstance(resource, Mapping) and _count(resource.get("cpu"))):
+        return [ConfigError(f"{where}.resource.cpu", "must be a number of whole CPUs, which its Ray cluster gets")]
+    if ray and isinstance(env, Mapping) and _ADDRESS in env:
+        return [ConfigError(f"{where}.env.{_ADDRESS}", "cannot be set with ray: true, which sets it: remove one")]
+    return []
 
 
 @dataclass(frozen=True)
@@ -304,7 +322,11 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
 
 def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[str, ...]) -> JobSpec:
     """Return the job of a layout, without its invalid roles and groups."""
-    workloads = {RLRoleType(role): spec for role, spec in layout.workload.items() if is_role_name(role)}
+    workloads = {
+        RLRoleType(role): replace(spec, python=spec.python and str(Path(spec.python).expanduser().absolute()))
+        for role, spec in layout.workload.items()
+        if is_role_name(role)
+    }
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
         name=layout.name or default_name,

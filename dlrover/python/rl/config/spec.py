@@ -80,6 +80,10 @@ class WorkloadSpec:
     hang_after_s: Seconds = 600.0
     """Seconds without progress in a worker after which it is killed and recovered."""
 
+    python: str = ""
+    """Path of another environment's Python, in which the workers run; it has the same minor version and the same Ray as
+    the job's."""
+
     min: NonNegative = 0
     """Fewest workers of a stateless role with which the job continues while the other workers cannot be placed; they
     join again once they can. 0: all workers are needed."""

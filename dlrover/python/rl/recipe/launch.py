@@ -44,6 +44,7 @@ from dlrover.python.rl.engine.model.ranks import meet_at_store
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.interrupts import hangup_terminates
 from dlrover.python.rl.runtime.member.inspection import inspect_job
+from dlrover.python.rl.runtime.member.interpreters import refuse_interpreters
 from dlrover.python.rl.runtime.member.loading import load_class
 from dlrover.python.rl.runtime.run.folder import begin, continued, earlier_description, has_commits, repeated
 from dlrover.python.rl.runtime.run.names import SUMMARY
@@ -247,7 +248,8 @@ def check_job(
         job = repeated(job) if may_repeat else continued(job)
         places = {error.where for error in errors}
         inspection = inspect_job(job, earlier_description(job), here=True)
-        further = [*inspection.errors, *_validate_sharing(job, launch)]
+        separate = refuse_interpreters(job, "under torchrun")
+        further = [*inspection.errors, *separate, *_validate_sharing(job, launch)]
         errors += [error for error in further if error.where not in places]
     if errors or job is None:
         raise InvalidJob(errors)

@@ -10,7 +10,7 @@
 The worker starts the program below a warden, which ends it with the worker. Output goes to the worker's output and to
 ``job_dir/logs/ROLE-rank.log``, and counts as progress. The program has the variables that ``torchrun`` sets. The job
 ends when every program has ended with exit code 0; after another exit code the workers of the role are replaced and
-start it again, within the role's limits.
+start it again, within the role's limits. With ``ray: true`` each program has a private Ray cluster.
 """
 
 import os
@@ -28,6 +28,7 @@ from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, Invocati
 from dlrover.python.rl.common.extensions import load_object
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.environment.sandbox.child_process import interpreter_command, stand_guard
+from dlrover.python.rl.recipe.program_ray import beside_ray
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
@@ -75,13 +76,23 @@ class Script(BaseWorkload):
     @trainer_invocation(blocking=False)
     def run(self, logs: str) -> None:
         """Run the program to its end. Raises ScriptFailed."""
-        script = self.config.scripts[self.role.lower()]
+        script, member = self.config.scripts[self.role.lower()], self._member.to_env()
         if "function" in script:
             program = interpreter_command(run_function, script["function"])
         else:
             command = script["command"]
             command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
             program = interpreter_command(run_command, *command)  # its children end with it or its parent
+        if "ray" not in script:
+            return self._run(program, torchrun_environment(os.environ, member, self.devices), logs)
+        # Its cluster has the devices of this worker alone.
+        own = {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment = torchrun_environment(os.environ, {**member, **own}, self.devices)
+        with beside_ray(program, script["ray"], f"{self.role.lower()}-{self.rank}") as command:
+            return self._run(command, environment, logs)
+
+    def _run(self, program: Sequence[str], environment: Mapping[str, str], logs: str) -> None:
+        script = self.config.scripts[self.role.lower()]
         log = Path(logs) / f"{self.role}-{self.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as file:
@@ -90,7 +101,7 @@ class Script(BaseWorkload):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **torchrun_environment(os.environ, self._member.to_env(), self.devices)},
+                env={**os.environ, **environment},
             )
             assert process.stdin and process.stdout and process.stderr, "all are pipes"
             ends = [bytearray(), bytearray()]

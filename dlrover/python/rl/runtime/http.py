@@ -57,7 +57,8 @@ class ThreadServer:
     """Serves an application in a thread until it is closed, also to untrusted clients.
 
     A request whose headers are not there within ``patience_s``, and a client that reads nothing for so long, lose their
-    connection. Connections beyond the open files that this process may have are refused with the status 503."""
+    connection. Connections beyond the open files that this process may have get the status 503, earlier ones continue.
+    All errors have OpenAI's shape."""
 
     def __init__(self, app: Any, listener: socket.socket, patience_s: float) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -84,12 +85,18 @@ class _ImpatientProtocol(H11Protocol):
     """Waits for whole headers, and for a client that reads, as long as between two requests."""
 
     _reading: asyncio.TimerHandle | None = None
+    _is_extra = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.timeout_keep_alive_task = self._later(self.timeout_keep_alive_handler)
+        self._is_extra = len(self.connections) > (self.config.limit_concurrency or 0)
+        self.limit_concurrency = None  # uvicorn would also refuse the requests of earlier connections
 
     def data_received(self, data: bytes) -> None:
+        if self._is_extra:
+            self._refuse("503 Service Unavailable", "the endpoint has too many connections", "overloaded")
+            return
         deadline = self.timeout_keep_alive_task  # of the request that begins here or has begun
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
@@ -98,12 +105,21 @@ class _ImpatientProtocol(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_at(at_s, self._refuse_half)
 
     def _refuse_half(self) -> None:
-        if not self.transport.is_closing():
-            fault = {"message": "the request did not arrive whole in time", "type": "invalid_request_error"}
-            text = json.dumps({"error": {**fault, "param": None, "code": "timeout"}}).encode()
-            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
-            self.transport.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + text)
-            self.transport.close()
+        self._refuse("408 Request Timeout", "the request did not arrive whole in time", "timeout")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("400 Bad Request", msg, "invalid_request")
+
+    def _refuse(self, status: str, message: str, code: str) -> None:
+        """Answer with an error in OpenAI's shape, unless an answer is on its way, and close the connection."""
+        retry, is_free = status[0] == "5", self.cycle is None or not self.cycle.response_started
+        if not self.transport.is_closing() and (is_free or self.cycle.response_complete):
+            kind = "server_error" if retry else "invalid_request_error"
+            error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+            text, headers = json.dumps(error), f"connection: close\r\nx-should-retry: {str(retry).lower()}"
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n{headers}"
+            self.transport.write(f"{head}\r\n\r\n{text}".encode())
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
 
 from dlrover.python.rl.environment.core.scoring import Completed, WeightedRewards
 
@@ -33,7 +34,8 @@ class McpAgent:
     async def run(self, client: Any, row: dict[str, Any]) -> float:
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        async with Client(self._server) as server:
+        transport = self._server if isinstance(self._server, str) else stdio_client(self._server)
+        async with Client(transport) as server:
             tools = [_describe(tool) for tool in (await server.list_tools()).tools]
             count = 0
             while True:

@@ -22,6 +22,7 @@ AGENTS = ExtensionPoint(
         "mcp": f"{_ADAPTERS}.mcp_tools:McpAgent",
         "openenv": f"{_ADAPTERS}.openenv:OpenEnv",
         "reasoning_gym": f"{_ADAPTERS}.reasoning:ReasoningGym",
+        "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",
     },
     {},
 )
@@ -82,5 +83,8 @@ class AgentEnvironment:
         return validate_step({**fields, "done": True}, {}, needs_state=False)
 
     async def shutdown(self) -> None:
+        close = getattr(getattr(self._run, "__self__", None), "close", None)
+        if close is not None:
+            await close()
         if self._connections is not None:
             await self._connections.aclose()

@@ -19,6 +19,7 @@ import pickle
 import queue
 import resource
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -182,10 +183,10 @@ def interpreter_command(function: Callable[..., None], *arguments: str) -> list[
 
 
 def become_program(folder: str, level: str, limits: str, *tested: str) -> None:
-    """Become the warden of ``program.py``, or of a script that tests it by ``tested``: channel, script, arguments."""
-    stand_guard(*map(int, tested[:1]))
-    command = [sys.executable, "-I", *([tested[1], tested[0], *tested[2:]] if tested else ["program.py"])]
-    shown = [Path(folder, "program.py"), *map(Path, tested[1:2])]
+    """Become the warden of ``program.py``, or of a script that tests it by its standard input and output."""
+    stand_guard(*((0, 1) if tested else ()))
+    command = [sys.executable, "-I", *(tested or ["program.py"])]
+    shown = [Path(folder, "program.py"), *map(Path, tested[:1])]
     become_confined(command, Path(folder), shown, ProgramLimits(*json.loads(limits)), level)
 
 
@@ -264,12 +265,13 @@ class Capped(TextIOBase):
 # -- shield and warden -------------------------------------------------------------------------------------------------
 
 
-def stand_guard(*descriptors: int) -> None:
-    """Fork: the child returns; shield and warden close ``descriptors``, wait for its end, and end in the same way."""
+def stand_guard(*descriptors: int, folder: str = "") -> None:
+    """Fork: the child returns; shield and warden close ``descriptors``, wait for its end, and end in the same way. The
+    warden removes ``folder`` after the last process has ended."""
     _watch_child(descriptors, lambda warden: os.kill(warden, signal.SIGTERM))
     with suppress(OSError, AttributeError):  # only Linux adopts orphans
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _watch_child(descriptors, lambda child: os.killpg(child, signal.SIGKILL))
+    _watch_child(descriptors, lambda child: os.killpg(child, signal.SIGKILL), folder)
 
 
 def end_guarded(process: "subprocess.Popen[bytes]") -> int:
@@ -282,7 +284,7 @@ def end_guarded(process: "subprocess.Popen[bytes]") -> int:
     return process.wait(_EXIT_S)
 
 
-def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> None:
+def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None], folder: str = "") -> None:
     """Fork: the child returns. On SIGTERM or its parent's end this process ends its descendants and itself."""
     watched = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # waited for below, so that none is lost
@@ -304,6 +306,8 @@ def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> No
         while True:
             _kill_children()
             os.waitpid(-1, 0)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # end by the same signal
         with suppress(OSError, ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confines a program that a model wrote, at two levels.
+"""Confines a program that a model wrote: at two levels of this machine's kernel, or in another sandbox by its name.
 
 ``bubblewrap``, if it is installed and works: the program sees the interpreter, its own folder and no other files, no
 network, and only its own processes. ``limits`` otherwise: it runs as this user and can read the user's files; if the
@@ -7,7 +7,7 @@ kernel permits new namespaces, it has no network and cannot trace other processe
 
 Both levels limit memory, processor time, file sizes, open files and processes (which the kernel does not count for
 root); the environment is clean, only the passed descriptors are open, and privileges cannot grow. The caller sets the
-deadline."""
+deadline. Other sandboxes, in ``containers``, have limits; their command has this process's environment."""
 
 import ctypes
 import logging
@@ -23,18 +23,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
 
-from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.errors import ClassNotFound, VerifierError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.environment.sandbox.containers import SANDBOXES
 
 _LOG = get_logger(__name__)
 
 SETTING = "DLROVER_RL_SANDBOX"
-"""Environment variable: ``bubblewrap`` refuses to run programs without it, ``limits`` does not look for it."""
+"""Environment variable: ``bubblewrap`` refuses to run programs without it, ``limits`` does not look for it; or another
+sandbox, by a name of ``SANDBOXES`` or as ``package.module:Class``."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
-_PROBE_S = 10.0
+_PROBE_S, _SANDBOX_PROBE_S = 10.0, 60.0
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
@@ -62,10 +66,13 @@ def confinement() -> str:
 def _choose_level() -> tuple[str, str]:
     """Return the level, and why it is not bubblewrap. Raises as :func:`confinement`."""
     setting = os.environ.get(SETTING, "")
-    if setting not in ("", *LEVELS):
-        raise VerifierError(f"{SETTING}={setting!r} is neither {' nor '.join(LEVELS)}")
     if setting == LIMITS:
         return LIMITS, f"{SETTING}={setting}"
+    if setting not in ("", BUBBLEWRAP):
+        fault = _find_sandbox_fault(setting)
+        if fault:
+            raise VerifierError(f"{SETTING} is {setting}, but cannot run programs: {fault}")
+        return setting, ""
     fault = find_bubblewrap_fault()
     if fault and setting:
         raise VerifierError(f"{SETTING} is {setting}, but cannot confine programs: {fault}")
@@ -73,7 +80,8 @@ def _choose_level() -> tuple[str, str]:
 
 
 def sandbox_level() -> str:
-    """Return ``bubblewrap``, ``namespaces`` (limits, no network), ``limits``, or ``none`` if programs are refused."""
+    """Return ``bubblewrap``, ``namespaces`` (limits, no network), ``limits``, ``external`` for another sandbox, or
+    ``none`` if programs are refused."""
     try:
         level, _ = _choose_level()
     except VerifierError:
@@ -83,19 +91,39 @@ def sandbox_level() -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
         if level == LIMITS and not subprocess.run(probe, capture_output=True, timeout=_PROBE_S).returncode:
             return "namespaces"
-    return level
+    return level if level in LEVELS else "external"
 
 
 def find_bubblewrap_fault() -> str:
     """Return why bubblewrap does not work here, or ""."""
     if shutil.which("bwrap") is None or not Path("/usr/bin/prlimit").exists():
         return "bubblewrap is not installed"
-    command = bubblewrap_command([sys.executable, "-I", "-S", "-c", ""], Path("/sandbox"), (), 1 << 20)
+    return _probe(bubblewrap_command([sys.executable, "-I", "-S", "-c", ""], Path("/sandbox"), (), 1 << 20), _PROBE_S)
+
+
+def _find_sandbox_fault(name: str) -> str:
+    """Return why another sandbox does not work here, or "". Raises VerifierError if there is none of this name."""
+    if name not in SANDBOXES.places() and ":" not in name:
+        raise VerifierError(f"{SETTING}: {SANDBOXES.describe_unknown(name, (*LEVELS, *SANDBOXES.places()))}")
+    return _probe(_sandbox_command(name, ["-c", ""], Path("/sandbox"), (), ProgramLimits()), _SANDBOX_PROBE_S)
+
+
+def _sandbox_command(name: str, *arguments: Any) -> Sequence[str]:
     try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
+        return SANDBOXES.load(name)().command(*arguments)  # type: ignore[no-any-return]
+    except ClassNotFound as error:
+        raise VerifierError(f"{SETTING}: {error}") from error
+
+
+def _probe(command: Sequence[str], timeout_s: float) -> str:
+    """Return why an empty program does not run, or ""."""
+    try:
+        probe = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"bubblewrap does not run here: {error}"
-    return "" if probe.returncode == 0 else f"bubblewrap does not run here: {probe.stderr.strip()[:200]}"
+        return f"{command[0]} does not run here: {error}"
+    return "" if probe.returncode == 0 else f"{command[0]} does not run here: {probe.stderr.strip()[-200:]}"
 
 
 def bubblewrap_command(command: Sequence[str], folder: Path, shown: Sequence[Path], room: int) -> list[str]:
@@ -119,6 +147,8 @@ def become_confined(
     command: Sequence[str], folder: Path, shown: Sequence[Path], limits: ProgramLimits, level: str
 ) -> None:
     """Replace this process by ``command``, confined. With bubblewrap only the ``shown`` files are in ``folder``."""
+    if level not in LEVELS:
+        _pass_output(_sandbox_command(level, command[1:], folder, shown, limits), limits.output_bytes)
     clean = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -140,6 +170,30 @@ def become_confined(
         fitting = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(kind, (fitting, fitting))
     os.execve(command[0], list(command), clean)
+
+
+def _pass_output(command: Sequence[str], most: int) -> NoReturn:
+    """Run a command, which may itself write large files, and exit as it does, or when an output reaches its limit."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    def copy_output(source: Any, target: int) -> None:
+        try:
+            while part := source.read1(1 << 16):
+                while part:
+                    part = part[os.write(target, part) :]
+        except OSError:  # beyond the limit, or closed
+            os._exit(1)
+
+    copying = [
+        Thread(target=copy_output, args=(source, at)) for at, source in ((1, process.stdout), (2, process.stderr))
+    ]
+    for each in copying:
+        each.start()
+    for each in copying:
+        each.join()  # waits: for the end of the command, which the caller kills
+    code = process.wait()  # waits: no more, its outputs are closed
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _leave_namespaces() -> bool:

@@ -21,8 +21,7 @@ import stat
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,9 @@ def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None
     """Run a program in an empty folder with a clean environment; all its processes end with it."""
     limits = limits if limits is not None else ProgramLimits()
     with scratch_folder("program-") as folder:
-        process = _start(folder, source, stdin, limits)
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        with (folder / "stdin").open("rb") as stdin_file, (folder / "stdout").open("wb") as stdout_file:
+            process = _start(folder, source, limits, stdin_file, stdout_file)
         try:
             code, timed_out = process.wait(limits.timeout_s), False
         except subprocess.TimeoutExpired:
@@ -85,7 +86,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
     connection, channel = socket.socketpair()
     with connection, scratch_folder("program-") as folder:
         with channel:
-            process = _start(folder, source, "", limits, [str(channel.fileno()), *tests.modules])
+            process = _start(folder, source, limits, channel, channel, str(_TESTED), *tests.modules)
         try:
             return _compare_values(connection, tests, time.monotonic() + limits.timeout_s, limits.output_bytes)
         except OSError:  # it ended, or its time was up
@@ -95,21 +96,16 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
 
 
 def _start(
-    folder: Path, source: str, stdin: str, limits: ProgramLimits, tested: Sequence[str] = ()
+    folder: Path, source: str, limits: ProgramLimits, stdin: Any, stdout: Any, *tested: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a program with its output in ``folder``; ``tested`` is a channel that sends tests, and their modules."""
-    tested = [tested[0], str(_TESTED), *tested[1:]] if tested else []
+    """Start a program, or a script that tests it with its arguments; its errors are written to ``folder``."""
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
-    (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-    with ExitStack() as files:
-        stdin_file = files.enter_context((folder / "stdin").open("rb"))
-        out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
+    with (folder / "stderr").open("wb") as stderr:
         return subprocess.Popen(
             interpreter_command(become_program, str(folder), confinement(), json.dumps(astuple(limits)), *tested),
-            stdin=stdin_file,
-            stdout=out,
-            stderr=err,
-            pass_fds=[int(channel) for channel in tested[:1]],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a tested program: it runs the program, then the tests, and reports every assertion.
 
-It runs as a script, isolated, in the program's folder, with the standard library only. One inherited descriptor::
+It runs as a script, isolated, in the program's folder, with the standard library only. Its standard input and output::
 
     modules of the tests are imported: "loaded <failed module>" -> program runs: "ran" -> <tests, calls, token>
     -> tests run, each assertion is "passed <number>", "failed" or "compared <number> <value>" -> "over <token>"
@@ -281,9 +281,11 @@ vars(_PYTEST).update(raises=raises, approx=Approximate, mark=_MARK)
 vars(_PYTEST).update(param=lambda *row, **_: row if len(row) > 1 else row[0])
 
 
-def run_tested(file: str, channel: int, modules: list[str]) -> None:
-    os.set_inheritable(channel, False)
-    write, receive, leave = os.write, _receiver(channel), os._exit
+def run_tested(file: str, modules: list[str]) -> None:
+    incoming, channel = os.dup(0), os.dup(1)  # which children do not inherit
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    write, receive, leave = os.write, _receiver(incoming), os._exit
 
     def say(line: str) -> None:
         write(channel, f"{line}\n".encode())
@@ -332,4 +334,4 @@ def _receiver(channel: int) -> Callable[[], bytes]:
 
 
 if __name__ == "__main__":
-    run_tested("program.py", int(sys.argv[1]), sys.argv[2:])
+    run_tested("program.py", sys.argv[1:])

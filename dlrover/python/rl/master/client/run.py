@@ -20,6 +20,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.runs import Room, room_for, validate_archive, validate_room
 from dlrover.python.rl.runtime.member.inspection import NOT_IN_CORE, Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.member.interpreters import refuse_interpreters
 from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
@@ -74,7 +75,7 @@ def check_job(job: JobSpec, local: bool = False, partly: bool = False) -> Checke
     elif inspection.missing:
         errors += [replace(error, what=f"{error.what}: {_LIBRARY_ELSEWHERE}") for error in inspection.missing]
     if local:
-        errors += inspection.single_process_refusals
+        errors += [*inspection.single_process_refusals, *refuse_interpreters(job, "in one process")]
         if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
             warning = "trainer.device_type is GPU, but this process has no GPU and computes on the CPU"
             inspection = replace(inspection, about=(warning, *inspection.about))

@@ -86,7 +86,7 @@ _EVALUATION = re.compile("eval/(?:(.+)/)?reward")
 """The mean reward of an evaluation: of a set with a name, or of the only set."""
 
 COMMIT_SECONDS, SYNC_BYTES = "time/commit", "weights/sync_bytes"
-SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
+SANDBOX_LEVELS = ("bubblewrap", "external", "namespaces", "limits", "none")
 """The levels of ``sandbox/<level>`` in a step's metrics."""
 
 _RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

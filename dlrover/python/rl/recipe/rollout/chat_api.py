@@ -24,12 +24,14 @@ _MOST_CHOICES, _MOST_STOPS = 16, 4
 _IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "user", "store", "metadata", "service_tier",
     "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "reasoning_effort", "verbosity",
+    "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
     "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"), "top_logprobs": (0,), "best_of": (1,),
     "echo": (False,), "suffix": ("",), "modalities": (["text"],), "functions": ([],), "function_call": ("auto", "none"),
-    "ignore_eos": (False,), "min_tokens": (0,),
+    "ignore_eos": (False,), "min_tokens": (0,), "audio": (), "prediction": (), "moderation": (),
+    "web_search_options": (),
 }  # fmt: skip
 """The values without an effect of parameters that are refused otherwise."""
 _COMMON = ("model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "return_token_ids")

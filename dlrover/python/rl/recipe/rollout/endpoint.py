@@ -13,6 +13,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -71,11 +72,12 @@ class AgentEndpoint:
         self._numbers = itertools.count()
         self._body_bytes = 0
         routes = [
-            Route("/episodes/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/episodes/{episode}/v1/completions", self._text, methods=["POST"]),
+            Route("/episodes/{episode}/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
+            Route("/episodes/{episode}/v1/completions", partial(self._answer, "text"), methods=["POST"]),
             Route("/episodes/{episode}/v1/models", self._models, methods=["GET"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={ApiError: _refuse, HTTPException: _refuse_http})
+        refusals = {ApiError: _refuse, HTTPException: _refuse_http, Exception: _report_fault}
+        app = Starlette(routes=routes, exception_handlers=refusals)
         listener = listen(host, 0, "the agents' endpoint")
         shown = f"[{host}]" if ":" in host else host
         self._address = f"http://{shown}:{listener.getsockname()[1]}/episodes"
@@ -104,13 +106,7 @@ class AgentEndpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "dlrover-rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat")
-
-    async def _text(self, request: Request) -> Response:
-        return await self._answer(request, "text")
-
-    async def _answer(self, request: Request, kind: Kind) -> Response:
+    async def _answer(self, kind: Kind, request: Request) -> Response:
         try:
             episode = self._find(request)
             if episode.open >= episode.session.most_open:
@@ -170,9 +166,6 @@ async def _ask_session(session: AgentSession, ask: Any) -> Answer:
         if not pending.cancelled():
             raise
         raise ApiError(503, "the rollout worker is ending", "shutting_down") from None
-    except Exception as error:
-        _LOG.warning("a request of an agent failed: %s: %s", type(error).__name__, error)
-        raise ApiError(500, f"{type(error).__name__}: {error}"[:500], "internal_error") from error
 
 
 async def _send_later(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -192,3 +185,8 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     return await _refuse(
         request, ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
     )
+
+
+async def _report_fault(request: Request, error: Exception) -> Response:
+    """Answer a request that failed; the server then logs the error with its traceback."""
+    return await _refuse(request, ApiError(500, f"{type(error).__name__}: {error}"[:500], "internal_error"))

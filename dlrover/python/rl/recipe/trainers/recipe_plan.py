@@ -13,6 +13,7 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import complete_options, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob, MissingExtra, VerifierError
+from dlrover.python.rl.common.extensions import runs_elsewhere
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, current_lookup
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
@@ -234,7 +235,7 @@ def validate_train_engine(
     """Check that the engine exists, supports the settings, and can divide the workers of ``role``."""
     where = "config.engine.train"
     errors = registry.validate_engine(
-        registry.TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine)
+        registry.TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine, role)
     )
     info, sizes, lora = (
         registry.engine_info(registry.TRAIN_ENGINES, engine.train),
@@ -264,7 +265,7 @@ def validate_train_engine(
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
     where = "config.engine.rollout"
     errors = registry.validate_engine(
-        registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine)
+        registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine, "rollout")
     )
     errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
     split, info = engine.rollout_tensor_parallel_size, registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout)
@@ -281,14 +282,15 @@ def validate_optimizer(
     return [ConfigError(f"{where}.name", error) for error in errors]
 
 
-def _runs_here(engine: EngineConfig) -> bool:
-    """Return False for devices that this machine lacks: the job is for another one."""
-    return not engine.device.startswith("cuda") or torch.cuda.is_available()
+def _runs_here(engine: EngineConfig, role: str) -> bool:
+    """Return False for devices that this machine lacks, since the job is for another one, and for another interpreter's
+    role."""
+    return not runs_elsewhere(role) and (not engine.device.startswith("cuda") or torch.cuda.is_available())
 
 
 def _find_absent(engine: EngineConfig, require_package: Callable[[], None]) -> list[str]:
     try:
-        if _runs_here(engine):
+        if _runs_here(engine, "actor"):
             require_package()
     except MissingExtra as error:
         return [str(error)]

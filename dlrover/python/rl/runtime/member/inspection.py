@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob, LibraryMissing
+from dlrover.python.rl.common.extensions import ROLES_ELSEWHERE
 from dlrover.python.rl.common.hub import LOOKUP, current_lookup
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
@@ -27,6 +28,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in, parse, rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
+from dlrover.python.rl.runtime.member.interpreters import find_fault, interpreter_env, roles_by_interpreter
 from dlrover.python.rl.runtime.member.loading import load_class
 from dlrover.python.rl.trainer.plan import TrainerPlan, call_hook, plan_of
 from dlrover.python.rl.trainer.role_group import public_methods
@@ -51,6 +53,7 @@ service. The library does all before a run; so does the service, on its machine.
 NOT_IN_CORE = ", ".join(check for check, (in_core, _) in CHECKS.items() if not in_core)
 
 _DEVICE = "config.engine.device"
+_ALSO_IN_TRAINER = "the trainer imports it too, so let its methods import what only the role's environment has"
 T = TypeVar("T")
 SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
 """A class with a state, and the function that returns the settings that the state depends on."""
@@ -76,6 +79,11 @@ class Inspection:
 
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
+
+    def join(self, part: "Inspection") -> "Inspection":
+        """Return this inspection with the answers of another interpreter about some roles."""
+        errors = tuple(error for error in part.errors if error not in self.errors)
+        return replace(self, errors=(*self.errors, *errors), rejoining=(*self.rejoining, *part.rejoining))
 
     def scope_of(self, role: str) -> RecoveryScope:
         return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
@@ -105,14 +113,17 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         where = f"workload.{role.lower()}"
         workload = _load((errors, missing), where, spec.module, spec.class_, BaseWorkload, job)
         if workload is None:
+            if spec.python and errors:
+                errors[-1] = replace(errors[-1], what=f"{errors[-1].what}: {_ALSO_IN_TRAINER}")
             continue
         methods[role], loaded[str(role)] = tuple(public_methods(workload)), workload
-        own_errors = _ask(where, partial(call_hook, workload, "check_config", (), job.config))
+        # Another interpreter may have what this one lacks, so it is asked instead.
+        own_errors = () if spec.python else _ask(where, partial(call_hook, workload, "check_config", (), job.config))
         errors += [error for error in own_errors if error not in errors]
         if not workload.needs_own_process:
             continue
         collectives.append(str(role))
-        if not errors:
+        if not errors and not spec.python:
             errors += _ask(where, partial(_find_rejoining, workload, job.config, role, rejoining))
         if spec.num > 1:
             reason = f"{spec.num} workers of {spec.class_} use collectives, which need one process per worker"
@@ -302,7 +313,27 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
 def inspect_in_child(
     job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S, types_only: bool = False
 ) -> Inspection:
-    """Inspect a job in a separate process; ``types_only``: as :func:`inspect_types`."""
+    """Inspect a job in a separate process, and roles with another interpreter in one of that interpreter;
+    ``types_only``: as :func:`inspect_types`, for a job that other machines run."""
+    inspection = _inspect_by(sys.executable, job, before, deadline_s, types_only)
+    for python, roles in roles_by_interpreter(job).items() if not types_only else ():
+        if fault := find_fault(python):
+            faults = (ConfigError(f"workload.{role.lower()}.python", f"{python} {fault}") for role in roles)
+            inspection = inspection.join(Inspection(tuple(faults)))
+        else:
+            part = _part_of(inspection.complete(job), roles)
+            inspection = inspection.join(_inspect_by(python, part, "", deadline_s, False))
+    return inspection
+
+
+def _part_of(job: JobSpec, roles: Iterable[RLRoleType]) -> JobSpec:
+    """Return a job of some roles without a trainer, which the interpreter of these roles may be unable to import."""
+    workloads = {role: replace(job.workloads[role], python="") for role in roles}
+    trainer, checkpoint = replace(job.trainer, module="", class_=""), replace(job.checkpoint, resume="never")
+    return replace(job, trainer=trainer, workloads=workloads, groups=(), checkpoint=checkpoint, unlisted=())
+
+
+def _inspect_by(python: str, job: JobSpec, before: str, deadline_s: float, types_only: bool) -> Inspection:
     # A job may have secrets, so it travels in files without names, which the child inherits.
     request_file, answer_file = os.memfd_create("request"), os.memfd_create("answer")
     with open(request_file, "w", encoding="utf-8") as request, open(answer_file, encoding="utf-8") as answer:
@@ -318,7 +349,9 @@ def inspect_in_child(
         request.write(json.dumps(described))
         request.flush()
         paths = [f"/proc/self/fd/{file}" for file in (request_file, answer_file)]
-        command = [sys.executable, "-m", "dlrover.python.rl.runtime.member.inspection", *paths]
+        other = python if python != sys.executable else ""
+        env = {**os.environ, **({"PYTHONPATH": ""} if other else {}), "OMP_NUM_THREADS": "1", **job.env}
+        command = [python, "-m", "dlrover.python.rl.runtime.member.inspection", *paths]
         try:
             child = subprocess.run(
                 command,
@@ -328,14 +361,14 @@ def inspect_in_child(
                 capture_output=True,
                 text=True,
                 check=False,
-                env={**os.environ, **{"OMP_NUM_THREADS": "1"}, **job.env},
+                env=interpreter_env(other, env),
             )
         except subprocess.TimeoutExpired:
             return Inspection((ConfigError("job", f"importing its classes took longer than {deadline_s:g} s"),))
         content = answer.read()
         if child.returncode or not content:
             last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-            text = f"importing its classes ended with code {child.returncode}: {last}"
+            text = f"importing its classes{f' by {other}' if other else ''} ended with code {child.returncode}: {last}"
             return Inspection((ConfigError("job", text),))
         return _from_json(json.loads(content))
 
@@ -358,6 +391,7 @@ def _serve(request: Path, answer: Path) -> None:
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     LOOKUP.set(data["lookup"])
+    ROLES_ELSEWHERE.set(frozenset(role for role, spec in job.workloads.items() if spec.python))
     inspection = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
     answer.write_text(json.dumps(asdict(inspection)))
 

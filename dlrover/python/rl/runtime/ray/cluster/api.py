@@ -6,6 +6,7 @@ Except for the coroutines and :meth:`RayClusterApi.kill_actor` every method wait
 
 import asyncio
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,11 @@ class ActorRequest:
     env: Mapping[str, str]
     placement: ActorPlacement
     max_restarts: int = 0  # by Ray, which runs the constructor again while calls wait
+    python: str = ""  # path of the interpreter, "" for the cluster's
+
+    def runtime_env(self) -> dict[str, Any] | None:
+        executable = {"py_executable": shlex.quote(self.python)} if self.python else {}  # Ray gives it to a shell
+        return {**({"env_vars": dict(self.env)} if self.env else {}), **executable} or None
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class RayClusterApi:
             "lifetime": self._lifetime,
             "max_restarts": request.max_restarts,
             "max_task_retries": -1 if request.max_restarts else 0,
-            "runtime_env": {"env_vars": dict(request.env)} if request.env else None,
+            "runtime_env": request.runtime_env(),
             **request.placement.to_ray(),
         }
         if request.cls not in self._classes:

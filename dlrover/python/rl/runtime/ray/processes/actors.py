@@ -20,6 +20,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail
+from dlrover.python.rl.runtime.member.interpreters import interpreter_env
 from dlrover.python.rl.runtime.member.loading import cause_of
 from dlrover.python.rl.runtime.ray.cluster.api import (
     MEGABYTE,
@@ -61,6 +62,7 @@ def process_env(job: JobSpec) -> dict[str, str]:
 def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
     spec = seal(job)[0].workloads[role]
     env = {**process_env(job), **{name: value for name, value in spec.env.items() if value != HIDDEN}}
+    env = interpreter_env(spec.python, env)
     return env if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1" else {**VISIBLE_DEVICES_OFF, **env}
 
 

@@ -261,6 +261,7 @@ class ActorPool:
     async def start(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
         cls: type
         env: Mapping[str, str]
+        python = ""
         arguments: tuple[Any, ...]
         if entry.process_id == TRAINER_ID:
             cls, env, arguments = TrainerActor, process_env(self.job), (entry.number,)
@@ -269,10 +270,11 @@ class ActorPool:
                 member = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
                 self._made[entry.role] = member, member_env(self.job, entry.role)
             cls, env = self._made[entry.role]
+            python = self.job.workloads[entry.role].python
             arguments = entry.process_id, entry.process_id.rank if entry.is_standby else entry.number
         name = self.name_of(entry)
         await self.end_named([name])  # a master that died may have started it
-        request = ActorRequest(name, cls, (*arguments, self.master, self.beats), env, placement)
+        request = ActorRequest(name, cls, (*arguments, self.master, self.beats), env, placement, python=python)
         return await self._threads.run(self.cluster.start_actor, request)
 
     async def find(self, name: str) -> Any:
