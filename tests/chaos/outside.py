@@ -25,7 +25,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from tests.chaos.verdict import violations
+from tests.chaos.verdict import row_differences, violations
 from tests.support.commands import CLI, process_table, processes_below, say
 from tests.support.commands import ROOT as REPOSITORY
 
@@ -125,14 +125,17 @@ def digests(folder: Path) -> dict[str, str]:
     return sums
 
 
-def find_faults(folder: Path, ended: Ended, expected: Ended) -> list[str]:
-    """Return the faults of a run that should have ended as ``expected``."""
+def find_faults(ended: Ended, folder: Path, expected: Ended, undisturbed: Path) -> list[str]:
+    """Return the faults of a run into ``folder`` that should have ended as the ``undisturbed`` one."""
+    left = [f"left: {item}" for item in ended.left]
     if ended.code:
-        return [f"exit code {ended.code}"]
+        return [f"exit code {ended.code}", *left]
     config = OmegaConf.load(folder / "job.yaml").config
     if config.rollout.max_staleness:
-        return violations(folder, config)
-    return [f"{name} differs" for name in expected.digests if ended.digests[name] != expected.digests[name]]
+        return [*violations(folder, config), *left]
+    different = [f"other bits in {name}" for name, digest in expected.digests.items() if ended.digests[name] != digest]
+    first = row_differences("samples.jsonl", undisturbed, folder) if different else ()
+    return [*different, *first, *left]
 
 
 def prepare(folder: Path) -> None:
@@ -168,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
     prepare(folder)
-    settings = [f"steps={options.steps}", *options.settings]
+    # A busy machine must not let a reward function be late: its sample would be dropped.
+    settings = [f"steps={options.steps}", "reward.timeout_s=60", *options.settings]
     expected = run(folder / "undisturbed", settings)
     say(f"undisturbed: exit code {expected.code} in {expected.seconds:.0f} s")
     results = {"undisturbed": vars(expected)}
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in options.seeds:
         plan = (options.kills, seed, options.mean_s, options.rays_own, options.in_training, options.names)
         ended = run(folder / f"seed-{seed}", settings, Kills(*plan))
-        ended.faults = find_faults(folder / f"seed-{seed}", ended, expected) + [f"left: {item}" for item in ended.left]
+        ended.faults = find_faults(ended, folder / f"seed-{seed}", expected, folder / "undisturbed")
         ended.same = not ended.faults and bool(ended.killed)
         wrong += [] if ended.same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
