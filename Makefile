@@ -93,7 +93,7 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-deepspeed/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k deepspeed
 	.venv-megatron/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k megatron
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
-	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
+	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py tests/unit/recipe/rollout/test_agent_shapes.py -k vllm
 	PYTHONPATH=tests/support/triton_on_cpu TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm_second_runner.py
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
 

@@ -3,8 +3,8 @@
 
 Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes
 (workers, trainer, master; with ``--rays-own`` the raylet and Ray's agents, too) are killed, at exponential gaps; it
-must end in the bits of an undisturbed run, and leave no process and no memory. This process knows only the command
-line and the process table.
+must end in the bits of an undisturbed run, and leave no process and no memory. If rollouts run ahead, the bits depend
+on time, and it must end without a violation. This process knows only the command line and the process table.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
+from tests.chaos.verdict import row_differences, violations
 from tests.support.commands import CLI, process_table, processes_below, say
 from tests.support.commands import ROOT as REPOSITORY
 
@@ -43,6 +47,7 @@ class Ended:
     digests: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     first_step_s: float = math.inf
+    faults: list[str] = field(default_factory=list)
     same: bool = False
 
 
@@ -66,10 +71,20 @@ def left_over(seen: Iterable[int], folder: Path) -> list[str]:
     return left
 
 
-def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0, rays_own: bool = False) -> Ended:
-    """One run into ``folder``, with this number of kills."""
-    choice, began_s = random.Random(seed), time.monotonic()
-    command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), f"steps={steps}", f"job_dir={folder}"]
+@dataclass(frozen=True)
+class Kills:
+    count: int = 0
+    seed: int = 0
+    mean_s: float = 6.0
+    rays_own: bool = False
+    in_training: bool = False  # from the first step on, instead of from the first actor on
+    names: str = ""  # a pattern of the names of processes that are killed
+
+
+def run(folder: Path, settings: Sequence[str], kills: Kills = Kills()) -> Ended:
+    """One run into ``folder`` with these settings, ``key=value``."""
+    choice, began_s = random.Random(kills.seed), time.monotonic()
+    command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), *settings, f"job_dir={folder}"]
     with open(f"{folder}.log", "w") as log:
         process = subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
     ended = Ended(-1, 0.0)
@@ -81,14 +96,16 @@ def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int
         seen |= processes_below(process.pid).keys()
         if ended.first_step_s == math.inf and (folder / "metrics.jsonl").exists():
             ended.first_step_s = now_s - began_s
-        alive = victims(process.pid, rays_own) if len(ended.killed) < kills else {}
+        may_kill = len(ended.killed) < kills.count and (ended.first_step_s < math.inf or not kills.in_training)
+        alive = victims(process.pid, kills.rays_own) if may_kill else {}
+        alive = {pid: name for pid, name in alive.items() if re.search(kills.names, name)}
         if alive and next_s is None:
-            next_s = now_s + choice.expovariate(1 / mean_s)
+            next_s = now_s + choice.expovariate(1 / kills.mean_s)
         if alive and next_s is not None and now_s >= next_s:
             victim = choice.choice(sorted(alive))
             os.kill(victim, signal.SIGKILL)
             ended.killed.append((round(now_s - began_s, 2), alive[victim]))
-            next_s = now_s + choice.expovariate(1 / mean_s)
+            next_s = now_s + choice.expovariate(1 / kills.mean_s)
         time.sleep(_POLL_S)
     ended.code, ended.seconds = process.wait(), time.monotonic() - began_s
     ended.digests, ended.left = digests(folder), left_over(seen, folder)
@@ -106,6 +123,19 @@ def digests(folder: Path) -> dict[str, str]:
     values = [[row[key] for key in ("step", "reward/mean", "loss", "grad_norm")] for row in rows if row["step"]]
     sums["metrics.jsonl"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     return sums
+
+
+def find_faults(ended: Ended, folder: Path, expected: Ended, undisturbed: Path) -> list[str]:
+    """Return the faults of a run into ``folder`` that should have ended as the ``undisturbed`` one."""
+    left = [f"left: {item}" for item in ended.left]
+    if ended.code:
+        return [f"exit code {ended.code}", *left]
+    config = OmegaConf.load(folder / "job.yaml").config
+    if config.rollout.max_staleness:
+        return [*violations(folder, config), *left]
+    different = [f"other bits in {name}" for name, digest in expected.digests.items() if ended.digests[name] != digest]
+    first = row_differences("samples.jsonl", undisturbed, folder) if different else ()
+    return [*different, *first, *left]
 
 
 def prepare(folder: Path) -> None:
@@ -127,31 +157,38 @@ def seeds_of(text: str) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 unless every run has ended in the undisturbed bits."""
+    """The command line; returns 1 unless every run has ended as it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.outside", description=__doc__)
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-10"))
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--mean-s", type=float, default=6.0)
     parser.add_argument("--rays-own", action="store_true", help="Kill the raylet and Ray's agents, too.")
+    parser.add_argument("--in-training", action="store_true", help="Kill from the first step on.")
+    parser.add_argument("--names", default="", help="a pattern of the names of processes that are killed")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "outside")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of the job")
     options = parser.parse_args(argv)
     folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
     prepare(folder)
-    expected = run(folder / "undisturbed", options.steps)
+    # A busy machine must not let a reward function be late: its sample would be dropped.
+    settings = [f"steps={options.steps}", "reward.timeout_s=60", *options.settings]
+    expected = run(folder / "undisturbed", settings)
     say(f"undisturbed: exit code {expected.code} in {expected.seconds:.0f} s")
     results = {"undisturbed": vars(expected)}
     wrong = [] if expected.code == 0 else ["undisturbed"]
     for seed in options.seeds:
-        ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed, options.rays_own)
-        ended.same = not ended.code and ended.digests == expected.digests and bool(ended.killed) and not ended.left
+        plan = (options.kills, seed, options.mean_s, options.rays_own, options.in_training, options.names)
+        ended = run(folder / f"seed-{seed}", settings, Kills(*plan))
+        ended.faults = find_faults(ended, folder / f"seed-{seed}", expected, folder / "undisturbed")
+        ended.same = not ended.faults and bool(ended.killed)
         wrong += [] if ended.same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
-        verdict = "the undisturbed bits" if ended.same else "WRONG"
+        verdict = "as undisturbed" if ended.same else "WRONG"
         often = f"{len(ended.killed)} of {options.kills} kills before its end"
         say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s, {often}: {names}")
-        for item in ended.left:
-            say(f"  left: {item}")
+        for fault in ended.faults:
+            say(f"  {fault}")
         results[f"seed {seed}"] = vars(ended)
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     say(f"wrong: {', '.join(wrong) or 'none'}; kept in {folder}")

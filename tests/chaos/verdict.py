@@ -41,8 +41,8 @@ def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
     return [
         *step_faults(chaos, steps),
         *_metric_differences(oracle, chaos),
-        *_row_differences("samples.jsonl", oracle, chaos),
-        *_row_differences("held_out.jsonl", oracle, chaos),
+        *row_differences("samples.jsonl", oracle, chaos),
+        *row_differences("held_out.jsonl", oracle, chaos),
         *sample_faults(chaos, steps),
         *_model_differences(oracle / "model", chaos / "model"),
         *_state_differences(oracle, chaos, steps),
@@ -68,7 +68,7 @@ def _metric_differences(oracle: Path, chaos: Path) -> Iterator[str]:
             return
 
 
-def _row_differences(name: str, oracle: Path, chaos: Path) -> Iterator[str]:
+def row_differences(name: str, oracle: Path, chaos: Path) -> Iterator[str]:
     left, right = read_rows(oracle / name), read_rows(chaos / name)
     if len(left) != len(right):
         yield f"{name} has {len(right)} rows, not {len(left)}"

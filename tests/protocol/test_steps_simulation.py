@@ -11,7 +11,7 @@ from tests.protocol.replay_protocol import reached_by
 from tests.protocol.steps_job import ALWAYS, FAULTS, PAIRS
 from tests.protocol.steps_run import run
 
-SEEDS, MORE_SEEDS = range(200), range(200, 2000)
+SEEDS, MORE_SEEDS = range(300), range(300, 2000)
 
 
 def test_steps_survive_every_seed_and_the_faults_of_each_kind():

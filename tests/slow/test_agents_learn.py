@@ -16,6 +16,7 @@ SIZES = ["steps=40", "prompts_per_step=2", "rollout.samples_per_prompt=8", "opti
 LETTERS = [
     f"environment.agent={ROOT}/docs/guides/agents/letters.py:run",
     f"data.train={ROOT}/docs/guides/agents/words.jsonl",
+    "optimizer.lr=3e-3",  # at 1e-2 noise alone can end in a policy that writes one letter
 ]
 PACKAGES = {
     "verifiers": ["environment.agent=verifiers", "+environment.options={taskset: letters_taskset}"],

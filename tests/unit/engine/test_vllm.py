@@ -314,7 +314,7 @@ def test_vllm_ends_with_the_script_that_started_it(tmp_path, model_path, ends):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as script:
         assert script.stdout.readline() == b"started\n"
         started = processes_of(script.pid)
-        assert len(started) >= 2
+        assert started
         if ends == "kill":
             script.kill()
     assert_ended(started)

@@ -238,7 +238,7 @@ NOTHING = Excerpt(0, 0, 0)
 
 
 def lines_of(step, count=2):
-    return "".join(f'{{"step": {step}, "row": {row}}}\n' for row in range(count)).encode()
+    return "".join(f'{{"step":{step},"row":{row}}}\n' for row in range(count)).encode()
 
 
 @pytest.mark.parametrize(

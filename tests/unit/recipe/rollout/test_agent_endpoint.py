@@ -81,7 +81,8 @@ def test_text_completion_has_every_field():
         return await client.text("ask: ", **options)
 
     body = act(run)
-    logprobs = {"tokens": ["y", "e"], "token_logprobs": [-1.0, -1.0], "top_logprobs": None, "text_offset": [0, 1]}
+    logprobs = {"tokens": ["y", "e"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{"y": -1.0}, {"e": -1.0}]}
+    logprobs["text_offset"] = [0, 1]
     choice = {"index": 0, "text": "ye", "logprobs": logprobs, "finish_reason": "length", "token_ids": [121, 101]}
     assert (body["object"], body["choices"]) == ("text_completion", [choice])
     assert body["prompt_token_ids"] == [*b"ask: "]

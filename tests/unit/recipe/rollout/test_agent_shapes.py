@@ -92,6 +92,27 @@ def test_answers_and_chunks_are_of_openais_published_types():
     assert [checked(Model, json.dumps(each)).id for each in models.json()["data"]] == ["policy"]
 
 
+@pytest.mark.feature(151)
+@pytest.mark.needs("vllm")
+@pytest.mark.filterwarnings("default")
+def test_requests_and_answers_are_of_vllms_published_types():
+    from vllm.entrypoints.openai.chat_completion import protocol as chats
+    from vllm.entrypoints.openai.completion import protocol as texts
+
+    async def run(client):
+        return {name: await client.post(path_of(ask), ask) for name, ask in ANSWERED.items()}
+
+    for name, answer in act(run, lambda *_: f"yes {CALL}", max_turns=100, max_tokens=5000).items():
+        ask = ANSWERED[name]
+        request, whole = (
+            (chats.ChatCompletionRequest, chats.ChatCompletionResponse)
+            if "messages" in ask
+            else (texts.CompletionRequest, texts.CompletionResponse)
+        )
+        assert request.model_validate(ask).model_fields_set >= ask.keys(), name
+        whole.model_validate_json(answer.text, strict=True)
+
+
 @pytest.mark.feature(155)
 @pytest.mark.needs("openai")
 def test_errors_are_of_openais_published_type():

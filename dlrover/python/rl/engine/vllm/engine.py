@@ -108,7 +108,9 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         try:
             with self._offload.computing():
                 for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
-                    self._submit(server, number)
+                    running, name = self._requests.by_number[number], str(next(self._submissions))
+                    self._submitted[number] = name, len(running.tokens)
+                    server.submit(name, running, () if running.sampling.ignore_eos else self._lm.eos_ids)
                 numbers = {name: number for number, (name, _) in self._submitted.items()}
                 items: list[NewTokens] = []
                 while not items:
@@ -137,11 +139,6 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
                 before, columns = self._submitted[number][1], self._requests.by_number[number].columns.values
                 columns["versions"][before:] = item.versions[: len(columns["versions"]) - before]
         return finished
-
-    def _submit(self, server: "Server", number: int) -> None:
-        running, name = self._requests.by_number[number], str(next(self._submissions))
-        self._submitted[number] = name, len(running.tokens)
-        server.submit(name, running, () if running.sampling.ignore_eos else self._lm.eos_ids)
 
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Abort requests in vLLM; they keep their tokens and can be submitted again."""

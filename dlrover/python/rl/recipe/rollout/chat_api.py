@@ -248,7 +248,8 @@ def _logprobs_of(answer: Answer, choice: Choice) -> dict[str, Any] | None:
     texts, values = choice.token_texts, choice.logprobs
     if answer.ask.kind == "text":
         offsets = [0, *accumulate(map(len, texts))][:-1]
-        return {"tokens": [*texts], "token_logprobs": [*values], "top_logprobs": None, "text_offset": offsets}
+        sampled = [{text: value} for text, value in zip(texts, values, strict=True)]  # vLLM's clients need a list
+        return {"tokens": [*texts], "token_logprobs": [*values], "top_logprobs": sampled, "text_offset": offsets}
     rows = zip(texts, values, strict=True)
     content = [{"token": t, "logprob": v, "bytes": [*t.encode()], "top_logprobs": list[Any]()} for t, v in rows]
     return {"content": content, "refusal": None}
