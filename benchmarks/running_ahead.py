@@ -65,6 +65,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
     job = job_of(folder, max_staleness, seed, steps)
     status = run_here(check_job(job))
     rows, samples, held_out = (read_rows(job.job_dir / f"{name}.jsonl") for name in ("metrics", "samples", "held_out"))
+    rows = [row for row in rows if row["step"]]  # without the evaluation before training
     stale = [row["step"] - 1 - row["min_version"] for row in samples]
     return {
         "phase": status.phase.value,

@@ -3,6 +3,7 @@
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from datetime import datetime
@@ -12,11 +13,13 @@ from typing import Any, NoReturn
 from omegaconf import OmegaConf
 from openrlhf import cli
 
-NOT_HERE = (
-    "train.agent_func_path", "train.async_enable", "train.enable_ema", "algo.dynamic_filtering_enable", "eval.dataset",
-    "data.max_images_per_prompt", "ds.lora.rank", "ds.load_in_4bit", "ds.tensor_parallel_size", "ckpt.load_enable",
-    "reward.normalize_enable", "use_ms", "train.partial_rollout_enable", "rollout.vllm_generate_batch_size",
-)  # fmt: skip
+NOT_HERE = re.compile(
+    r"""eval\..*|vllm\.(?!num_engines|sync_backend).*|algo\.dynamic_filtering_\w+
+    |train\.(agent_func_path|async_\w+|enable_ema|partial_rollout_enable)|rollout\.vllm_generate_batch_size
+    |data\.(max_images_per_prompt|dataloader_num_workers)|ds\.(lora\.rank|load_in_4bit|tensor_parallel_size)
+    |ckpt\.(load_enable|best_metric_key)|reward\.normalize_enable|use_ms""",
+    re.VERBOSE,
+)
 
 
 def parse(config: Any) -> tuple[Any, Any]:
@@ -30,7 +33,7 @@ def parse(config: Any) -> tuple[Any, Any]:
     parser.error = refuse
     defaults = vars(parser.parse_args([]))
     arguments = vars(parser.parse_args(list(to_words(OmegaConf.to_container(config), defaults))))
-    for name in NOT_HERE:
+    for name in filter(NOT_HERE.fullmatch, defaults):
         if arguments[name] != defaults[name]:
             refuse(f"{name} has no counterpart here")
     if arguments["ds.zero_stage"] == 3:

@@ -13,9 +13,11 @@ from verl.utils import config as verl_config
 TAKEN = re.compile(
     r"""trainer\.(total_(training_steps|epochs)|critic_warmup|rollout_data_dir|default_local_dir|device|n_gpus_per_node)
     |trainer\.save_freq # a commit of every step stands for it
-    |data\.(?!val_).* |reward\.(custom_reward_function|reward_manager)\..*
-    |algorithm\.(?!filter_groups|rollout_correction).*
-    |(critic|actor_rollout_ref\.(actor|ref|model))\.(?!strategy|(.*\.)?(lora|mtp|profiler|qat|(virtual_)?pipeline)).*
+    |data\.(?!val_|apply_chat_template_kwargs|continuous_token|reward_fn_key|return_raw_input_ids).*
+    |reward\.(custom_reward_function|reward_manager)\..* |algorithm\.(?!filter_groups|rollout_correction).*
+    |(critic|actor_rollout_ref\.(actor|ref|model))\.(?!strategy|(.*\.)?(lora|mtp|profiler|qat|(virtual_)?pipeline
+        |engine\.|model_engine|router_replay|grad_offload|dist_checkpointing_prefix|freeze_vision_tower|nccl_timeout
+        |forward_max_token)).*
     |actor_rollout_ref\.rollout\.(name|n|seed|temperature|top_k|top_p|(prompt|response)_length|log_prob\w*|tensor_model\w*)""",
     re.VERBOSE,
 )

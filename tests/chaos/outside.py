@@ -83,7 +83,7 @@ class Kills:
 
 def run(folder: Path, settings: Sequence[str], kills: Kills = Kills()) -> Ended:
     """One run into ``folder`` with these settings, ``key=value``."""
-    choice, began_s = random.Random(kills.seed), time.monotonic()
+    choice, began_s, metrics = random.Random(kills.seed), time.monotonic(), folder / "metrics.jsonl"
     command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), *settings, f"job_dir={folder}"]
     with open(f"{folder}.log", "w") as log:
         process = subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
@@ -94,7 +94,8 @@ def run(folder: Path, settings: Sequence[str], kills: Kills = Kills()) -> Ended:
         if now_s - began_s > _LIMIT_S:
             process.kill()
         seen |= processes_below(process.pid).keys()
-        if ended.first_step_s == math.inf and (folder / "metrics.jsonl").exists():
+        # The first line may be of the evaluation before training.
+        if ended.first_step_s == math.inf and metrics.exists() and metrics.read_text().count("\n") > 1:
             ended.first_step_s = now_s - began_s
         may_kill = len(ended.killed) < kills.count and (ended.first_step_s < math.inf or not kills.in_training)
         alive = victims(process.pid, kills.rays_own) if may_kill else {}
