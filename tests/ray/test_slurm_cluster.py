@@ -225,6 +225,8 @@ def test_requeued_job_ends_in_the_undisturbed_weights(ray_folder, desk, monkeypa
     job = (desk / "job.yaml").read_text()
     layout = ("node_number: 1, device_per_node: 4", "node_number: 2, device_per_node: 2")
     (desk / "job.yaml").write_text(job.replace(*layout).replace("steps: 20", f"steps: {STEPS}"))
+    rewards = (desk / "rewards.py").read_text().replace("    if", "    time.sleep(0.05)\n    if", 1)
+    (desk / "rewards.py").write_text(f"import time\n{rewards}")  # on a fast machine it would end before the requeue
 
     quiet, disturbed = (desk / "runs/slurm-test" / f"slurm-{number}" for number in (1, 2))
     assert submit(desk) == "1"
