@@ -50,15 +50,15 @@ def start(home, tmp_path):
     (tmp_path / "hello.py").write_text(TRAINER)
     (tmp_path / "hello.yaml").write_text(JOB)
     (tmp_path / "program.yaml").write_text(PROGRAM)
-    begun = []
+    commands = []
 
     def begin(*line, **env):
-        output = tmp_path / f"output-{len(begun)}.txt"
-        begun.append(Command([str(home / "bin/dlrover-rl"), *line], output, tmp_path, HOME=str(tmp_path), **env))
-        return begun[-1]
+        output = tmp_path / f"output-{len(commands)}.txt"
+        commands.append(Command([str(home / "bin/dlrover-rl"), *line], output, tmp_path, HOME=str(tmp_path), **env))
+        return commands[-1]
 
     yield begin
-    for command in begun:
+    for command in commands:
         command.terminate()
         command.wait(60)
 
