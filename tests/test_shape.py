@@ -26,9 +26,20 @@ def test_shape_of_the_tree_is_within_its_limits(scope, package):
     assert not messages, f"{scope}:\n" + "\n".join(messages)
 
 
+def long_lines_in(pages):
+    """Yield the lines of prose above 120 characters; tables, code and what is generated may have them."""
+    for name, text in pages.items():
+        is_code = False
+        for number, line in enumerate(text.split("\n"), 1):
+            is_code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not is_code and not line.startswith("|"):
+                yield Place(name, number, line[:40])
+
+
 def test_pages_are_within_their_limits():
     pages = pages_of(REPOSITORY, [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))])
-    measures = {"phrases": list(phrases_in({name: remove_generated(text) for name, text in pages.items()}))}
+    pages = {name: remove_generated(text) for name, text in pages.items()}
+    measures = {"phrases": list(phrases_in(pages)), "long_lines": list(long_lines_in(pages))}
     messages = excesses(measures, LIMITS["pages"], changed_files(REPOSITORY))
     assert not messages, "\n".join(messages)
 
