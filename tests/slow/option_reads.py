@@ -2,7 +2,7 @@
 """Which options the example of a library reads: run in the library's environment, ``option_reads.py LIBRARY``.
 
 An option is read if its name is, in a module of the library that the example imports or in the example. Options of one
-name in several sections are told apart by the section for OpenRLHF, whose code names it; verl's code hands sections on.
+name in several sections differ by the section for OpenRLHF, whose code names it; verl's code hands sections on.
 """
 
 import argparse

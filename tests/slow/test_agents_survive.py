@@ -75,8 +75,7 @@ class Port(FaultyPort):
 
 def end_of(folder, inputs, plan):
     """Run a job through the strikes; everything that must not depend on them."""
-    STRIKES.__init__()
-    STRIKES.plan = dict(plan)
+    STRIKES.turns, STRIKES.plan, STRIKES.done = 0, dict(plan), []
     config = policy_config(inputs) | {"rollout": {"samples_per_prompt": 4, "max_new_tokens": 4, "max_turns": 8}}
     config |= {"environment": {"agent": f"{ROOT}/docs/guides/agents/letters.py:run"}, "prompts_per_step": 2}
     config |= {"engine": {"threads": 1, "max_batch": 1}}  # or the last bits depend on which requests meet in a batch

@@ -81,7 +81,9 @@ def test_core_alone_checks_runs_serves_and_lists(start, tmp_path):
     address = tmp_path / ".dlrover-rl/service/address"
     wait_for(address.exists, 100)
     server = address.read_text().strip()
-    assert "hello" in start("run", "hello.yaml", "--working-dir", ".", DLROVER_RL_SERVER=server).end(within_s=200)
+    assert "hello: finished" in start("run", "hello.yaml", "--working-dir", ".", DLROVER_RL_SERVER=server).end(
+        within_s=200
+    )
     assert "finished" in start("list", DLROVER_RL_SERVER=server).end()
 
 

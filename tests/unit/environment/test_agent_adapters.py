@@ -3,13 +3,14 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.core.agents import find_agent, load_agent
+from dlrover.python.rl.environment.core.agents import AgentEnvironment, find_agent, load_agent
 from tests.support.agent_clients import acting
 from tests.support.scripted import groups
 
@@ -157,3 +158,29 @@ async def test_options_of_functions_and_classes_reach_the_agent():
     for name in ("run", "Made"):
         agent = load_agent(f"tests.support.plain_agents:{name}", {"depth": 3})
         assert await agent(None, {"value": 2}) == 6
+
+
+class Closing:
+    """An agent with resources."""
+
+    def __init__(self, fails=False):
+        self.fails, self.times = fails, 0
+
+    async def run(self, client, row):
+        return 1.0
+
+    async def close(self):
+        self.times += 1
+        if self.fails:
+            raise OSError("it was gone")
+
+
+@pytest.mark.needs("openai")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_agent_is_closed_once_and_connections_in_any_case(fails):
+    environment = AgentEnvironment(f"{__name__}:Closing", {"fails": fails})
+    result = await environment.step("http://127.0.0.1:1", "key", {"prompt": "x"})
+    with pytest.raises(OSError, match="was gone") if fails else nullcontext():
+        await environment.shutdown()
+    assert result.reward == 1.0
+    assert environment._run.__self__.times == 1 and environment._connections.is_closed

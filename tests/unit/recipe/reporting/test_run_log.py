@@ -237,6 +237,15 @@ NOTHING = Excerpt(0, 0, 0)
 # -- the file of samples -----------------------------------------------------------------------------------------------
 
 
+def test_lines_of_earlier_versions_are_cut_at_a_step(tmp_path):
+    """They have a space behind each colon."""
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b'{"step": 1, "row": 0}\n{"step": 2, "row": 0}\n{"step": 3, "row": 0}\n' + lines_of(3, 1))
+    assert cut_at_step(file, 3) == len(file.read_bytes())
+    assert [row["step"] for row in read_lines(file)] == [1, 2]
+    assert len(read_lines(tmp_path / "samples.superseded.jsonl")) == 2
+
+
 def lines_of(step, count=2):
     return "".join(f'{{"step":{step},"row":{row}}}\n' for row in range(count)).encode()
 

@@ -84,7 +84,9 @@ class AgentEnvironment:
 
     async def shutdown(self) -> None:
         close = getattr(getattr(self._run, "__self__", None), "close", None)
-        if close is not None:
-            await close()
-        if self._connections is not None:
-            await self._connections.aclose()
+        try:
+            if inspect.iscoroutinefunction(close):
+                await close()
+        finally:
+            if self._connections is not None:
+                await self._connections.aclose()
