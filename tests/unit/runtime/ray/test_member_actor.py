@@ -2,6 +2,7 @@
 """The actor of a worker: heartbeats, incarnations, errors through raw handles, and its accelerators."""
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -26,6 +27,7 @@ from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.processes import member
 from dlrover.python.rl.runtime.ray.processes.member import MemberActor
 from dlrover.python.rl.runtime.ray.processes.port import is_loss
+from dlrover.python.rl.trainer.port import RAW_CALL
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, member_context
 
 WATCHDOG, OFF = member.WITHOUT_WATCHDOG
@@ -66,7 +68,8 @@ def unstarted(monkeypatch):
     monkeypatch.setattr(member, "reserved_devices", tuple)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(Workload, "closed", 0)
-    return MemberActor(FIRST, 1, "master", None)
+    yield MemberActor(FIRST, 1, "master", None)
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -89,6 +92,16 @@ def start_in_job(actor, folder):
 
 def call(actor, incarnation, epoch=1, method="hello"):
     return actor.dlrover_invoke(CallHeader((1, 0), method, incarnation=incarnation, epoch=epoch).pack())
+
+
+def test_heap_is_frozen_from_the_first_step_until_it_leaves(actor):
+    before = gc.get_freeze_count()
+    actor.dlrover_invoke(CallHeader(RAW_CALL, "hello").pack())
+    assert gc.get_freeze_count() == before
+    call(actor, 1)
+    assert gc.get_freeze_count() > before
+    actor.dlrover_leave()
+    assert not gc.get_freeze_count()
 
 
 @pytest.mark.parametrize(

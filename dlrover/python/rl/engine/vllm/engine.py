@@ -18,7 +18,7 @@ from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, Offloa
 from dlrover.python.rl.engine.model import spec
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequests
+from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 
 if find_spec("vllm") is None:
@@ -107,10 +107,11 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         assert server is not None, "used while asleep"
         try:
             with self._offload.computing():
+                new: dict[str, RunningRequest] = {}
                 for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
                     running, name = self._requests.by_number[number], str(next(self._submissions))
-                    self._submitted[number] = name, len(running.tokens)
-                    server.submit(name, running, () if running.sampling.ignore_eos else self._lm.eos_ids)
+                    self._submitted[number], new[name] = (name, len(running.tokens)), running
+                server.submit(new, self._lm.eos_ids)
                 numbers = {name: number for number, (name, _) in self._submitted.items()}
                 items: list[NewTokens] = []
                 while not items:

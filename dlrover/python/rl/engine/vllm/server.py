@@ -130,31 +130,37 @@ class Server:
         cache = self._llm.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size * token_bytes)
 
-    def submit(self, name: str, running: RunningRequest, stop_ids: Sequence[int]) -> None:
-        """Begin a request, under a name that was not used before. Its tokens arrive as they are generated, each with
-        its log-prob."""
-        sampling, tokens = running.sampling, running.sequence.tolist()
+    def submit(self, requests: Mapping[str, RunningRequest], eos_ids: Sequence[int]) -> None:
+        """Begin requests, under names that were not used before. Tokens arrive as they are generated, each with its
+        log-prob."""
+        submitted = [(name, each.sequence.tolist(), self._params(each, eos_ids)) for name, each in requests.items()]
+
+        def begin() -> None:
+            for name, tokens, params in submitted:
+                self._tasks[name] = task = self._loop.create_task(self._follow(name, tokens, params))
+                task.add_done_callback(lambda _, name=name: self._tasks.pop(name, None))
+
+        self._loop.call_soon_threadsafe(begin)  # once: each time wakes the other thread
+
+    def _params(self, running: RunningRequest, eos_ids: Sequence[int]) -> VllmSamplingParams:
+        sampling = running.sampling
         options: dict[str, Any] = {"temperature": 0.0, "extra_args": {EXTRA: plan_of(running)}}
         if self._samples_itself:
             seed = int(uniforms(running.seed, *running.request.key, 1)[0] * 2**53)  # to which vLLM adds the position
             cut = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}
             options = {"temperature": sampling.temperature, **cut, "seed": seed}
             options["extra_args"] = {EXTRA: {"known_ids": running.known_ids}}
-        params = VllmSamplingParams(
+        return VllmSamplingParams(
             max_tokens=sampling.max_new_tokens - len(running.tokens),
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             ignore_eos=True,
-            stop_token_ids=list(stop_ids),
+            stop_token_ids=[] if sampling.ignore_eos else list(eos_ids),
             output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,  # it belongs to this request
             **options,
         )
-
-        def begin() -> None:
-            self._tasks[name] = task = self._loop.create_task(self._follow(name, tokens, params))
-            task.add_done_callback(lambda _: self._tasks.pop(name, None))
-
-        self._loop.call_soon_threadsafe(begin)
 
     async def _follow(self, name: str, tokens: Sequence[int], params: VllmSamplingParams) -> None:
         try:
@@ -169,7 +175,7 @@ class Server:
 
     def _read(self, name: str, output: RequestOutput) -> NewTokens:
         (new,) = output.outputs
-        logprobs = [float(of[token].logprob) for token, of in zip(new.token_ids, new.logprobs or (), strict=True)]
+        logprobs = new.logprobs.logprobs if new.logprobs is not None else ()  # of the sampled tokens alone
         versions = [int(span.version) for span in new.weight_versions or () for _ in range(span.start, span.end)]
         return NewTokens(name, new.token_ids, logprobs, self.version, versions, new.finish_reason or "")
 
@@ -216,13 +222,18 @@ class Server:
         os.ftruncate(self._causes, 0)  # whatever vLLM has logged so far did not end it
 
     async def _update(self, update: dict[str, Any], version: int) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_kv)
+        is_running, clears = bool(self._tasks), not self._keeps_kv
+        if is_running:  # else vLLM's pause would only wait, for 20 ms
+            await self._llm.pause_generation(mode="keep", clear_cache=clears)
+        elif clears and not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise EngineError("its cache cannot be cleared")
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update(str(version))
         self.version = version
         self._loads += 1
-        await self._llm.resume_generation()
+        if is_running:
+            await self._llm.resume_generation()
 
     def sleep(self, level: int) -> None:
         self._call(self._checked("vLLM did not sleep", self._llm.sleep(level)))

@@ -111,6 +111,7 @@ class MemberActor:
         self._leaving = threading.Lock()
         self._abort: threading.Thread | None = None
         self._log: LogCopier | None = None
+        self._is_frozen = False
         self._port = HeldPort()
         self._notice = DepartureNotice(beats.notice_file) if beats is not None else None
         if beats is not None:
@@ -171,6 +172,8 @@ class MemberActor:
         if (distributed := _torch_groups()) is not None:
             distributed.destroy_process_group()  # peers that wait in a collective then fail
         del host
+        gc.unfreeze()
+        self._is_frozen = False
         gc.collect()  # the next workload needs the memory of the tensors
 
     def _beat(self) -> Heartbeat:
@@ -204,6 +207,10 @@ class MemberActor:
             cut = len(decoded) - len(header.keywords)
             return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
 
+        if header.call_id[0] > 0 and not self._is_frozen:  # the first step: the models have been loaded
+            gc.collect()
+            gc.freeze()  # else each full collection takes longer than a short step, with vLLM 0.4 s
+            self._is_frozen = True
         try:
             result = host.invoke(header, load_arguments)
         except InvocationError:
