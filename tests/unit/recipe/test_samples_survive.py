@@ -10,6 +10,7 @@ import pytest
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.reporting.sample_file import WriteRequest
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.trainer.call_log import CallProbe
@@ -31,13 +32,13 @@ class TornRollout(RolloutWorkload):
     then = None
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, request, rollouts):
-        then = type(self).then
+    def write_samples(self, packed, rollouts):
+        then, request = type(self).then, WriteRequest.unpack(packed)
         if then is None or request.step < 2:
-            return super().write_samples(request, rollouts)
+            return super().write_samples(packed, rollouts)
         type(self).then = None
         torn = request._replace(rows=request.rows[:5], numbers=request.numbers.rows(0, 5))
-        super().write_samples(torn, rollouts)
+        super().write_samples(torn.pack(), rollouts)
         os.truncate(request.file, request.file.stat().st_size - 10)
         return then()
 

@@ -22,21 +22,22 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from dlrover.python.rl.common.disk_space import DiskWait, append
 from dlrover.python.rl.common.names import ProcessId
 
 SPANS, SUFFIX, OLDER = "spans", ".jsonl", ".jsonl.1"
 
-_FLUSH_S = 1.0
+_FLUSH_S = 2.0
 _MOST_LINES = 10_000  # in memory, while the disk does not answer
 _MB = 1_000_000
 _AT_ONCE = DiskWait(0.0, 0.0, 0.0)
+_ENCODER = msgspec.json.Encoder(enc_hook=str)  # for the names of roles
 
 
 class SpanFile:
-    """Writes the spans of one process, at most ``most_mb`` MB in two files; 0: none. A thread writes them a second
+    """Writes the spans of one process, at most ``most_mb`` MB in two files; 0: none. A thread writes them two seconds
     later, so that the disk neither delays nor fails a call. Thread safe."""
 
     def __init__(self, folder: Path, process: ProcessId, attempt: int, most_mb: int) -> None:
@@ -84,7 +85,7 @@ class SpanFile:
                     self._has_thread = True
 
     def _flush_often(self) -> None:
-        """Write the lines of each second, until a second has none."""
+        """Write the lines of each interval, until one has none."""
         while True:
             time.sleep(_FLUSH_S)
             with self._lock:
@@ -108,7 +109,7 @@ class SpanFile:
 
 
 def _encode(lines: list[tuple[Any, ...]]) -> bytes:
-    return b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
+    return _ENCODER.encode_lines(lines)
 
 
 class _Phases:

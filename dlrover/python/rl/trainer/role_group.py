@@ -157,7 +157,7 @@ def _is_plain_data(value: Any) -> bool:
         return all(_is_plain_data(column) for column in value.columns.values())
     if isinstance(value, Ragged):
         return _is_plain_data(value.values)
-    return isinstance(value, np.ndarray) and not value.dtype.hasobject
+    return isinstance(value, bytes) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
 
 
 def public_methods(workload_class: type[Any]) -> list[str]:

@@ -78,7 +78,7 @@ def test_worker_replaces_rows_of_an_earlier_attempt(tmp_path):
     numbers = Batch({"reward": np.array([0.5, 1.0]), "detailed": np.array([True, False])})
     place, excerpt = (tmp_path / "samples.jsonl", 2, None, [3, 0]), sample_file.Excerpt(0, 9, 0, tokens=1)
     (workload := RolloutWorkload(None, {}))._text_of_token = str
-    workload.write_samples(sample_file.WriteRequest(*place, numbers, excerpt), rollouts)
+    workload.write_samples(sample_file.WriteRequest(*place, numbers, excerpt).pack(), rollouts)
     assert [(row["prompt"], row.get("tokens")) for row in read_samples(tmp_path, 2)] == [("d", ["9"]), ("a", None)]
     assert sample_steps(tmp_path) == (1, 2)
     assert read_samples(tmp_path, 3) == [{"step": 3, **row} for row in rows_of(3)], "superseded"

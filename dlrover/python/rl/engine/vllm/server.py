@@ -137,8 +137,8 @@ class Server:
 
         def begin() -> None:
             for name, tokens, params in submitted:
-                self._tasks[name] = task = self._loop.create_task(self._follow(name, tokens, params))
-                task.add_done_callback(lambda _, name=name: self._tasks.pop(name, None))
+                self._tasks[name] = task = self._loop.create_task(self._follow(name, tokens, params), name=name)
+                task.add_done_callback(lambda task: self._tasks.pop(task.get_name(), None))
 
         self._loop.call_soon_threadsafe(begin)  # once: each time wakes the other thread
 

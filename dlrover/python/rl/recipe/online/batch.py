@@ -257,15 +257,21 @@ class SampleLog:
         self._run_log = trainer.run_log
         self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
         self._end: int | None = None  # unknown
+        self._written: tuple[int, Pending] | None = None  # the step whose lines are being written
 
     def remove_steps(self, first: int) -> None:
         """Remove the lines of the steps from ``first`` on."""
         if not self._is_local:
             (self._end,) = self._rollouts.cut_samples(self._folder / SAMPLES, first, self._end)
 
-    def write_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
-        """Write the rows of a step, or of its first samples only; ``trained`` has the rows of its updates on
-        ``ranks``, see :func:`training_columns`."""
+    def write_step(self, step: int, batch: StepBatch) -> None:
+        """Write the rows of a step without an update."""
+        self.begin_step(step, batch)
+        self.end_step()
+
+    def begin_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
+        """Begin to write the rows of a step, or of its first samples only, until :meth:`end_step`; ``trained`` has the
+        rows of its updates on ``ranks``, see :func:`training_columns`."""
         excerpt = self._run_log.excerpt(step)
         limit = max(excerpt.samples, excerpt.printed, excerpt.table)
         if not limit:
@@ -286,7 +292,15 @@ class SampleLog:
             self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
             return
         request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
-        (written,) = self._rollouts.write_samples(request, Replicate(batch.rollouts))
+        write = self._rollouts.write_samples.options(blocking=False)
+        self._written = step, write(request.pack(), Replicate(batch.rollouts))
+
+    def end_step(self) -> None:
+        """Wait for the lines that :meth:`begin_step` writes, and show the first ones."""
+        if self._written is None:
+            return
+        (step, pending), self._written = self._written, None
+        (written,) = pending.result()  # waits: for the worker's record
         self._end = written.end
         self._run_log.show_samples(step, written)
 

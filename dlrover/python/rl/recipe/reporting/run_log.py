@@ -162,7 +162,7 @@ class RunLog:
             _LOG.info("step %d: %s", step, line)
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", b"".join(sample_file.format_lines(step, rows)))
+        self._replace("refused.jsonl", sample_file.format_lines(step, rows))
 
     def write_held_out(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         sample_file.write_evaluation(self._folder / sample_file.HELD_OUT, step, rows, self._disk_wait)

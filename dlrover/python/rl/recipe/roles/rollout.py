@@ -197,12 +197,14 @@ class RolloutWorkload(EngineWorkload):
         return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, request: sample_file.WriteRequest, rollouts: Sequence[Batch]) -> sample_file.Written:
-        """Write the lines of a step; the earlier lines of it and of later steps are superseded."""
-        file, step, expected, places, numbers, excerpt = request
-        detailed = [places[row] for row in np.flatnonzero(numbers.dense("detailed")).tolist()]
-        tokens = self.token_columns(_take_from(rollouts, detailed)) if detailed else None
-        rows = sample_file.format_rows(numbers, _take_from([*map(self.texts, rollouts)], places), tokens)
+    def write_samples(self, packed: bytes, rollouts: Sequence[Batch]) -> sample_file.Written:
+        """Write the lines of a step, a packed :class:`~dlrover.python.rl.recipe.reporting.sample_file.WriteRequest`;
+        the earlier lines of it and of later steps are superseded."""
+        file, step, expected, places, numbers, excerpt = sample_file.WriteRequest.unpack(packed)
+        detailed = [places[row] for row in sample_file.find_detailed(numbers)]
+        tokens = self.token_columns(_take_tokens(rollouts, detailed)) if detailed else None
+        texts = Batch.concat([*map(self.texts, rollouts)]).take(places)
+        rows = sample_file.format_rows(numbers, texts, tokens)
         return sample_file.write_step(file, step, rows, excerpt, self.cut_samples(file, step, expected))
 
     @trainer_invocation(target="RANK0")
@@ -253,9 +255,10 @@ class RolloutWorkload(EngineWorkload):
         super().close()
 
 
-def _take_from(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
-    """Return these rows of the joined parts, without joining all of them."""
-    batch: Batch = take_rows(Rows(parts, 0, 1, rows), [*map(len, parts)], lambda part: part)
+def _take_tokens(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
+    """Return the columns for :meth:`RolloutWorkload.token_columns` of these rows, without joining all parts."""
+    wanted = Rows(parts, 0, 1, rows)
+    batch: Batch = take_rows(wanted, [*map(len, parts)], lambda part: part.select("action_mask", "tokens", "logprobs"))
     return batch
 
 

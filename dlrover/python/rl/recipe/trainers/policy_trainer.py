@@ -182,8 +182,10 @@ class PolicyTrainer(RecipeTrainer):
                     rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
                 if rows.dense("weight").any():
                     planned, _ = self.plan_updates(rows)
-                    self.sample_log.write_step(step, batch, planned, self.policy_ranks(step))
-                    return self.update(step, batch, rows, aux)
+                    self.sample_log.begin_step(step, batch, planned, self.policy_ranks(step))
+                    metrics = self.update(step, batch, rows, aux)
+                    self.sample_log.end_step()
+                    return metrics
         self.sample_log.write_step(step, batch)
         _LOG.warning("step %d: no sample has a weight in the loss, so nothing is updated", step)
         return {}
