@@ -10,7 +10,6 @@ its own tensors, as an engine does.
 import argparse
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,11 +25,9 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot, 
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
-from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from tests.chaos.tables import markdown
 
-REPOSITORY = Path(__file__).parents[1]
 _LATEST_S = 300.0
 _BUCKETS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
@@ -67,19 +64,17 @@ class Source:
             tensor.view(-1)[self.version % tensor.numel()] += 1.0
 
 
-def transports(folders: dict[str, str], settings: SyncSettings) -> dict[str, WeightTransport]:
+def transports(settings: SyncSettings) -> dict[str, WeightTransport]:
     """Each way, by the name that the tables give it."""
-    memory, drive = replace(settings, folder=Path(folders["memory"])), replace(settings, folder=Path(folders["disk"]))
     return {
         "pull, shared memory": PullTransport(settings),
         "pull, TCP": PullTransport(settings, maps_pages=False),
-        "shared bucket": CudaIpcTransport(memory),
-        "disk": DiskTransport(drive),
+        "shared bucket": CudaIpcTransport(settings),
         "broadcast, gloo": BroadcastTransport(settings),
     }
 
 
-def sink(folders: dict[str, str], settings: SyncSettings, pipe: Any) -> None:
+def sink(settings: SyncSettings, pipe: Any) -> None:
     """The receiving process."""
     torch.set_num_threads(1)
     made: dict[SyncSettings, dict[str, WeightTransport]] = {}
@@ -87,7 +82,7 @@ def sink(folders: dict[str, str], settings: SyncSettings, pipe: Any) -> None:
     while (request := pipe.recv()) is not None:
         way, bucket_bytes, ticket = request
         settings = replace(settings, bucket_bytes=bucket_bytes)
-        ways = made.setdefault(settings, transports(folders, settings))
+        ways = made.setdefault(settings, transports(settings))
         snapshot = ways[way].receive(ticket)
         pipe.send(snapshot.stamp)
         _serve(snapshot, served)
@@ -106,11 +101,11 @@ def _serve(snapshot: WeightSnapshot, served: Named) -> None:
 class Bench:
     """The sending process, and the pipe to the other one."""
 
-    def __init__(self, megabytes: int, folders: dict[str, str], pipe: Any) -> None:
+    def __init__(self, megabytes: int, pipe: Any) -> None:
         named = weights(megabytes)
         self.source, self.nbytes = Source(named), sum(tensor.nbytes for tensor in named.values())
         self._named, self._copy = named, {name: tensor.clone() for name, tensor in named.items()}
-        self._folders, self._pipe = folders, pipe
+        self._pipe = pipe
         self._ways: dict[int, dict[str, WeightTransport]] = {}
 
     def plain(self) -> float:
@@ -123,7 +118,7 @@ class Bench:
     def sync(self, way: str, bucket_bytes: int) -> tuple[float, float]:
         """Seconds of a sync until the weights have arrived, and until they serve."""
         settings = SyncSettings(name="ACTOR[0]", bucket_bytes=bucket_bytes)
-        transport = self._ways.setdefault(bucket_bytes, transports(self._folders, settings))[way]
+        transport = self._ways.setdefault(bucket_bytes, transports(settings))[way]
         self.source.step()
         began_s = time.perf_counter()
         ticket = transport.offer(self.source)
@@ -158,21 +153,16 @@ class Bench:
 
 
 @contextmanager
-def bench(megabytes: int, memory: Path, work: Path) -> Iterator[Bench]:
+def bench(megabytes: int) -> Iterator[Bench]:
     """Both processes."""
     context = multiprocessing.get_context("spawn")
     parent_pipe, child_pipe = context.Pipe()
     with ExitStack() as stack:
-        work.mkdir(parents=True, exist_ok=True)
-        folders = {
-            "memory": stack.enter_context(tempfile.TemporaryDirectory(dir=memory, prefix="weight-sync-")),
-            "disk": stack.enter_context(tempfile.TemporaryDirectory(dir=work)),
-        }
-        child = context.Process(target=sink, args=(folders, SyncSettings(name="ROLLOUT[0]"), child_pipe))
+        child = context.Process(target=sink, args=(SyncSettings(name="ROLLOUT[0]"), child_pipe))
         child.start()
         stack.callback(child.join, _LATEST_S)
         stack.callback(child.kill)
-        bench_run = Bench(megabytes, folders, parent_pipe)
+        bench_run = Bench(megabytes, parent_pipe)
         stack.callback(bench_run.close)
         yield bench_run
         parent_pipe.send(None)
@@ -214,14 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=256, help="of weights (default 256)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket", type=int, default=SyncSettings().bucket, help="bytes")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "build" / "bench-weight-sync")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     megabytes, rounds = (64, 3) if options.quick else (options.megabytes, options.rounds)
-    with bench(megabytes, options.memory, options.work) as made:
-        names = transports({"memory": "-", "disk": "-"}, SyncSettings())
+    with bench(megabytes) as made:
+        names = transports(SyncSettings())
         ways = measure(made, [(name, options.bucket) for name in names], rounds)
         buckets = measure(made, [("pull, shared memory", size) for size in _BUCKETS], rounds)
         made.check()

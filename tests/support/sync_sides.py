@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from dlrover.python.rl.engine.memory.device_lock import DeviceTurns
 from dlrover.python.rl.engine.weight_sync.base import Seal, SyncSettings
 from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
-from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from tests.support.processes import FORKED
@@ -31,18 +29,16 @@ PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
-KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")
+KINDS = ("broadcast", "cuda_ipc", "pull", "pull_copied")
 
 
-def transport(kind, folder, settings=PATIENT):
+def transport(kind, settings=PATIENT):
     """A transport by the name that the tests give it."""
-    settings = replace(settings, folder=folder, channel="ACTOR")
     if kind == "adapters":
         return make_transport("pull", {}, settings)
     if kind == "pull_copied":
         return PullTransport(settings, maps_pages=False)
-    kinds = {"disk": DiskTransport, "broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport}
-    return kinds.get(kind, PullTransport)(settings)
+    return {"broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport}.get(kind, PullTransport)(settings)
 
 
 def toy_weights(seed=0):
@@ -99,12 +95,11 @@ def stamp_by(kind, named, version):
 class Wire:
     """The transports of a source and of its sinks, all in this process."""
 
-    def __init__(self, kind, folder, sinks=1, settings=PATIENT):
+    def __init__(self, kind, sinks=1, settings=PATIENT):
         settings = replace(settings, receivers=sinks)
-        self.kind, self.folder = kind, folder
-        self.source = transport(kind, folder, settings)
+        self.kind, self.source = kind, transport(kind, settings)
         more_settings = [replace(settings, name=f"ROLLOUT[{rank}]") for rank in range(sinks)]
-        self.sinks = [transport(kind, folder, other) for other in more_settings]
+        self.sinks = [transport(kind, other) for other in more_settings]
 
     def attempt(self, ticket, source, in_turn=False):
         """Both sides, at once where they can be: what sending and each receiving gave, or raised."""
@@ -169,7 +164,7 @@ def completions(engine):
     return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
 
 
-def send_side(kind, folder, pipe, seed, halt_at, versions=1):
+def send_side(kind, pipe, seed, halt_at, versions=1):
     """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
 
     def halt(number):
@@ -178,7 +173,7 @@ def send_side(kind, folder, pipe, seed, halt_at, versions=1):
             time.sleep(LATEST_S)
 
     torch.set_num_threads(1)
-    wire = transport(kind, Path(folder))
+    wire = transport(kind)
     for version in range(seed, seed + versions):
         source = ToySource(toy_weights(version), version=version, halt=halt)
         pipe.send(wire.offer(source))
@@ -187,11 +182,11 @@ def send_side(kind, folder, pipe, seed, halt_at, versions=1):
     wire.close()
 
 
-def receive_side(kind, folder, pipe, device="cpu", keeps=False):
+def receive_side(kind, pipe, device="cpu", keeps=False):
     """A process that receives whatever ticket comes, and sends the stamp or the error; it may keep what came."""
     torch.set_num_threads(1)
     pipe.send("up")
-    wire = transport(kind, Path(folder), replace(PATIENT, name="ROLLOUT[0]", device=device))
+    wire = transport(kind, replace(PATIENT, name="ROLLOUT[0]", device=device))
     while (ticket := pipe.recv()) is not None:
         try:
             weights = wire.receive(ticket)
@@ -202,22 +197,22 @@ def receive_side(kind, folder, pipe, device="cpu", keeps=False):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):
+def rank_side(kind, pipe, model, place, name, settings, sinks=1, optimizer=None):
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
     engine = engine_class(TRAIN_ENGINES, name)(model, optimizer, settings, place)
-    wire = transport(kind, Path(folder), replace(PATIENT, is_leader=place.rank == 0, receivers=sinks))
+    wire = transport(kind, replace(PATIENT, is_leader=place.rank == 0, receivers=sinks))
     pipe.send(wire.offer(engine))
     pipe.send(wire.send(pipe.recv(), engine))
     pipe.recv()
 
 
-def taking_rank_side(kind, folder, pipe, model, place, settings):
+def taking_rank_side(kind, pipe, model, place, settings):
     """A rank of a frozen engine that divides its model; all ranks receive and take their part. The first one tells
     which weights it has then, gathered again."""
     torch.set_num_threads(1)
     engine = Fsdp2TrainEngine(model, None, settings, place)
-    wire = transport(kind, Path(folder), replace(PATIENT, name=f"ROLLOUT[{place.rank}]", receivers=place.world_size))
+    wire = transport(kind, replace(PATIENT, name=f"ROLLOUT[{place.rank}]", receivers=place.world_size))
     pipe.send("up")
     engine.receive(wire.receive(pipe.recv()))
     weights = engine.publish()
@@ -226,10 +221,10 @@ def taking_rank_side(kind, folder, pipe, model, place, settings):
 
 
 @contextmanager
-def process(target, kind, folder, *arguments):
+def process(target, kind, *arguments):
     """A process and the pipe to it; killed at the end if it has not ended."""
     ours, child_end = FORKED.Pipe()
-    child = FORKED.Process(target=target, args=(kind, str(folder), child_end, *arguments))
+    child = FORKED.Process(target=target, args=(kind, child_end, *arguments))
     child.start()
     child_end.close()
     try:

@@ -9,16 +9,15 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp, take_snapshot
 from dlrover.python.rl.engine.weight_sync.base import SenderBase, SyncSettings, Ticket, WeightSource
 
+FOLDER = Path("runs/weights")
+
 
 class FileTransport(SenderBase):
     """``SenderBase`` offers the weights: it writes the ticket with their names, shapes and version."""
 
     def __init__(self, settings: SyncSettings) -> None:
         super().__init__(settings)
-        if settings.folder is None:
-            raise WeightSyncError("FileTransport needs engine.weight_sync_options.folder")
-        self._folder = settings.folder
-        self._folder.mkdir(parents=True, exist_ok=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         snapshot = take_snapshot(source.named_weights(), source.version)  # all ranks gather
@@ -40,4 +39,4 @@ class FileTransport(SenderBase):
         pass
 
     def _path(self, ticket: Ticket) -> Path:
-        return self._folder / f"{self.settings.channel}-{ticket.version}.safetensors"
+        return FOLDER / f"{self.settings.channel}-{ticket.version}.safetensors"

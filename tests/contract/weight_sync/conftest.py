@@ -11,10 +11,10 @@ from tests.support.sync_sides import Wire
 
 
 @pytest.fixture
-def connect(tmp_path):
-    """Makes wires, by default over the test's folder."""
+def connect():
+    """Makes wires."""
     with ExitStack() as stack:
-        yield lambda kind, folder=tmp_path, **options: stack.enter_context(closing(Wire(kind, folder, **options)))
+        yield lambda kind, **options: stack.enter_context(closing(Wire(kind, **options)))
 
 
 @pytest.fixture

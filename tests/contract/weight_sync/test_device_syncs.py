@@ -176,10 +176,10 @@ def test_device_with_a_failed_source_can_send_again(connect):
     assert equal(received, {name: tensor.cpu() for name, tensor in source.weights.items()})
 
 
-def test_weights_on_another_device_are_refused_by_name(connect, tmp_path, monkeypatch):
+def test_weights_on_another_device_are_refused_by_name(connect, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "_identify", "device {}".format)
     wire = connect("cuda_ipc")
-    wire.sinks = [transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]", device="cpu:1"))]
+    wire.sinks = [transport("cuda_ipc", replace(PATIENT, name="ROLLOUT[0]", device="cpu:1"))]
     with pytest.raises(EngineError, match=r"is on the device device cpu, and ROLLOUT\[0\] on device cpu:1"):
         wire.sync(ToySource(toy_weights(), version=1))
 
@@ -218,12 +218,12 @@ def test_device_keeps_two_versions_and_any_being_read(connect):
     assert not memory.total()
 
 
-def test_memory_of_another_process_is_opened_once(tmp_path, monkeypatch):
+def test_memory_of_another_process_is_opened_once(monkeypatch):
     opened, buffers, map_tensor = [], set(), cuda_ipc.map_tensor
-    sink = transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
+    sink = transport("cuda_ipc", replace(PATIENT, name="ROLLOUT[0]"))
     monkeypatch.setattr(cuda_ipc, "map_tensor", lambda descriptor: opened.append(descriptor) or map_tensor(descriptor))
     for _ in range(2):
-        with process(sync_sides.send_side, "cuda_ipc", tmp_path, 4, None, 5) as (_, pipe):
+        with process(sync_sides.send_side, "cuda_ipc", 4, None, 5) as (_, pipe):
             ticket = hear(pipe)
             for version in range(5):
                 pipe.send(ticket)
@@ -256,11 +256,11 @@ def test_unopenable_memory_names_the_way_around(connect, monkeypatch, side):
         wire.sinks[0].receive(ticket)
 
 
-def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
+def test_killed_receiver_reads_no_version_of_a_device(connect):
     wire = connect("cuda_ipc")
     source = ToySource(toy_weights(1), version=1)
     ticket, _ = sync_sides.publish(wire.source, source)
-    with process(sync_sides.receive_side, "cuda_ipc", tmp_path, "cpu", True) as (child, pipe):
+    with process(sync_sides.receive_side, "cuda_ipc", "cpu", True) as (child, pipe):
         assert hear(pipe) == "up"
         pipe.send(ticket)
         assert hear(pipe) == source.stamp("cuda_ipc")
@@ -272,10 +272,10 @@ def test_killed_receiver_reads_no_version_of_a_device(connect, tmp_path):
 
 @pytest.mark.feature(101)
 @pytest.mark.needs("cuda")
-def test_cuda_ipc_gives_the_same_weights(tmp_path):
+def test_cuda_ipc_gives_the_same_weights():
     settings = SyncSettings(name="ACTOR[0]", device="cuda")
     sender, beside = CudaIpcTransport(settings), CudaIpcTransport(replace(settings, name="ROLLOUT[1]"))
-    with process(sync_sides.receive_side, "cuda_ipc", tmp_path, "cuda") as (_, pipe):
+    with process(sync_sides.receive_side, "cuda_ipc", "cuda") as (_, pipe):
         assert hear(pipe) == "up"
         for version in range(3):
             weights = {name: tensor.cuda() for name, tensor in toy_weights(version).items()}
@@ -370,7 +370,7 @@ def together(model_path, wire, locks, memory):
     return generated
 
 
-@pytest.mark.parametrize("kind", ["pull", "disk", "broadcast", "cuda_ipc"])
+@pytest.mark.parametrize("kind", ["pull", "broadcast", "cuda_ipc"])
 def test_collocated_step_needs_the_larger_role_and_sync_buffers(kind, connect, tmp_path, model_path):
     plain = connect("pull")
     trained, served, generated = apart(model_path, plain)

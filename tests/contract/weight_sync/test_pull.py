@@ -38,7 +38,7 @@ def open_transport():
 
         def make(kind="pull", rank=None, **settings):
             name = "ACTOR[0]" if rank is None else f"ROLLOUT[{rank}]"
-            return stack.enter_context(closing(transport(kind, None, replace(PATIENT, name=name, **settings))))
+            return stack.enter_context(closing(transport(kind, replace(PATIENT, name=name, **settings))))
 
         yield make
 
@@ -89,7 +89,7 @@ def test_closed_sender_has_no_thread_and_no_version(kind, sink, open_transport):
 @each_kind
 def test_killed_sender_leaves_nothing(kind, sink):
     before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
-    with process(sync_sides.send_side, kind, "", 4, None) as (child, pipe):
+    with process(sync_sides.send_side, kind, 4, None) as (child, pipe):
         ticket = hear(pipe)
         pipe.send(ticket)
         stamp = hear(pipe)
@@ -102,7 +102,7 @@ def test_killed_sender_leaves_nothing(kind, sink):
 
 @each_kind
 def test_killed_receiver_holds_no_version(kind, sender, sink):
-    with process(sync_sides.receive_side, kind, "") as (child, pipe):
+    with process(sync_sides.receive_side, kind) as (child, pipe):
         assert hear(pipe) == "up"
         for version in (1, 2):
             pipe.send(sent(sender, version))
@@ -146,7 +146,7 @@ def test_dropped_sender_ends_its_thread_and_frees_its_memory():
         if thread.name == "dlrover-weights":
             thread.join(5)  # of senders that earlier tests have dropped
     before = resources()
-    sender = transport("pull", None)
+    sender = transport("pull")
     sent(sender, 1)
     assert resources() == (before[0] + 1, before[1] + 2)  # the image's own descriptor, and its mapping's
     del sender
@@ -236,7 +236,7 @@ def half_received_by_another(streams, sender):
     """Make a sender wait midway; yields its ticket, what it waits for, and the process that receives it from afar."""
     midway = Midway()
     ticket = sender.offer(midway.source)
-    with process(sync_sides.receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(1) as pool:
+    with process(sync_sides.receive_side, "pull") as (child, pipe), ThreadPoolExecutor(1) as pool:
         assert hear(pipe) == "up"
         sending = pool.submit(sender.send, ticket, midway.source)
         try:
@@ -288,7 +288,7 @@ def test_relay_memory_is_freed_when_the_sender_is_near(sender, sink):
 
 
 def test_relay_drops_the_mapping_of_an_ended_one(streams, sender, sink):
-    with process(sync_sides.receive_side, "pull", "") as (child, pipe):
+    with process(sync_sides.receive_side, "pull") as (child, pipe):
         assert hear(pipe) == "up"
         ticket = send_afar(sender, 1)
         pipe.send(ticket)
@@ -305,7 +305,7 @@ def test_relay_drops_the_mapping_of_an_ended_one(streams, sender, sink):
 def test_follower_holds_no_memory_for_others(streams, sender, sink):
     assert equal(sink.receive(send_afar(sender, 1)), toy_weights(1))
     assert sink._stop_relay is not None
-    with process(sync_sides.receive_side, "pull", "") as (child, pipe):
+    with process(sync_sides.receive_side, "pull") as (child, pipe):
         assert hear(pipe) == "up"
         ticket = send_afar(sender, 2)
         pipe.send(ticket)

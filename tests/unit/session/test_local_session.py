@@ -461,10 +461,10 @@ def test_synced_engine_generates_as_the_saved_weights(session, model, tmp_path):
 
 
 @pytest.mark.feature(102, 107)
-@pytest.mark.parametrize("way", ["shared memory", "disk"])
-def test_reference_gets_the_actors_weights_by_any_way(layers, reference, tmp_path, way):
+@pytest.mark.parametrize("way", ["shared memory", "device memory"])
+def test_reference_gets_the_actors_weights_by_any_way(layers, reference, way):
     take_step(layers)
-    report = layers.p2p_weight_sync(reference, way=way, folder=tmp_path if way == "disk" else None)
+    report = layers.p2p_weight_sync(reference, way=way)
     assert (report.way, report.stamp.version) == (way, 1)
     assert_equal(layers.state_dict(), reference.state_dict())
     assert layers.p2p_weight_sync(reference).way == "shared memory"
@@ -473,9 +473,9 @@ def test_reference_gets_the_actors_weights_by_any_way(layers, reference, tmp_pat
 
 
 @pytest.mark.feature(104)
-@pytest.mark.parametrize("way", ["shared memory", "disk"])
-def test_other_weights_than_were_sent_are_an_error(layers, reference, monkeypatch, tmp_path, way):
+@pytest.mark.parametrize("way", ["shared memory", "device memory"])
+def test_other_weights_than_were_sent_are_an_error(layers, reference, monkeypatch, way):
     receive = ModuleEngine.receive
     monkeypatch.setattr(ModuleEngine, "receive", lambda *arguments: replace(receive(*arguments), version=7))
     with pytest.raises(WeightSyncError, match=r"has other weights than TRAIN_1 sent, version 0 .*version 7"):
-        layers.p2p_weight_sync(reference, way=way, folder=tmp_path if way == "disk" else None)
+        layers.p2p_weight_sync(reference, way=way)

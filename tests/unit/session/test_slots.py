@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slots that an engine gets, and the way that weights take from one engine of a script to another."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -155,8 +155,8 @@ class FourSlots:
         return Members(name, slots, slots, processes, None)
 
 
-def choose(cluster, source, target, way=None, folder=None):
-    return choose_route(cluster.members(TRAIN, *source), cluster.members(ROLLOUT, *target), cluster, way, folder)
+def choose(cluster, source, target, way=None):
+    return choose_route(cluster.members(TRAIN, *source), cluster.members(ROLLOUT, *target), cluster, way)
 
 
 @pytest.mark.feature(101)
@@ -185,7 +185,7 @@ def test_shortest_way_is_taken(cluster, target, way):
 )
 def test_broadcast_is_nccls_if_each_device_is_in_it_once(cluster, target, at, by_host):
     route = choose(cluster, [(0,), (1,)], target, "broadcast")
-    assert route == Route("broadcast", "session", "TRAIN_1-INFERENCE_1", len(target), at, by_host)
+    assert route == Route("broadcast", "TRAIN_1-INFERENCE_1", len(target), at, by_host)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,6 @@ def test_broadcast_is_nccls_if_each_device_is_in_it_once(cluster, target, at, by
         (FourSlots(), [(2,)], "device memory", "they are on 2 nodes"),
         (FourSlots(), [(2,)], "shared memory", "they are on 2 nodes"),
         (FourSlots(separate=False), [(0,)], "broadcast", r"init\(local=True\) has one process"),
-        (FourSlots(), [(1,)], "disk", "it needs a folder that both see"),
     ],
 )
 def test_impossible_way_is_refused_with_the_reason(cluster, target, way, reason):
@@ -204,36 +203,20 @@ def test_impossible_way_is_refused_with_the_reason(cluster, target, way, reason)
         choose(cluster, [(0,)], target, way)
 
 
-@pytest.mark.parametrize(("way", "hint"), [(3, "known: "), ("brodcast", "did you mean 'broadcast'")])
+@pytest.mark.parametrize(
+    ("way", "hint"), [(3, "known: "), ("disk", "known: broadcast, "), ("brodcast", "did you mean 'broadcast'")]
+)
 def test_unknown_way_is_refused_with_the_nearest(way, hint):
     with pytest.raises(SessionError, match=f"unknown way '{way}' to send weights; {hint}"):
         choose(FourSlots(), [(0,)], [(1,)], way)
 
 
-def test_folder_is_for_disk_only(tmp_path):
-    ways = [choose(FourSlots(), [(0,)], [(1,)], way, folder=tmp_path) for way in (None, "disk")]
-    assert ways[0] == ways[1]
-    for way in ("shared memory", "broadcast", "device memory"):
-        with pytest.raises(SessionError, match=f"folder='w' is an argument for 'disk', not for '{way}'"):
-            choose(FourSlots(), [(0,)], [(0,)], way, folder="w")
-
-
-def test_sessions_sharing_a_folder_have_separate_files(tmp_path):
-    channels = []
-    for session in ("one", "two"):
-        route = replace(choose(FourSlots("cpu"), [(0,)], [(1,)], "disk", tmp_path), session=session)
-        ends = Endpoints("TRAIN_1[0]", True, "cpu", None)
-        channels.append(ends.endpoint(route).settings.channel)
-        ends.close()
-    assert len(set(channels)) == 2
-
-
-def test_endpoint_is_kept_until_the_way_changes(tmp_path):
+def test_endpoint_is_kept_until_the_way_changes():
     ends = Endpoints("TRAIN_1[0]", True, "cpu", None)
-    files = choose(FourSlots("cpu"), [(0,)], [(1,)], "disk", tmp_path)
+    shared = choose(FourSlots("cpu"), [(0,)], [(1,)], "shared memory")
     broadcast = choose(FourSlots("cpu"), [(0,)], [(1,)], "broadcast")
-    first = ends.endpoint(files)
-    assert ends.endpoint(files) is first
+    first = ends.endpoint(shared)
+    assert ends.endpoint(shared) is first
     assert type(ends.endpoint(broadcast)) is not type(first)
-    assert ends.endpoint(files) is not first
+    assert ends.endpoint(shared) is not first
     ends.close()

@@ -286,16 +286,13 @@ class TrainEngine(HandEngine):
         timeout_s: float = 600.0,
         *,
         way: Way | None = None,
-        folder: str | Path | None = None,
     ) -> SyncReport:
         """Send the weights of all ranks to every rank of another engine, process to process.
 
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
             timeout_s: limit on the whole sync.
-            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None: ``"disk"`` if there is a
-                folder, else the shortest.
-            folder: for ``"disk"``: a folder that the nodes of both engines see.
+            way: ``"device memory"``, ``"shared memory"`` or ``"broadcast"``; None: the shortest.
 
         Raises:
             SessionError: this way is not possible, with the reason.
@@ -304,7 +301,7 @@ class TrainEngine(HandEngine):
         """
         source, target = self._running("a weight sync"), other._running("a weight sync")
         session = self._session
-        route = choose_route(source, target, session, way, folder)
+        route = choose_route(source, target, session, way)
         ticket = self._call("engine.offer", route, timeout_s=timeout_s)[0]
         sends = self._submit("engine.send", ticket, route)
         takes = other._submit("engine.take", ticket, route)

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import SessionError
@@ -13,17 +12,15 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
-from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.session.session import Members, Session
 
-Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
+Way: TypeAlias = Literal["shared memory", "broadcast", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
-"""The ways in order of preference; ``disk`` is used with a folder, ``device memory`` only on request."""
+"""The ways in order of preference; ``device memory`` is used only on request."""
 _TRANSPORTS: dict[Way, Callable[[SyncSettings], WeightTransport]] = {
     "shared memory": PullTransport,
     "broadcast": BroadcastTransport,
-    "disk": DiskTransport,
     "device memory": CudaIpcTransport,
 }
 
@@ -38,13 +35,12 @@ class SyncReport:
 class Route:
     """The route of weights from one engine to another."""
 
-    # "shared memory" of a node; "broadcast": by NCCL, or by gloo if engines share a device or have none; "disk": files
-    # in a folder that both sides see; "device memory": a copy that the sender keeps on a device which both have.
+    # "shared memory" of a node; "broadcast": by NCCL, or by gloo if engines share a device or have none; "device
+    # memory": a copy that the sender keeps on a device which both have.
     way: Way
-    session: str  # id of the session
     name: str  # of sender and receiver
     sinks: int  # ranks that receive
-    at: str = ""  # address of the sender's node for a broadcast, folder of files
+    at: str = ""  # address of the sender's node for a broadcast
     by_host: bool = False  # broadcast by gloo, from host to host
 
 
@@ -64,9 +60,7 @@ class Endpoints:
         settings = replace(
             self._settings,
             receivers=route.sinks,
-            address=route.at if route.way == "broadcast" else "127.0.0.1",
-            folder=Path(route.at) if route.way == "disk" else None,
-            channel=f"{route.name}-{route.session}",
+            address=route.at or "127.0.0.1",
             device="cpu" if route.by_host else self._settings.device,
         )
         endpoint = self._open[route] = _TRANSPORTS[route.way](settings)
@@ -77,13 +71,9 @@ class Endpoints:
             self._open.popitem()[1].close()
 
 
-def choose_route(
-    source: Members, target: Members, session: Session, way: Way | None = None, folder: str | Path | None = None
-) -> Route:
-    """Choose the route from one engine to another: ``way``, else ``disk`` if there is a folder, else the shortest.
-    Raises SessionError if the way is not possible, with the reason."""
-    if folder is not None and way is None:
-        way = "disk"
+def choose_route(source: Members, target: Members, session: Session, way: Way | None = None) -> Route:
+    """Choose the route from one engine to another: ``way``, else the shortest. Raises SessionError if the way is not
+    possible, with the reason."""
     (first,) = source.slots[0]
     on_cuda = session.slots[first].kind == "cuda"
     nodes = {process.node for process in (source.processes[0], *target.processes)}
@@ -96,7 +86,6 @@ def choose_route(
         "device memory": apart or devices,
         "shared memory": apart,
         "broadcast": alone,
-        "disk": "" if folder else "it needs a folder that both see",
     }
     if way is None:
         free = [name for name in WAYS if not obstacles[name] and name != "device memory"]
@@ -106,11 +95,9 @@ def choose_route(
         way = free[0]
     if way not in obstacles:
         raise SessionError(f"unknown way '{way}' to send weights{hint(str(way), WAYS)}")
-    if folder is not None and way != "disk":
-        raise SessionError(f"folder={str(folder)!r} is an argument for 'disk', not for '{way}'")
     if obstacles[way]:
         raise SessionError(f"cannot send weights from {source.name} to {target.name} by '{way}': {obstacles[way]}")
-    at = {"broadcast": source.processes[0].address, "disk": str(Path(folder or "").absolute())}.get(way, "")
+    at = source.processes[0].address if way == "broadcast" else ""
     shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
     by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once
-    return Route(way, session.id, f"{source.name}-{target.name}", len(target.slots), at, by_host)
+    return Route(way, f"{source.name}-{target.name}", len(target.slots), at, by_host)

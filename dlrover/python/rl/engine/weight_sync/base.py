@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -184,8 +183,7 @@ class SyncSettings:
     is_leader: bool = True  #: this train rank sends; the other ranks only take part in gathering each tensor
     receivers: Annotated[int, Gt(0)] = 1  #: receivers of each sync, for transports that wait for them
     address: str = "127.0.0.1"  #: the sender's host, as the receivers reach it
-    folder: Path | None = None  #: a folder that both sides see, for transports through files
-    channel: str = "weights"  #: the sender's name among the users of the folder
+    channel: str = "weights"  #: the sender's name, for transports through a place that several senders use
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes sent at a time, rounded up to a multiple of 64. None: 1 MiB, or 64 MiB if ``device`` is an accelerator."""
@@ -206,7 +204,7 @@ class SyncSettings:
 
 
 class WeightTransport(Protocol):
-    """One way of moving weights: one object on each side, made with equal ``folder`` and ``channel``."""
+    """One way of moving weights: one object on each side, made with equal ``channel``."""
 
     def offer(self, source: WeightSource) -> Ticket:
         """Describe the source's current weights. All train ranks call it, and the leader's ticket is used. The first

@@ -103,7 +103,7 @@ _UNDER_WAY = 1 << 27
 _streams: dict[torch.device, Any] = {}
 
 
-def copy_to_host(target: Bytes, piece: Any) -> None:
+def _copy_to_host(target: Bytes, piece: Any) -> None:
     """Copy a ``uint8`` tensor of any device to host memory of the same length."""
     if piece.device.type == "cpu":
         # A fifth faster than torch's copy at the size of a bucket; numpy() would keep an engine's tensor from moving.
@@ -122,7 +122,7 @@ def stream_to_host(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[
             stop = offset + len(piece)
             if piece.device.type != "cuda" or not pages.lock(piece.device):
                 _take_arrived(under_way, len(under_way))
-                copy_to_host(target[offset:stop], piece)
+                _copy_to_host(target[offset:stop], piece)
                 yield stop
                 continue
             under_way.append((stop, piece, _begin_copy(target[offset:stop], piece)))
@@ -187,16 +187,7 @@ class HostArena:
         return flat, tally.crcs
 
 
-def try_lock(descriptor: int, operation: int) -> bool:
-    """Lock an open file without waiting; returns False if another process has locked it."""
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def reserve(descriptor: int, start: int, stop: int) -> None:
+def _reserve(descriptor: int, start: int, stop: int) -> None:
     """Allocate a part of an open file: without its space, a store into a mapping would kill the process. Raises
     WeightSyncError if no space is left."""
     try:
@@ -221,7 +212,7 @@ class WeightFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.table, self._nbytes, self._size = table, table.nbytes, seal_offset(table) + Seal.size(table)
         os.ftruncate(self._descriptor, self._size)
-        reserve(self._descriptor, 0, HEAD_BYTES)
+        _reserve(self._descriptor, 0, HEAD_BYTES)
         self._map = _map(self._descriptor, self._size, mmap.ACCESS_WRITE)
         self.pages = HostPages(self._map)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
@@ -234,7 +225,7 @@ class WeightFile:
     def reserve(self) -> None:
         """Allocate the whole file, which takes a second per GB or more."""
         if os.fstat(self._descriptor).st_blocks * 512 < self._size:
-            reserve(self._descriptor, 0, self._size)
+            _reserve(self._descriptor, 0, self._size)
 
     def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
         """Copy pieces, offset and bytes in order, and seal them; readers may follow."""
@@ -252,11 +243,11 @@ class WeightFile:
         before it is read, and published once it is there. Returns the CRCs of the tensors."""
         tally = CrcTally(self.table)
         for start, stop in bucket_spans(self.table, size):
-            reserve(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
+            _reserve(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
             read(self._data[start:stop])
             tally.update(self._data, 0, stop)
             self.publish(stop)
-        reserve(self._descriptor, HEAD_BYTES + self._nbytes, self._size)
+        _reserve(self._descriptor, HEAD_BYTES + self._nbytes, self._size)
         self._finish(read_seal())
         return tally.crcs
 
@@ -280,10 +271,12 @@ class WeightFile:
 
     def _open(self, lock: int) -> int | None:
         descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        if try_lock(descriptor, lock):
-            return descriptor
-        os.close(descriptor)
-        return None
+        try:
+            fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
 
 
 class DeviceBuffer:

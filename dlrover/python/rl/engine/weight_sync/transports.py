@@ -2,22 +2,18 @@
 """The transports that ``engine.weight_sync`` names, their requirements, and the sending of adapters without the model
 that they are added to."""
 
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt
 
-from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, WeightSyncError
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import lies_in, salvage
+from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
 from dlrover.python.rl.engine.weight_sync.base import (
     ALIGN,
@@ -36,7 +32,6 @@ TRANSPORTS = ExtensionPoint(
     {
         "auto": f"{_PACKAGE}.pull:PullTransport",
         "pull": f"{_PACKAGE}.pull:PullTransport",
-        "disk": f"{_PACKAGE}.disk:DiskTransport",
         "broadcast": f"{_PACKAGE}.collective:BroadcastTransport",
         "cuda_ipc": f"{_PACKAGE}.cuda_ipc:CudaIpcTransport",
     },
@@ -48,9 +43,6 @@ side has two more transports of a class with a true attribute ``sends_adapters_a
 
 @dataclass(frozen=True)
 class WeightSyncOptions:
-    folder: str | None = None
-    """A folder that all workers see; required by ``disk``, and not used by other built-in transports."""
-
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes sent at a time; None: 1 MiB on a host, 64 MiB on a device."""
 
@@ -63,54 +55,17 @@ def validate_transport(
     name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
 ) -> list[ConfigError]:
     """Check name (key ``where``) and options (key ``{where}_options``) of a transport."""
-    parsed, errors = salvage(WeightSyncOptions, dict(options), f"{where}_options")
+    _, errors = salvage(WeightSyncOptions, dict(options), f"{where}_options")
     try:
         if TRANSPORTS.place(name) not in TRANSPORTS.builtin.values():
             TRANSPORTS.load(name)
     except ClassNotFound as error:
         errors.append(ConfigError(where, str(error)))
-    if name in TRANSPORTS.builtin and parsed is not None:
-        places = [error.where for error in errors]
-        fault = ConfigError(f"{where}_options.folder", _find_folder_fault(name, parsed.folder, device))
-        errors += [fault] if fault.what and not lies_in(fault.where, places) else []
     if name == "cuda_ipc" and not device.startswith("cuda"):
         errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
     if name == "broadcast" and device.startswith("cuda:"):
         errors.append(ConfigError(where, f"'broadcast' needs a device for each worker: engine.device is {device}"))
     return errors
-
-
-def _find_folder_fault(name: str, option: str | None, device: str) -> str:
-    """Say why a built-in transport cannot use this folder; "" if it can, or may on the job's nodes."""
-    if name != "disk":
-        return "" if option is None else f"is an option of 'disk', not of '{name}'"
-    if not option:
-        return f"{'' if option is None else 'is empty: '}'disk' needs a folder that all workers see"
-    folder = Path(option).expanduser().absolute()
-    # os.path: Path.exists raises below a folder that may not be entered.
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    if not existing.is_dir():
-        return f"{existing} is a file, not a folder"
-    is_here = existing == folder and not device.startswith("cuda")
-    return f"{folder} cannot be written to" if is_here and not os.access(folder, os.W_OK | os.X_OK) else ""
-
-
-def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
-    """Create the folder of ``disk`` on the sender's node and test it, before the first step. Raises EngineError, or an
-    OSError if the disk is full."""
-    folder = options.get("folder")
-    if folder is None or name != "disk":
-        return
-    path = Path(folder).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        refusal = f"weights cannot be written to {path}: {error.strerror or error}"
-        raise EngineError(f"engine.weight_sync_options.folder: {refusal}") from error
 
 
 def check_collocation(
@@ -192,10 +147,8 @@ class AdapterTransport:
             self._model = _PartialSource(owner.base_version, lambda dtype=None: proxy.named_base_weights(dtype))
             self._adapters = _PartialSource(owner.version, lambda dtype=None: proxy.named_adapters())
         self._adapters.version = owner.version
-        model = self._part(_MODEL)
-        keeps: Callable[[Ticket], bool] = getattr(model, "keeps", lambda ticket: True)
-        if self._model_ticket is None or not self._is_model_sent or not keeps(self._model_ticket):
-            self._model_ticket, self._is_model_sent = model.offer(self._model), False
+        if self._model_ticket is None or not self._is_model_sent:
+            self._model_ticket, self._is_model_sent = self._part(_MODEL).offer(self._model), False
         return replace(self._part(_ADAPTERS).offer(self._adapters), base=self._model_ticket, scale=scale)
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
@@ -244,8 +197,7 @@ def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings
     transport: Callable[[SyncSettings], WeightTransport] = TRANSPORTS.load(name)
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
-    folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
-    settings = replace(settings, bucket_bytes=parsed.bucket_bytes, timeout_s=timeout_s, folder=folder)
+    settings = replace(settings, bucket_bytes=parsed.bucket_bytes, timeout_s=timeout_s)
     if waits_for_receivers(transport) or not getattr(transport, "sends_adapters_alone", False):
         return transport(settings)
     return AdapterTransport(transport, settings)

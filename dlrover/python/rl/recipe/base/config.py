@@ -67,11 +67,11 @@ class EngineConfig:
 
     weight_sync: str = "auto"
     """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory; on another
-    host, one rollout fetches it over TCP for all), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an
-    entry point or ``module:Class``. ``auto``: ``cuda_ipc`` on one device with room for it, else ``pull``."""
+    host, one rollout fetches it over TCP for all), ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point
+    or ``module:Class``. ``auto``: ``cuda_ipc`` on one device with room for it, else ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
+    """Options of the transport: ``bucket_bytes``, ``timeout_s``."""
 
     device: str = AUTO
     """A torch device. ``cuda`` is each worker's own; ``cuda:0`` is the same one for all workers. ``auto``: ``cuda`` for

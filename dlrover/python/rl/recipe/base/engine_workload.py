@@ -40,7 +40,7 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import shares_memory
-from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, prepare_folder
+from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig
 from dlrover.python.rl.recipe.base.model_files import device_bytes, setting_of_weights, trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
@@ -215,8 +215,6 @@ class EngineWorkload(BaseWorkload):
         # a script with several rollouts in one process may use threads
         in_turn = receivers if shares_process else 1
         check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, in_turn)
-        if is_leader:
-            prepare_folder(engine.weight_sync, engine.weight_sync_options)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
             is_leader=is_leader,
