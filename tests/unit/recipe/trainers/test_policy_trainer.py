@@ -36,7 +36,7 @@ NAN = float("nan")
     [
         ((NAN, NAN), (1, 1), ["samples"]),
         ((NAN, 1.0), (0, 0), ["aux", "samples"]),
-        ((NAN, 1.0), (0, 1), ["aux", "samples", "update"]),
+        ((NAN, 1.0), (0, 1), ["aux", "begin", "update", "end"]),
     ],
 )
 def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls):
@@ -50,7 +50,10 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         update=lambda *_: done.append("update") or {"loss": 1.0},
         plan_updates=lambda rows: (rows, None),
         sample_log=SimpleNamespace(
-            write_step=lambda *_: done.append("samples"), write_failed_step=lambda *_: nullcontext()
+            write_step=lambda *_: done.append("samples"),
+            begin_step=lambda *_: done.append("begin"),
+            end_step=lambda: done.append("end"),
+            write_failed_step=lambda *_: nullcontext(),
         ),
         policy_ranks=lambda step: range(1),
     )
