@@ -77,6 +77,6 @@ def _write_spent(flush, spans):
 
 _measure(SpanFile, "spans", "add", "add_call", "flush")
 _measure(RecordedPort, "spans", "_note_issue", "_note_wait", "begin_step")
-_measure(SampleLog, "samples", "begin_step", "end_step", "remove_steps")
+_measure(SampleLog, "samples", "_begin_step", "_end_step", "remove_steps")
 _measure(MemberHost, "samples", "invoke", is_counted=lambda host, header, *_: header.method in FOR_SAMPLES)
 SpanFile.flush = functools.partialmethod(functools.partial(_write_spent, SpanFile.flush))

@@ -420,7 +420,8 @@ def test_cpu_and_cuda_change_nothing(engine):
     engine.cuda()
     after = engine.generate(prompts(), sampling(), (1,))
     assert completions(after) == completions(before)
-    assert np.array_equal(after.ragged("logprobs").values, before.ragged("logprobs").values)
+    rounding = 1e-5 if engine.info.package == "vllm" else 0.0  # requests reach vLLM during its steps: batches differ
+    assert np.allclose(after.ragged("logprobs").values, before.ragged("logprobs").values, rtol=0, atol=rounding)
 
 
 @pytest.mark.feature(18)

@@ -68,6 +68,26 @@ def checksums_of(engine):
     return engine._server._call(engine._server._llm.compute_weight_checksums())
 
 
+def test_update_pauses_only_running_requests(engine, model_path, monkeypatch):
+    server, pauses = engine._server, []
+
+    async def pause(**options):
+        pauses.append(options["mode"])
+        await type(server._llm).pause_generation(server._llm, **options)
+
+    monkeypatch.setattr(server._llm, "pause_generation", pause)
+    engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))
+    while server._tasks:
+        time.sleep(0.01)
+    engine.receive(snapshot(model_path, 1))
+    assert pauses == []
+    engine.add(requests(), SamplingParams(max_new_tokens=64, ignore_eos=True), (0,))
+    engine.advance()
+    engine.receive(snapshot(model_path, 2))
+    assert pauses == ["keep"]
+    drain(engine)
+
+
 def versions_of(engine):
     return engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist()
 

@@ -234,6 +234,7 @@ def test_update_with_a_nan_each_time_ends_the_run(tmp_path, inputs):
     assert Actor.updates == 1 + 4
     assert [row["step"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == [0, 1]
     assert [row["step"] for row in read_lines(tmp_path / "out/refused.jsonl")] == [2] * 16
+    assert [row["step"] for row in read_lines(tmp_path / "out/samples.jsonl")] == [1] * 16 + [2] * 16
 
 
 # -- recipes on examples -----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ _FLUSH_S = 2.0
 _MOST_LINES = 10_000  # in memory, while the disk does not answer
 _MB = 1_000_000
 _AT_ONCE = DiskWait(0.0, 0.0, 0.0)
-_ENCODER = msgspec.json.Encoder(enc_hook=str)  # for the names of roles
+_ENCODER = msgspec.json.Encoder(enc_hook=str.__str__)  # of subclasses, as roles are
 
 
 class SpanFile:
@@ -85,7 +85,7 @@ class SpanFile:
                     self._has_thread = True
 
     def _flush_often(self) -> None:
-        """Write the lines of each interval, until one has none."""
+        """Write the lines every two seconds, until there are none."""
         while True:
             time.sleep(_FLUSH_S)
             with self._lock:

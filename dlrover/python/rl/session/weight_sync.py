@@ -40,7 +40,7 @@ class Route:
     way: Way
     name: str  # of sender and receiver
     sinks: int  # ranks that receive
-    at: str = ""  # address of the sender's node for a broadcast
+    at: str = "127.0.0.1"  # address of the sender's node for a broadcast
     by_host: bool = False  # broadcast by gloo, from host to host
 
 
@@ -60,7 +60,7 @@ class Endpoints:
         settings = replace(
             self._settings,
             receivers=route.sinks,
-            address=route.at or "127.0.0.1",
+            address=route.at,
             device="cpu" if route.by_host else self._settings.device,
         )
         endpoint = self._open[route] = _TRANSPORTS[route.way](settings)
@@ -97,7 +97,7 @@ def choose_route(source: Members, target: Members, session: Session, way: Way | 
         raise SessionError(f"unknown way '{way}' to send weights{hint(str(way), WAYS)}")
     if obstacles[way]:
         raise SessionError(f"cannot send weights from {source.name} to {target.name} by '{way}': {obstacles[way]}")
-    at = source.processes[0].address if way == "broadcast" else ""
+    at = source.processes[0].address if way == "broadcast" else Route.at
     shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
     by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once
     return Route(way, f"{source.name}-{target.name}", len(target.slots), at, by_host)

@@ -17,7 +17,7 @@ from dlrover.python.rl.trainer.shard import Rows, divide, unwrap
 from dlrover.python.rl.trainer.workload import InvocationOptions, get_invocation_options
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
-_INLINE_BYTES = 1024
+_INLINE_BYTES, _INLINE_ALONE_BYTES = 1024, 1 << 20  # for several workers, and for one
 
 
 @dataclass
@@ -157,7 +157,9 @@ def _is_plain_data(value: Any) -> bool:
         return all(_is_plain_data(column) for column in value.columns.values())
     if isinstance(value, Ragged):
         return _is_plain_data(value.values)
-    return isinstance(value, bytes) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
+    if isinstance(value, bytes):
+        return len(value) <= _INLINE_ALONE_BYTES
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
 def public_methods(workload_class: type[Any]) -> list[str]:

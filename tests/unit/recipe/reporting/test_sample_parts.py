@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of samples and of evaluations: parts, cuts, repeated writes, and the training of each row."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.page.samples import lineage, read_evaluation, read_evaluations, read_samples, sample_steps
 from dlrover.python.rl.recipe.online.batch import StepBatch, training_columns
@@ -210,3 +212,23 @@ def test_lineage_leaves_out_rows_that_were_not_trained_on(tmp_path):
     log.begin_step(1)
     log.write_samples(1, [{"prompt_id": 1, "rank": 0, "mark": ""}, {"prompt_id": 2, "rank": -1, "mark": "failed"}])
     assert lineage(tmp_path, 1) == [{"prompt_id": 1, "rank": 0}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "details"),
+    [
+        ({"reward": [0.5, float("nan")], "error": [None, "bad \ud83d"]}, {}),
+        ({"reward": [1, 2**70], 'reward/"short"': [0.0, 1.0]}, {}),
+        (
+            {"reward": [np.float32(0.5), RLRoleType.ACTOR]},
+            {1: {"tokens": ["a", "\ud83d"], "token_logprobs": [-1.0, float("nan")]}},
+        ),
+        ({"reward": []}, {}),
+    ],
+    ids=["half a character", "a name with quotes", "a row with tokens", "no rows"],
+)
+def test_columns_are_encoded_as_their_rows_are(columns, details):
+    rows = sample_file.SampleRows(columns, details)
+    lines = sample_file.format_lines(3, rows)
+    assert lines == b"".join(sample_file.format_line({"step": 3, **row}) for row in rows)
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [3] * len(columns["reward"])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of a policy trainer: its samples over workers, filtering, warnings, and decisions about updates and models."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,13 @@ NAN = float("nan")
 )
 def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls):
     done, weighted = [], Batch({"weight": np.float32(weights)})
+
+    @contextmanager
+    def writing(*_):
+        done.append("begin")
+        yield
+        done.append("end")
+
     trainer = SimpleNamespace(
         run_log=SimpleNamespace(write_refused=None),
         offending_samples=lambda batch: [],
@@ -51,12 +59,12 @@ def test_step_without_a_weighted_sample_updates_nothing(rewards, weights, calls)
         plan_updates=lambda rows: (rows, None),
         sample_log=SimpleNamespace(
             write_step=lambda *_: done.append("samples"),
-            begin_step=lambda *_: done.append("begin"),
-            end_step=lambda: done.append("end"),
+            writing_step=writing,
             write_failed_step=lambda *_: nullcontext(),
         ),
         policy_ranks=lambda step: range(1),
     )
+    trainer.update_and_write = partial(PolicyTrainer.update_and_write, trainer)
     metrics = PolicyTrainer.train(trainer, 3, step_of(samples_of(rewards)))
     assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
 

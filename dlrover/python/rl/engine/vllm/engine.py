@@ -111,7 +111,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
                 for number in sorted(self._requests.by_number.keys() - self._submitted.keys()):
                     running, name = self._requests.by_number[number], str(next(self._submissions))
                     self._submitted[number], new[name] = (name, len(running.tokens)), running
-                server.submit(new, self._lm.eos_ids)
+                if new:
+                    server.submit(new, self._lm.eos_ids)
                 numbers = {name: number for number, (name, _) in self._submitted.items()}
                 items: list[NewTokens] = []
                 while not items:

@@ -158,7 +158,7 @@ class Server:
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_eos else list(eos_ids),
             output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,  # it belongs to this request
+            skip_clone=True,  # no other request uses it
             **options,
         )
 
@@ -222,17 +222,19 @@ class Server:
         os.ftruncate(self._causes, 0)  # whatever vLLM has logged so far did not end it
 
     async def _update(self, update: dict[str, Any], version: int) -> None:
-        is_running, clears = bool(self._tasks), not self._keeps_kv
-        if is_running:  # else vLLM's pause would only wait, for 20 ms
-            await self._llm.pause_generation(mode="keep", clear_cache=clears)
-        elif clears and not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise EngineError("its cache cannot be cleared")
+        config = self._llm.vllm_config
+        has_several = config.parallel_config.data_parallel_size > 1  # which run empty batches, too
+        is_paused = bool(self._tasks) or has_several or config.kv_transfer_config is not None
+        if is_paused:
+            await self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_kv)
+        elif not self._keeps_kv:  # a pause of an idle engine would take 20 ms
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update(str(version))
         self.version = version
         self._loads += 1
-        if is_running:
+        if is_paused:
             await self._llm.resume_generation()
 
     def sleep(self, level: int) -> None:

@@ -23,9 +23,8 @@ class NoInit(WeightTransferInitInfo):
 
 
 class SnapshotReceiver(WeightTransferEngine[NoInit, Any]):
-    """Receives snapshots in each of vLLM's workers. vLLM keeps one for each, and calls it between ``pause_generation``
-    and ``resume_generation``. An error leaves a mixture of weights, which vLLM cannot repair: it has to be restarted.
-    """
+    """Receives snapshots in each of vLLM's workers. vLLM keeps one for each, and calls it while it has no requests, or
+    they are paused. An error leaves a mixture of weights, which vLLM cannot repair: it has to be restarted."""
 
     init_info_cls = NoInit
     update_info_cls = SharedSnapshot

@@ -183,7 +183,7 @@ class SyncSettings:
     is_leader: bool = True  #: this train rank sends; the other ranks only take part in gathering each tensor
     receivers: Annotated[int, Gt(0)] = 1  #: receivers of each sync, for transports that wait for them
     address: str = "127.0.0.1"  #: the sender's host, as the receivers reach it
-    channel: str = "weights"  #: the sender's name, for transports through a place that several senders use
+    channel: str = "weights"  #: the sender's name, for transports whose endpoints several senders share
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes sent at a time, rounded up to a multiple of 64. None: 1 MiB, or 64 MiB if ``device`` is an accelerator."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch of a step, the columns that further roles compute for it, and its samples in the run's folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -257,7 +257,6 @@ class SampleLog:
         self._run_log = trainer.run_log
         self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
         self._end: int | None = None  # unknown
-        self._written: tuple[int, Pending] | None = None  # the step whose lines are being written
 
     def remove_steps(self, first: int) -> None:
         """Remove the lines of the steps from ``first`` on."""
@@ -265,17 +264,25 @@ class SampleLog:
             (self._end,) = self._rollouts.cut_samples(self._folder / SAMPLES, first, self._end)
 
     def write_step(self, step: int, batch: StepBatch) -> None:
-        """Write the rows of a step without an update."""
-        self.begin_step(step, batch)
-        self.end_step()
+        """Write the rows of a step, or of its first samples only."""
+        self._end_step(step, self._begin_step(step, batch))
 
-    def begin_step(self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()) -> None:
-        """Begin to write the rows of a step, or of its first samples only, until :meth:`end_step`; ``trained`` has the
-        rows of its updates on ``ranks``, see :func:`training_columns`."""
+    @contextmanager
+    def writing_step(self, step: int, batch: StepBatch, trained: Batch, ranks: Sequence[int]) -> Iterator[None]:
+        """Write the rows of a step while the block runs, also if it raises an error; ``trained`` has the rows of its
+        updates on ``ranks``, see :func:`training_columns`."""
+        pending = self._begin_step(step, batch, trained, ranks)
+        with self._despite_errors(step, lambda: self._end_step(step, pending)):
+            yield
+        self._end_step(step, pending)
+
+    def _begin_step(
+        self, step: int, batch: StepBatch, trained: Batch | None = None, ranks: Sequence[int] = ()
+    ) -> Pending | None:
         excerpt = self._run_log.excerpt(step)
         limit = max(excerpt.samples, excerpt.printed, excerpt.table)
         if not limit:
-            return
+            return None
         numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
         is_detailed = numbers.dense("trajectory") < min(excerpt.tokens, excerpt.samples)
         numbers = numbers.with_columns(
@@ -290,28 +297,31 @@ class SampleLog:
             pending = self._rollouts.token_columns(Shard(batch.rollouts, rows=detailed)) if detailed else None
             tokens = pending.result()[0] if pending is not None else None  # waits: likewise
             self._run_log.write_samples(step, format_rows(numbers, texts, tokens))
-            return
+            return None
         request = WriteRequest(self._folder / SAMPLES, step, self._end, places, numbers, excerpt)
         write = self._rollouts.write_samples.options(blocking=False)
-        self._written = step, write(request.pack(), Replicate(batch.rollouts))
+        written: Pending = write(request.pack(), Replicate(batch.rollouts))
+        return written
 
-    def end_step(self) -> None:
-        """Wait for the lines that :meth:`begin_step` writes, and show the first ones."""
-        if self._written is None:
-            return
-        (step, pending), self._written = self._written, None
-        (written,) = pending.result()  # waits: for the worker's record
-        self._end = written.end
-        self._run_log.show_samples(step, written)
+    def _end_step(self, step: int, pending: Pending | None) -> None:
+        if pending is not None:
+            (written,) = pending.result()  # waits: for the worker's record
+            self._end = written.end
+            self._run_log.show_samples(step, written)
 
     @contextmanager
     def write_failed_step(self, step: int, batch: StepBatch) -> Iterator[None]:
         """Write the rows of the step if the block raises an error, which is raised even if they cannot be written."""
+        with self._despite_errors(step, lambda: self.write_step(step, batch)):
+            yield
+
+    @contextmanager
+    def _despite_errors(self, step: int, write: Callable[[], None]) -> Iterator[None]:
         try:
             yield
         except Exception:
             try:
-                self.write_step(step, batch)
+                write()
             except Exception as error:  # noqa: BLE001 -- the first error says why the step failed
                 _LOG.warning("the samples of step %d could not be written: %s", step, error)
             raise

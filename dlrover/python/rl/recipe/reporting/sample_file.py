@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -71,7 +71,7 @@ class WriteRequest(NamedTuple):
     excerpt: Excerpt
 
     def pack(self) -> bytes:
-        """Encode it with lists, which pickle takes faster than many small arrays."""
+        """Pickle the request with lists in place of arrays: pickle is slower with many small arrays."""
         return pickle.dumps((*self[:4], to_lists(self.numbers.columns), tuple(self.excerpt)), protocol=5)
 
     @classmethod
@@ -100,7 +100,7 @@ class SampleRows:
         """Return the rows with their step, as msgspec encodes them fastest. Raises ValueError for a column's name that
         has a quote, a backslash or a control character."""
         record = _record_class(tuple(self.columns))
-        records: list[Any] = [*map(record, repeat(step), *self.columns.values())]
+        records: list[Any] = [record(step, *cells) for cells in zip(*self.columns.values(), strict=True)]
         for row in self.details:
             records[row] = {"step": step, **self._row(row)}
         return records
@@ -283,12 +283,12 @@ def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of a numpy scalar, or of a subclass of a plain type. Raises TypeError for others."""
+    """Return the plain value of a numpy scalar, or of a subclass of str, int or float. Raises TypeError."""
     if isinstance(value, np.generic):
         return value.item()
-    for kind in (str, int, float):
+    for kind, convert in ((str, str.__str__), (int, int), (float, float)):
         if isinstance(value, kind):
-            return kind(value)
+            return convert(value)
     raise TypeError(f"a sample has a value of type {type(value).__name__}, which JSON does not have")
 
 

@@ -198,8 +198,8 @@ class RolloutWorkload(EngineWorkload):
 
     @trainer_invocation(target="RANK0")
     def write_samples(self, packed: bytes, rollouts: Sequence[Batch]) -> sample_file.Written:
-        """Write the lines of a step, a packed :class:`~dlrover.python.rl.recipe.reporting.sample_file.WriteRequest`;
-        the earlier lines of it and of later steps are superseded."""
+        """Write the lines of a step; the earlier lines of it and of later steps are superseded. ``packed`` is a
+        :class:`~dlrover.python.rl.recipe.reporting.sample_file.WriteRequest`."""
         file, step, expected, places, numbers, excerpt = sample_file.WriteRequest.unpack(packed)
         detailed = [places[row] for row in sample_file.find_detailed(numbers)]
         tokens = self.token_columns(_take_tokens(rollouts, detailed)) if detailed else None

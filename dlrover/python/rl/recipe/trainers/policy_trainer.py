@@ -181,14 +181,15 @@ class PolicyTrainer(RecipeTrainer):
                     aux = self.compute_aux_outputs(batch)
                     rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
                 if rows.dense("weight").any():
-                    planned, _ = self.plan_updates(rows)
-                    self.sample_log.begin_step(step, batch, planned, self.policy_ranks(step))
-                    metrics = self.update(step, batch, rows, aux)
-                    self.sample_log.end_step()
-                    return metrics
+                    return self.update_and_write(step, batch, rows, aux)
         self.sample_log.write_step(step, batch)
         _LOG.warning("step %d: no sample has a weight in the loss, so nothing is updated", step)
         return {}
+
+    def update_and_write(self, step: int, batch: StepBatch, rows: Batch, aux: AuxResults) -> dict[str, float]:
+        planned, _ = self.plan_updates(rows)
+        with self.sample_log.writing_step(step, batch, planned, self.policy_ranks(step)):
+            return self.update(step, batch, rows, aux)
 
     def load_models(self) -> list[Pending]:
         """Begin to load the models of all roles; the first result is the actor's, the second the rollouts'."""
