@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -93,14 +93,20 @@ class SampleRows:
     columns: Mapping[str, list[Any]]
     details: Mapping[int, Mapping[str, Any]]
 
+    def __post_init__(self) -> None:
+        assert len({*map(len, self.columns.values())}) == 1, "one value per row"
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._row, range(len(next(iter(self.columns.values())))))
+        return map(self._row, range(len(self)))
 
     def records(self, step: int) -> list[Any]:
         """Return the rows with their step, as msgspec encodes them fastest. Raises ValueError for a column's name that
         has a quote, a backslash or a control character."""
         record = _record_class(tuple(self.columns))
-        records: list[Any] = [record(step, *cells) for cells in zip(*self.columns.values(), strict=True)]
+        records: list[Any] = [*map(record, repeat(step), *self.columns.values())]
         for row in self.details:
             records[row] = {"step": step, **self._row(row)}
         return records
