@@ -69,7 +69,8 @@ def unstarted(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(Workload, "closed", 0)
     yield MemberActor(FIRST, 1, "master", None)
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as it was before, see tests/conftest.py
 
 
 @pytest.fixture

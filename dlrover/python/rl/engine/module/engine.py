@@ -273,7 +273,7 @@ class ModuleEngine:
         self._made, self._expects_weights = None, False
         self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
         self._gradients = None
-        gc.unfreeze()  # under Ray the worker has frozen its heap
+        gc.unfreeze()  # a worker under Ray has frozen it
         gc.collect()  # a module and its hooks refer to each other
         self._parked.memory.release_cache()
 

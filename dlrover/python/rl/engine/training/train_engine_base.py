@@ -337,7 +337,6 @@ class BackendTrainEngine(ABC):
             self._model.release()
             self._model.parked.release()
         self._model, self._has_weights = None, False
-        gc.unfreeze()  # under Ray the worker has frozen its heap
         gc.collect()
         self._memory.release_cache()
 
