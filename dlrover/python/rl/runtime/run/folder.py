@@ -245,7 +245,7 @@ def conflict(job: JobSpec) -> str:
     owner = read_owner(record) if record is not None else None
     if job.run_folders is not None or (owner is not None and owner.run == job.run and not owner.pid):
         return ""
-    if in_use(folder):
+    if record is not None and owner is not None and is_alive(owner, record):
         return f"{folder} is in use by {owner}"
     if job.checkpoint.resume == "latest" or job.overwrite:
         return ""
