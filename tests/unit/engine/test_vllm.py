@@ -26,6 +26,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from tests.support import rollout_cases
+from tests.support.commands import wait_for
 from tests.support.rollout_cases import drain, drawn, snapshot
 from tests.support.sync_sides import ToySource, publish
 
@@ -77,8 +78,7 @@ def test_update_pauses_only_running_requests(engine, model_path, monkeypatch):
 
     monkeypatch.setattr(server._llm, "pause_generation", pause)
     engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))
-    while server._tasks:
-        time.sleep(0.01)
+    wait_for(lambda: not server._tasks)
     engine.receive(snapshot(model_path, 1))
     assert pauses == []
     engine.add(requests(), SamplingParams(max_new_tokens=64, ignore_eos=True), (0,))
