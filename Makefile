@@ -228,7 +228,7 @@ trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (AR
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers, limits of size and language, and the fast tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_*.py tests/unit/test_*.py $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_*.py tests/unit/test_*.py tests/mutations $(FAST)
 
 lint: $(VENV)/dev ## Ruff: rules and format
 	$(BIN)/ruff check .
