@@ -2,7 +2,9 @@
 """The files of samples and of evaluations: parts, cuts, repeated writes, and the training of each row."""
 
 import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +86,14 @@ def test_worker_replaces_rows_of_an_earlier_attempt(tmp_path):
     assert [(row["prompt"], row.get("tokens")) for row in read_samples(tmp_path, 2)] == [("d", ["9"]), ("a", None)]
     assert sample_steps(tmp_path) == (1, 2)
     assert read_samples(tmp_path, 3) == [{"step": 3, **row} for row in rows_of(3)], "superseded"
+
+
+def test_request_is_the_same_after_packing():
+    numbers = Batch({"reward": np.array([0.5, math.inf]), "error": [None, "bad \ud83d"]})
+    request = sample_file.WriteRequest(Path("samples.jsonl"), 2, None, [3, 0], numbers, sample_file.Excerpt(0, 9, 0))
+    unpacked = sample_file.WriteRequest.unpack(request.pack())
+    assert unpacked._replace(numbers=numbers) == request
+    assert unpacked.numbers.columns == {"reward": [0.5, math.inf], "error": [None, "bad \\ud83d"]}
 
 
 def test_answers_of_every_evaluation_are_kept(tmp_path):

@@ -12,7 +12,6 @@ Steps rise in each file and from file to file, so a step is found by bisection."
 import json
 import math
 import os
-import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,13 +70,19 @@ class WriteRequest(NamedTuple):
     excerpt: Excerpt
 
     def pack(self) -> bytes:
-        """Pickle the request with lists in place of arrays: pickle is slower with many small arrays."""
-        return pickle.dumps((*self[:4], to_lists(self.numbers.columns), tuple(self.excerpt)), protocol=5)
+        """Encode the request with lists in place of arrays. Half of a surrogate pair in a text is escaped."""
+        columns = to_lists(self.numbers.columns)
+        try:
+            return _PACKER.encode([str(self.file), *self[1:4], columns, self.excerpt])
+        except UnicodeEncodeError:
+            for name, cells in columns.items():
+                columns[name] = [encode(cell).decode() if isinstance(cell, str) else cell for cell in cells]
+            return self._replace(numbers=Batch(columns)).pack()
 
     @classmethod
     def unpack(cls, packed: bytes) -> "WriteRequest":
-        file, step, expected, rows, columns, excerpt = pickle.loads(packed)  # noqa: TID251 -- brought by Ray's own RPC
-        return cls(file, step, expected, rows, Batch(columns), Excerpt(*excerpt))
+        file, step, expected, rows, columns, excerpt = msgspec.msgpack.decode(packed)
+        return cls(Path(file), step, expected, rows, Batch(columns), Excerpt(*excerpt))
 
 
 class Written(NamedTuple):
@@ -198,7 +203,7 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     Lines before byte ``expected`` are not read if the cut can be there. After the first step, the removed lines are
     superseded: another file has them until their steps have been repeated."""
     parts = file.with_suffix("")
-    while (part := max(parts.glob("steps-*.jsonl"), default=None)) is not None and _first_step(file) >= step:
+    while _first_step(file) >= step and (part := max(parts.glob("steps-*.jsonl"), default=None)) is not None:
         _supersede(file, file.read_bytes().splitlines(keepends=True) if step > 1 else [])
         part.replace(file)
     with open(file, "rb") as lines:
@@ -298,7 +303,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a sample has a value of type {type(value).__name__}, which JSON does not have")
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_ENCODER, _PACKER = msgspec.json.Encoder(enc_hook=_plain), msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def format_line(row: Mapping[str, Any]) -> bytes:

@@ -41,7 +41,6 @@ from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summari
 from dlrover.python.rl.recipe.rollout.kept_samples import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 T = TypeVar("T")
@@ -50,6 +49,7 @@ _LOG = get_logger(__name__)
 
 _ONE_COMPLETION, _NO_AGENT = RolloutConfig(), AgentConfig()
 _MOST_TOKENS = 1 << 16  # whose texts a worker remembers
+_OF_TOKENS = ("action_mask", "tokens", "logprobs")  # columns of rows whose tokens are written
 _JOIN_S, _CANCEL_S = 10.0, 1.0
 
 
@@ -222,7 +222,7 @@ class RolloutWorkload(EngineWorkload):
     def token_columns(self, rollouts: Batch) -> Batch:
         """Return the completions' tokens, one list a row: ``tokens`` (texts), ``token_logprobs`` (when sampled), and
         ``action_mask`` of the whole row."""
-        masks, tokens, logprobs = (rollouts.ragged(name) for name in ("action_mask", "tokens", "logprobs"))
+        masks, tokens, logprobs = (rollouts[name] for name in _OF_TOKENS)
         decode = self._text_of_token
         return Batch(
             {
@@ -257,9 +257,9 @@ class RolloutWorkload(EngineWorkload):
 
 def _take_tokens(parts: Sequence[Batch], rows: Sequence[int]) -> Batch:
     """Return the columns for :meth:`RolloutWorkload.token_columns` of these rows, without joining all parts."""
-    wanted = Rows(parts, 0, 1, rows)
-    batch: Batch = take_rows(wanted, [*map(len, parts)], lambda part: part.select("action_mask", "tokens", "logprobs"))
-    return batch
+    joined = [(part, row) for part in parts for row in range(len(part))]
+    wanted = [joined[row] for row in rows]
+    return Batch({name: [part[name][row] for part, row in wanted] for name in _OF_TOKENS})
 
 
 def _require_file(file: Path) -> None:
