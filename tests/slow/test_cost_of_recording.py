@@ -7,7 +7,7 @@ from dlrover.python.rl.master.job import check_job, run_on_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
-FIRST, LAST, MOST_SHARE = 6, 36, 0.015  # 0.011 to 0.013 on a quiet machine; 0.01 is the aim
+FIRST, LAST, MOST_SHARE = 6, 36, 0.014  # 0.010 to 0.012 on a quiet machine; 0.01 is the aim
 
 
 def test_spans_and_samples_take_a_small_part_of_the_steps(tmp_path):
