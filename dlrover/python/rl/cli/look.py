@@ -47,15 +47,15 @@ def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str,
     RUN is a run's folder, a job's name below ./runs, or a folder of runs; the default is ./runs."""
     from dlrover.python.rl.page.serve import serve_page  # the server takes a moment
 
-    folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
     if file is None:
+        folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
         serve_page(folders, host, port, names)
         return
-    if len(folders) != 1:
+    if len(names_or_dirs) != 1:
         raise InvalidJob([ConfigError("--export", "writes one run: name it")])
     from dlrover.python.rl.page.export import export
 
-    (folder,) = folders.values()
+    folder = find_saved_run(names_or_dirs[0]).folder
     try:
         file.write_text(export(folder), encoding="utf-8")
     except OSError as error:
@@ -66,9 +66,7 @@ def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str,
 def _folder_of(name_or_dir: str) -> Path:
     """Return the folder of a run or of runs. Raises InvalidJob."""
     path = Path(name_or_dir)
-    if path.is_dir() and not (path / "latest").is_dir():
-        return path.resolve()
-    return find_saved_run(name_or_dir).folder
+    return path.resolve() if path.is_dir() else find_saved_run(name_or_dir).folder
 
 
 @click.command()
