@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlrover.python.rl.cli.commands import cli
+from dlrover.python.rl.page import serve
 from dlrover.python.rl.page.spans import read_steps
 from tests.support.recorded_spans import Recording
 from tests.support.run_folder import write_run
@@ -92,6 +93,16 @@ def test_runs_lists_the_runs_below_a_folder(tmp_path):
     (row,) = json.loads(result.stdout)
     assert (row["id"], row["phase"], row["step"], row["recoveries"]) == ("a/toy", "finished", 6, 1)
     assert "a/toy" in CliRunner().invoke(cli, ["runs", str(tmp_path)]).stdout
+
+
+@pytest.mark.parametrize("folders", [["toy"], ["a/toy/one", "b/toy/one"]], ids=["name", "same names"])
+def test_view_serves_every_run_of_its_folders(tmp_path, monkeypatch, folders):
+    for each in ("toy/one", "toy/two", "a/toy/one", "b/toy/one"):
+        write_run(tmp_path / each, steps=1, lost_at=0)
+    (tmp_path / "toy/latest").symlink_to("two")
+    monkeypatch.setattr(serve, "serve", lambda app, listener: None)
+    result = CliRunner().invoke(cli, ["view", "--port", "0", *(str(tmp_path / each) for each in folders)])
+    assert "/  2 runs; Ctrl-C" in result.output
 
 
 def test_view_exports_a_run_as_one_file(run_verb, tmp_path):

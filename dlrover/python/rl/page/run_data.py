@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -320,19 +321,18 @@ def number_in(query: Mapping[str, str], name: str, default: int | None = None) -
 
 class RunFolders:
     """The runs in and below ``roots``; one object per run, so that files are parsed once. With one root, a run's id is
-    its path below it; with several, it begins with the root's name."""
+    its path below it; with several, it begins with the last parts of the root's path, two or as many as differ."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self._roots = roots
+        parts = {root.parts[1:]: root for root in roots}
+        depth = next(n for n in count(2) if len({each[-n:] for each in parts}) == len(parts))
+        self._roots = {Path(*each[-depth:]) if len(parts) > 1 else Path(): root for each, root in parts.items()}
         self._runs: dict[str, RunView] = {}
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the runs by their ids."""
-        folders: dict[str, Path] = {}
-        for root in self._roots:
-            prefix = Path() if len(self._roots) == 1 else Path(root.parent.name, root.name)
-            folders |= {str(prefix / name): folder for name, folder in find_runs(root).items()}
-        return folders
+        found_runs = ((prefix, find_runs(root)) for prefix, root in self._roots.items())
+        return {str(prefix / name): folder for prefix, each in found_runs for name, folder in each.items()}
 
     def all(self) -> list[RunView]:
         self._runs = {name: self._runs.get(name) or RunView(folder, name) for name, folder in self.folders().items()}
