@@ -56,14 +56,11 @@ def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = 
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
     holder = None if over else holder_of(folder, address)
-    reason = f"its master is gone; to resume the run: {resume_command(folder)}"
-    if holder is not None:
-        alive = "" if holder.pid and holder.is_here else f", alive within the last {holder.lease_s:.0f} s"
-        reason = f"it runs elsewhere: {holder}{alive}"
+    is_lost = not over and holder is None
     settings = state.settings
     return JobView(
         name=name,
-        phase=state.phase.value if over else "running" if holder else "lost",
+        phase="lost" if is_lost else state.phase.value,
         ended=holder is None,
         step=int(last.get("step", 0)),
         reward=float(reward_of(last)),
@@ -71,7 +68,7 @@ def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = 
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
         run=settings.run if settings else "",
-        reason=state.reason if over else reason,
+        reason=f"its master is gone; to resume the run: {resume_command(folder)}" if is_lost else state.reason,
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",
         folder=str(folder),
