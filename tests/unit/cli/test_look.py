@@ -80,6 +80,7 @@ def test_explain_prints_the_state_and_the_past_as_json(run_verb):
     output, _ = run_verb("explain", "--json")
     state = json.loads(output)
     assert (state["phase"], state["step"], state["ended"]) == ("finished", 6, True)
+    assert (state["total_steps"], state["step_s"], state["last_step_s"] > 0) == (6, 2.0, True)
     assert [each["message"] for each in state["failures"]] == ["ROLLOUT[1]: process_died: killed by signal 9"]
     seconds = {(each["use"], each["cause"]): each["seconds"] for each in state["uses"]}
     assert seconds["recovery", "process_died"] == pytest.approx(3.0)

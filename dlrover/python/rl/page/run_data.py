@@ -4,7 +4,6 @@ processes are never contacted."""
 
 import json
 import os
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.config.plain import MAX_BYTES
 from dlrover.python.rl.master.client.explain import advice
-from dlrover.python.rl.master.client.jobs import view_of_folder
+from dlrover.python.rl.master.client.jobs import total_steps_in, view_of_folder
 from dlrover.python.rl.master.client.views import JobHistory, JobView
 from dlrover.python.rl.master.process.live import read_live
 from dlrover.python.rl.master.process.status import reward_of
@@ -39,7 +38,6 @@ Plain = dict[str, Any]
 
 _MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
 _MOST_ALIASES = 10  # of a description: a job may replace its own by one that grows without bound
-_TOTAL_STEPS = re.compile(rb"^  (?:total_)?steps: (\d{1,12})$", re.MULTILINE)
 _DEEPEST = 3  # levels of folders below the served one in which runs are looked for
 
 
@@ -77,7 +75,6 @@ class RunView:
     def row(self) -> Plain:
         """Return this run's row in the list of runs, without reading all of its metrics."""
         view, timeline = self.view, self.timeline
-        _, changed_s = curves.last_row(self.folder / METRICS)
         spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
         marks = [mark for mark in timeline.marks if mark.kind in REPAIRS]
         until_s = last_sign_s(self.folder)
@@ -88,8 +85,8 @@ class RunView:
             "owner": view.owner,
             "phase": view.phase,
             "step": view.step,
-            "total_steps": self._total_steps,
-            "last_step_s": changed_s,
+            "total_steps": view.total_steps,
+            "last_step_s": view.last_step_s,
             "reward": curves.number_of(view.reward),
             "spark": spark,
             "goodput": timeline.goodput(until_s),
@@ -144,6 +141,8 @@ class RunView:
             phase=phase,
             ended=not is_live,
             step=int(last.get("step", 0)),
+            total_steps=total_steps_in(self.folder),
+            last_step_s=changed_s,
             reward=reward_of(last) if last else float("nan"),
             started_s=began_s,
             elapsed_s=max(changed_s - began_s, 0.0) if began_s else 0.0,
@@ -158,18 +157,6 @@ class RunView:
     @property
     def _owner(self) -> Any:
         return self._cache("owner", (RECORDS,), lambda: newest_owner(self.folder))
-
-    @property
-    def _total_steps(self) -> int:
-        """The steps that ``config`` asks for, found without reading all settings: the list has many runs."""
-
-        def read() -> int:
-            with suppress(OSError), open_file(self.folder / DESCRIPTION) as file:
-                match = _TOTAL_STEPS.search(file.read(MAX_BYTES))
-                return int(match[1]) if match else 0
-            return 0
-
-        return int(self._cache("total_steps", (DESCRIPTION,), read))
 
     def settings(self) -> Plain:
         """Return the job's settings by dotted keys; secrets are hidden in the file."""
