@@ -86,6 +86,7 @@ def test_explain_prints_the_state_and_the_past_as_json(run_verb):
     assert seconds["recovery", "process_died"] == pytest.approx(3.0)
     (mark,) = state["marks"]
     assert (mark["kind"], mark["process"], mark["step"]) == ("recovery", "ROLLOUT[1]", 2)
+    assert (state["findings"], state["try"]) == ([], [])
 
 
 def test_runs_lists_the_runs_below_a_folder(tmp_path):
@@ -167,3 +168,5 @@ def test_explain_names_what_made_steps_slow(ran):
         recording.step(number, [0.4, 1.4])
     recording.write()
     assert "What made the last steps slow:\n  ROLLOUT[1].sample took 1.4 s, its peers" in ran("explain", "out")[1]
+    (finding,) = json.loads(ran("explain", "out", "--json")[1])["findings"]
+    assert (finding["kind"], finding["process"]) == ("slow_rank", "ROLLOUT[1]")
