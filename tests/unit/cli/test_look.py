@@ -67,13 +67,21 @@ def test_samples_chooses_rows(run_verb, options, rewards):
     ("verb", "options", "message"),
     [
         ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
-        ("lineage", ("--step", "7"), "--step: the run has saved no sample that step 7 trained on"),
+        ("lineage", ("--step", "7"), "no sample that step 7 trained on: there are samples of steps 1 to 6"),
+        ("lineage", ("--step", "7", "--json"), "--step: the run has saved no sample that step 7 trained on"),
         ("stacks", (), "has no running process in its journal"),
         ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
     ],
 )
 def test_look_verb_refuses_a_step_that_is_missing(run_verb, verb, options, message):
     assert message in run_verb(verb, *options)[1]
+
+
+def test_stacks_of_a_process_elsewhere_name_its_command(tmp_path):
+    folder = str(write_run(tmp_path / "toy", steps=1, lost_at=0, ended=False))
+    (row,) = json.loads(CliRunner().invoke(cli, ["stacks", folder, "rollout-1", "--json"]).stdout)
+    shown = {"process": "ROLLOUT[1]", "pid": 102, "node": "host-b", "stacks": "run 'py-spy dump --pid 102' there"}
+    assert row == shown
 
 
 def test_explain_prints_the_state_and_the_past_as_json(run_verb):

@@ -169,12 +169,14 @@ def _short(value: Any) -> str:
 @_JSON
 def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
     """Print the samples that a step trained on: prompts, versions of the weights that generated them, and ranks."""
-    rows = trained_samples(find_saved_run(name_or_dir).folder, step)
+    folder = find_saved_run(name_or_dir).folder
+    rows, limits = trained_samples(folder, step), sample_steps(folder)
+    if not rows:
+        known = f": there are samples of steps {limits[0]} to {limits[1]}" if limits else ""
+        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on{known}")])
     if as_json:
         echo(json.dumps(rows))
         return
-    if not rows:
-        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on")])
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), box=None)
     for row in rows:
@@ -209,7 +211,8 @@ def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, a
 @click.command()
 @click.argument("name_or_dir", metavar="RUN")
 @click.argument("process", default="")
-def stacks(name_or_dir: str, process: str) -> None:
+@_JSON
+def stacks(name_or_dir: str, process: str, as_json: bool) -> None:
     """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
     run = RunView(find_saved_run(name_or_dir).folder, ".")
     names = {each["process"].lower().replace("[", "-").rstrip("]"): each for each in run.members() if each["pid"]}
@@ -217,11 +220,15 @@ def stacks(name_or_dir: str, process: str) -> None:
         raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])
     if not names or run.view.ended:
         raise InvalidJob([ConfigError(name_or_dir, "has no running process in its journal")])
-    for name, member in names.items():
-        if process in ("", name):
-            echo(f"--- {member['process']}, pid {member['pid']} on {member['node']}")
-            is_here = member["node"] == socket.gethostname()
-            echo(stacks_of(member["pid"], _STACKS_S) if is_here else f"run 'py-spy dump --pid {member['pid']}' there")
+    rows = []
+    for member in (each for name, each in names.items() if process in ("", name)):
+        is_here = member["node"] == socket.gethostname()
+        text = stacks_of(member["pid"], _STACKS_S) if is_here else f"run 'py-spy dump --pid {member['pid']}' there"
+        rows.append({**{name: member[name] for name in ("process", "pid", "node")}, "stacks": text})
+        if not as_json:
+            echo(f"--- {member['process']}, pid {member['pid']} on {member['node']}\n{text}")
+    if as_json:
+        echo(json.dumps(rows))
 
 
 @click.command()
