@@ -11,7 +11,7 @@ from dlrover.python.rl.cli.commands import cli
 from dlrover.python.rl.page import serve
 from dlrover.python.rl.page.spans import read_steps
 from tests.support.recorded_spans import Recording
-from tests.support.run_folder import write_run
+from tests.support.run_folder import BEGAN_S, write_description, write_owner, write_run
 from tests.unit.cli.test_cli import shell, write  # noqa: F401 -- a fixture
 
 pytestmark = pytest.mark.usefixtures("kept_logger")
@@ -69,6 +69,7 @@ def test_samples_chooses_rows(run_verb, options, rewards):
         ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
         ("lineage", ("--step", "7"), "no sample that step 7 trained on: there are samples of steps 1 to 6"),
         ("lineage", ("--step", "7", "--json"), "--step: the run has saved no sample that step 7 trained on"),
+        ("samples", ("--prompt", "9"), "--prompt: step 6 has no prompt '9'; known: 0, 1"),
         ("stacks", (), "has no running process in its journal"),
         ("events", ("trainr",), "'trainr' has no log; did you mean 'trainer'?"),
     ],
@@ -103,6 +104,21 @@ def test_runs_lists_the_runs_below_a_folder(tmp_path):
     (row,) = json.loads(result.stdout)
     assert (row["id"], row["phase"], row["step"], row["recoveries"]) == ("a/toy", "finished", 6, 1)
     assert "a/toy" in CliRunner().invoke(cli, ["runs", str(tmp_path)]).stdout
+
+
+def test_folders_without_runs_or_logs_are_named(tmp_path):
+    for name in ("none", "toy"):
+        (tmp_path / name).mkdir()
+    write_owner(tmp_path / "toy", BEGAN_S, "running")
+    write_description(tmp_path / "toy")
+    for line, message in (
+        (f"runs {tmp_path / 'none'}", f"no runs in or below {tmp_path / 'none'}\n"),
+        (f"view {tmp_path} --export x.html", f"{tmp_path}: neither the folder of a run nor a name under "),
+        (f"samples {tmp_path / 'toy'}", "toy: has no samples: log.samples may be off, the recipe may have none, or"),
+        (f"events {tmp_path / 'toy'} actor-0", "'actor-0' has no log: a run in one process writes none, "),
+    ):
+        result = CliRunner().invoke(cli, line.split())
+        assert message in f"{result.stdout}{result.exception}"
 
 
 @pytest.mark.parametrize("folders", [["toy"], ["a/toy/one", "b/toy/one"]], ids=["name", "same names"])
@@ -150,7 +166,7 @@ def test_local_workers_wait_behind_each_other(ran):
     "arguments, message",
     [
         ("out --steps 9", "--steps: there are no spans of steps 9 to 9; the last step with spans is"),
-        ("out --steps 3:1", "--steps: there are no spans of steps 3 to 1"),
+        ("out --steps 3:1", "--steps: must be FIRST:LAST, such as 10:12, got '3:1'"),
         ("out --steps last", "--steps: must be FIRST:LAST, such as 10:12, got 'last'"),
         ("out -o missing/file", "missing/file cannot be written: No such file or directory"),
         ("aut", "did you mean 'out'?"),

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
-from dlrover.python.rl.common.log import echo, inert
+from dlrover.python.rl.common.log import cut_middle, echo, inert
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
 from dlrover.python.rl.page.perfetto import trace as trace_file
-from dlrover.python.rl.page.run_data import RunFolders, RunView
+from dlrover.python.rl.page.run_data import NO_SAMPLES, RunFolders, RunView
 from dlrover.python.rl.page.samples import lineage as trained_samples
 from dlrover.python.rl.page.samples import read_samples, sample_steps, select
 from dlrover.python.rl.page.spans import last_step, read_steps
@@ -32,6 +32,7 @@ from dlrover.python.rl.runtime.member.heartbeat import stacks_of
 _PORT = 8480
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _POLL_S, _STACKS_S = 0.5, 5.0
+_LONGEST_HINT = 200  # characters
 _LAST = 3  # steps of a trace by default
 
 
@@ -79,7 +80,7 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     RUN is a run's folder, or the name of a job whose last run is below ./runs."""
     folder = find_saved_run(name_or_dir).folder
     numbers = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", steps)
-    if steps and numbers is None:
+    if steps and (numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1])):
         raise InvalidJob([ConfigError("--steps", f"must be FIRST:LAST, such as 10:12, got {steps!r}")])
     latest = last_step(folder)
     if not latest:
@@ -116,17 +117,22 @@ def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | N
     folder = find_saved_run(name_or_dir).folder
     limits = sample_steps(folder)
     if limits is None:
-        raise InvalidJob([ConfigError(name_or_dir, "has no samples: log.samples may be off, or the recipe has none")])
+        raise InvalidJob([ConfigError(name_or_dir, f"has no samples: {NO_SAMPLES}")])
     number, tokens, as_json = limits[1] if step is None else step, options["tokens"], options["as_json"]
     query = {name: str(options[name]) for name in ("prompt",) if options[name]}
     query |= {"q": options["grep"], "errors": "1" if options["errors"] else ""}
     if worst or best:
         query |= {"sort": "reward", "order": "desc" if best else "asc"}
-    rows = select(read_samples(folder, number), query)[: worst or best]
+    saved = read_samples(folder, number)
+    rows = select(saved, query)[: worst or best]
     if not rows and not limits[0] <= number <= limits[1]:
         raise InvalidJob(
             [ConfigError("--step", f"{number} has no samples: there are steps {limits[0]} to {limits[1]}")]
         )
+    prompts = {str(row.get("prompt_id")) for row in saved}
+    if options["prompt"] and options["prompt"] not in prompts:
+        near = cut_middle(hint(options["prompt"], prompts), _LONGEST_HINT)
+        raise InvalidJob([ConfigError("--prompt", f"step {number} has no prompt '{options['prompt']}'{near}")])
     if as_json:
         echo(json.dumps(rows))
         return
@@ -239,6 +245,9 @@ def runs(folder: Path, as_json: bool) -> None:
     rows = RunFolders([folder.resolve()]).rows()
     if as_json:
         echo(json.dumps(rows))
+        return
+    if not rows:
+        echo(f"no runs in or below {folder}")
         return
     table = Table("run", "phase", "step", "reward", "goodput", "recoveries", "elapsed", "began", box=None)
     for row in rows:

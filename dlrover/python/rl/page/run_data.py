@@ -40,6 +40,8 @@ _MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
 _MOST_ALIASES = 10  # of a description: a job may replace its own by one that grows without bound
 _DEEPEST = 3  # levels of folders below the served one in which runs are looked for
 
+NO_SAMPLES = "log.samples may be off, the recipe may have none, or the run has only begun"
+
 
 def find_runs(root: Path) -> dict[str, Path]:
     """Return the folders of runs in and below ``root`` by their paths relative to it; if ``root`` is a run itself, its
@@ -249,7 +251,7 @@ class RunView:
         :func:`~dlrover.python.rl.page.samples.select`."""
         limits = samples.sample_steps(self.folder)
         if limits is None:
-            raise CallError("this run has no samples: log.samples may be off, or the recipe has none")
+            raise CallError(f"this run has no samples: {NO_SAMPLES}")
         number = number_in(query, "step", limits[1])
         rows = samples.read_samples(self.folder, number)
         chosen = samples.select(rows, query)

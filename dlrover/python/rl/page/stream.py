@@ -36,7 +36,8 @@ def read_stream(
     files = RunFolder(with_real_parent(folder.absolute()))
     cursor, names = _decode(after), _processes(files)
     if process and process not in names:
-        raise CallError(f"'{process}' has no log{hint(process, names)}")
+        near = hint(process, names) or ": a run in one process writes none, or it has only begun"
+        raise CallError(f"'{process}' has no log{near}")
     reader = LogReader(files, process, tail=max(_TAIL_LINES // max(len(names), 1), _LEAST_TAIL))
     reader.positions.update({name: (inode, offset) for name, (inode, offset) in cursor["logs"].items()})
     wanted = search.lower()
