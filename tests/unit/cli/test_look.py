@@ -2,6 +2,7 @@
 """The verbs for looking at runs, on the folder of a run, and ``trace`` on a run in one process."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,11 @@ def test_view_exports_a_run_as_one_file(run_verb, tmp_path):
     assert "open it in a browser" in output
     assert 'id="answers"' in (tmp_path / "run.html").read_text()
     assert "is beyond loopback" in run_verb("view", "--host", "0.0.0.0")[1]
+
+
+def test_reference_names_every_verb():
+    page = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text()
+    assert [name for name in cli.list_commands(None) if not re.search(f"`(dlrover-rl )?{name}[` ]", page)] == []
 
 
 # -- traces of a run in one process ------------------------------------------------------------------------------------
