@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 
 from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.log import log_line
 from dlrover.python.rl.control import events
 from dlrover.python.rl.page import curves, samples
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
@@ -298,7 +299,7 @@ def test_events_can_be_searched_and_chosen_by_process(run):
         ("2027-01-15 08:01:00 I date first", "I", "08:01:00"),
         ("[ROLLOUT[1]] 2027-01-15 08:01:00 W after the process", "W", "08:01:00"),
         ("[trainer] 08:01:00 E of an earlier version", "E", "08:01:00"),
-        ('{"time": "2027-01-15 08:01:00", "level": "ERROR", "process": "trainer", "message": "m"}', "E", "08:01:00"),
+        ('{"time": "no object', "", "08:00:05"),
         ("  File without a time", "", "08:00:05"),
         ("2027-99-99 99:99:99 I no time of any day", "I", "08:00:05"),
     ],
@@ -310,3 +311,11 @@ def test_log_lines_have_their_times_and_levels(run, line, level, clock):
     assert [(each["level"], datetime.fromtimestamp(each["at_s"]).strftime("%H:%M:%S")) for each in last] == [
         (level, clock)
     ]
+
+
+def test_log_lines_of_json_are_shown_as_text(run, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_LOG", "json")
+    with (run.folder / "logs/trainer.log").open("a") as log:
+        log.write(log_line("trainer", "step 2/6  reward \x1b[31m0.5"))
+    (last,) = run.events("", "trainer", "step 2/6", 100)["events"]
+    assert (last["text"][20:], last["level"]) == ("I step 2/6  reward 0.5", "I")
