@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs for looking at runs, on the folder of a run, and ``trace`` on a run in one process."""
 
+import getpass
 import json
 import re
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_runs_lists_the_runs_below_a_folder(tmp_path):
     result = CliRunner().invoke(cli, ["runs", str(tmp_path), "--json"])
     (row,) = json.loads(result.stdout)
     assert (row["id"], row["phase"], row["step"], row["recoveries"]) == ("a/toy", "finished", 6, 1)
+    assert row["owner"] == "ada"
     assert "a/toy" in CliRunner().invoke(cli, ["runs", str(tmp_path)]).stdout
 
 
@@ -159,6 +161,7 @@ def test_trace_of_a_local_run_is_written(ran):
     assert (code, out.split(":")[0]) == (0, "steps-2-3.pftrace")
     assert b"ACTOR[1]" in Path("steps-2-3.pftrace").read_bytes()
     assert ran("trace", "out", "-o", "last")[0] == 0 and b"step 1" in Path("last").read_bytes()
+    assert json.loads(Path("out/owner.1.json").read_text())["user"] == getpass.getuser()
 
 
 def test_local_workers_wait_behind_each_other(ran):

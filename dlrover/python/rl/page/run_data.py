@@ -64,10 +64,11 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 class RunView:
-    """The run in ``folder``, called ``run_id`` on the page. Each method reads what is new since its last call."""
+    """The run in ``folder``, called ``run_id`` on the page; ``owner`` replaces the user who began it. Each method reads
+    what is new since its last call."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self.folder, self.run_id = folder, run_id
+        self.folder, self.run_id, self.owner = folder, run_id, ""
         self._metrics = curves.MetricsFile(folder / METRICS)
         self._superseded = curves.MetricsFile(folder / "metrics.superseded.jsonl")
         self._cached: dict[str, tuple[Any, Any]] = {}  # state of files, and what was read from them
@@ -84,7 +85,7 @@ class RunView:
         return {
             "id": self.run_id,
             "name": view.name,
-            "owner": view.owner,
+            "owner": self.owner or (self._owner.user if self._owner else ""),
             "phase": view.phase,
             "step": view.step,
             "total_steps": view.total_steps,
