@@ -18,7 +18,7 @@ from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from tests.support import control_runs
 from tests.support.run_files import write_rows
-from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_run
+from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_description, write_run
 
 
 @pytest.fixture
@@ -205,6 +205,7 @@ def test_runs_are_found_below_a_folder_but_not_through_links(tmp_path):
     write_run(tmp_path / "a/one")
     write_run(tmp_path / "two")
     (tmp_path / "a/latest").symlink_to("one")
+    write_description(tmp_path / "a")  # of a job whose runs are below it
     assert set(find_runs(tmp_path)) == {"a/one", "two"}
     runs = RunFolders([tmp_path])
     assert {row["id"] for row in runs.rows()} == {"a/one", "two"}

@@ -51,7 +51,8 @@ def find_runs(root: Path) -> dict[str, Path]:
     def visit(folder: Path, depth: int) -> None:
         if len(found_runs) >= _MOST_RUNS:
             return
-        if (folder / DESCRIPTION).is_file() or (folder / METRICS).is_file():
+        is_begun = (folder / DESCRIPTION).is_file() and newest_owner(folder) is not None
+        if is_begun or (folder / METRICS).is_file():
             found_runs[str(folder.relative_to(root))] = folder
         elif depth:
             with suppress(OSError):
