@@ -178,8 +178,8 @@ def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
     folder = find_saved_run(name_or_dir).folder
     rows, limits = trained_samples(folder, step), sample_steps(folder)
     if not rows:
-        known = f": there are samples of steps {limits[0]} to {limits[1]}" if limits else ""
-        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on{known}")])
+        near = f": there are samples of steps {limits[0]} to {limits[1]}" if limits else ""
+        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on{near}")])
     if as_json:
         echo(json.dumps(rows))
         return
