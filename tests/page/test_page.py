@@ -172,6 +172,12 @@ def test_samples_are_searched_sorted_and_opened(open_page, site):
     page.wait_for_selector("text=No sample of this step matches.")
 
 
+def test_rows_without_the_value_are_last_in_both_orders(open_page, site):
+    page = open_page(site + "#runs")
+    for order, values in (("asc", [1, 3, None]), ("desc", [3, 1, None])):
+        assert page.evaluate(f"sorted([null, 3, 1], (value) => value, '{order}')") == values
+
+
 @pytest.mark.parametrize("view", FILE_VIEWS)
 def test_exported_file_shows_its_views_without_a_network(open_page, exported, view):
     address, heading = VIEWS[view]

@@ -261,6 +261,12 @@ def test_samples_are_chosen_and_sorted(query, numbers):
     assert [row["reward"] for row in samples.select(rows, query)] == numbers
 
 
+def test_samples_without_a_reward_are_last_in_both_orders():
+    rows = [{"prompt_id": at, "reward": reward} for at, reward in enumerate([None, 0.5, float("nan"), 1.0])]
+    for order, ids in (("asc", [1, 3, 0, 2]), ("desc", [3, 1, 0, 2])):
+        assert [row["prompt_id"] for row in samples.select(rows, {"sort": "reward", "order": order})] == ids
+
+
 def test_lineage_lists_trained_samples_with_their_weights(folder):
     rows = samples.lineage(folder, 12)
     assert [row["advantage"] for row in rows] == [-1.5, 0.5, 1.5]

@@ -115,6 +115,8 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
 @_JSON
 def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | None, **options: Any) -> None:
     """Print the samples of a step, with rewards, advantages, and what training did with them."""
+    if worst and best:
+        raise InvalidJob([ConfigError("--worst, --best", "cannot be used together")])
     folder = find_saved_run(name_or_dir).folder
     limits = sample_steps(folder)
     if limits is None:

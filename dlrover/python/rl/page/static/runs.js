@@ -45,16 +45,14 @@ const RUN_COLUMNS = [
   ["Time", (run) => duration(run.elapsed_s), "number", "elapsed_s"],
 ];
 
-
-/** Order two values, absent ones last. */
-function compareValues(left, right) {
-  if (left === right) return 0;
-  if (!isPresent(left) || !isPresent(right)) return isPresent(left) ? -1 : 1;
-  return left < right ? -1 : 1;
+/** Order two values by `sign`, absent ones last. */
+function compareValues(left, right, sign) {
+  if (!isPresent(left) || !isPresent(right)) return isPresent(right) - isPresent(left);
+  return left === right ? 0 : sign * (left < right ? -1 : 1);
 }
 
 const sorted = (rows, value, order) =>
-  [...rows].sort((left, right) => (order === "asc" ? 1 : -1) * compareValues(value(left), value(right)));
+  [...rows].sort((left, right) => compareValues(value(left), value(right), order === "asc" ? 1 : -1));
 
 VIEWS.runs = async ({ params }) => {
   const { runs } = await ask("api/runs");
