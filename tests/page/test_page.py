@@ -3,6 +3,7 @@
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -170,6 +171,17 @@ def test_samples_are_searched_sorted_and_opened(open_page, site):
     page.wait_for_selector("h2:text-is('Prompt 1')")
     page.get_by_label("Search texts").fill("no such text")
     page.wait_for_selector("text=No sample of this step matches.")
+
+
+def test_damaged_journal_is_named_by_each_view(open_page, site, runs):
+    (runs["grpo"].parent / "torn").mkdir()
+    for name in ("metrics.jsonl", "journal.jsonl", "job.yaml"):
+        content = (runs["ppo"] / name).read_bytes()
+        (runs["grpo"].parent / "torn" / name).write_bytes(content.replace(b"ROLLOUT", b"ROLLING"))
+    for address in ("#run/torn", "#curves/torn"):
+        page = open_page(site + address)
+        assert "does not match its checksum" in page.locator(".state").first.inner_text()
+    shutil.rmtree(runs["grpo"].parent / "torn")
 
 
 def test_rows_without_the_value_are_last_in_both_orders(open_page, site):

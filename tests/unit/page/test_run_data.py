@@ -168,10 +168,14 @@ def test_timeline_of_a_resumed_run_has_both_journals(folder, tmp_path):
     assert [mark.kind for mark in read_timeline(folder).marks] == ["recovery", "resume"]
 
 
-def test_damaged_journal_leaves_the_rest_of_the_page(folder):
-    (folder / "journal.jsonl").write_bytes(b"rl-journal 1 nonsense\n")
-    row = RunView(folder, "toy").row()
-    assert (row["step"], row["recoveries"], row["phase"]) == (20, 0, "finished")
+@pytest.mark.parametrize(("old", "new"), [(b"rl-journal 1", b"rl-journal 9"), (b"ROLLOUT", b"ROLLING")])
+def test_damaged_journal_is_named_beside_the_rest_of_the_run(folder, old, new):
+    journal = folder / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(old, new))
+    run = RunView(folder, "toy")
+    row, marks = run.row(), run.marks()
+    assert (row["step"], row["recoveries"], row["phase"], marks["marks"]) == (20, None, "finished", [])
+    assert row["reason"] == run.overview()["journal_error"] == marks["journal_error"] != ""
 
 
 # -- the list and the overview ----------------------------------------------------------------------------------------

@@ -240,10 +240,10 @@ def runs(folder: Path, as_json: bool) -> None:
     table = Table("run", "phase", "step", "reward", "goodput", "recoveries", "elapsed", "began", box=None)
     for row in rows:
         steps = f"{row['step']}/{row['total_steps']}" if row["total_steps"] else str(row["step"])
-        shares = ["" if row[name] is None else _short(row[name]) for name in ("reward", "goodput")]
+        shares = ["" if row[name] is None else _short(row[name]) for name in ("reward", "goodput", "recoveries")]
         span = str(timedelta(seconds=int(row["elapsed_s"])))
         began = when(row["started_s"]) if row["started_s"] else ""
-        table.add_row(inert(row["id"]), inert(row["phase"]), steps, *shares, str(row["recoveries"]), span, began)
+        table.add_row(inert(row["id"]), inert(row["phase"]), steps, *shares, span, began)
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 

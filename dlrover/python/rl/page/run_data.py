@@ -92,11 +92,12 @@ class RunView:
             "reward": curves.number_of(view.reward),
             "spark": spark,
             "goodput": timeline.goodput(until_s),
-            "recoveries": len(marks),
+            "recoveries": None if timeline.error else len(marks),
             "devices": len(devices),
             "started_s": view.started_s,
             "elapsed_s": max(until_s - view.started_s, 0.0) if view.started_s else 0.0,
-            "reason": view.reason,
+            "reason": timeline.error or view.reason,
+            "journal_error": timeline.error,
         }
 
     def overview(self) -> Plain:
@@ -132,7 +133,7 @@ class RunView:
         of its owner."""
         timeline, owner = self.timeline, self._owner
         name = owner.job if owner else self.folder.name
-        if timeline.entries:
+        if timeline.entries and not timeline.error:
             history = JobHistory(0.0, state=timeline.state, began_s=timeline.began_s, last_s=timeline.entries[-1][0])
             return view_of_folder(name, self.folder, history)
         last, changed_s = curves.last_row(self.folder / METRICS)
@@ -205,7 +206,8 @@ class RunView:
         return {**main, "superseded": repeated}
 
     def marks(self) -> Plain:
-        return {"marks": with_steps(self.timeline.marks, self._step_at)}
+        timeline = self.timeline
+        return {"marks": with_steps(timeline.marks, self._step_at), "journal_error": timeline.error}
 
     def step(self, number: int) -> Plain:
         """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts. Raises
@@ -360,7 +362,15 @@ class RunFolders:
 
 
 EMPTY_ROW: Plain = {
-    **{"step": 0, "total_steps": 0, "last_step_s": 0.0, "reward": None, "spark": [], "goodput": None, "recoveries": 0},
+    **{
+        "step": 0,
+        "total_steps": 0,
+        "last_step_s": 0.0,
+        "reward": None,
+        "spark": [],
+        "goodput": None,
+        "recoveries": None,
+    },
     **{"devices": 0, "started_s": 0.0, "elapsed_s": 0.0, "owner": "", "phase": "unknown"},
 }
 """The row of a run without files."""

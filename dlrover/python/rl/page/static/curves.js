@@ -260,6 +260,7 @@ VIEWS.curves = async ({ runs: shown, ids, params }) => {
   const runs = shown.map((run, at) => ({ id: ids[at], name: run.name || ids[at] }));
   const sources = runs.map((run, at) => ({ run, curves: answers[at] }));
   const marks = marked.flatMap((answer, at) => answer.marks.map((mark) => ({ ...mark, run: runs[at] })));
+  const errors = marked.map(({ journal_error: error }) => error).filter(Boolean);
   const onAxis = marks.filter(({ step }) => step > 0);
   const set = (name) => ({ target }) => change({ [name]: Number(target.value) || "" });
   const place = (name, label) =>
@@ -278,7 +279,7 @@ VIEWS.curves = async ({ runs: shown, ids, params }) => {
   return [
     title("Curves"), runs.length > 1 && legend(runs), tools,
     h("div", { class: "split" }, picker(metrics, chosen), h("div", null, board, h("p", { class: "quiet" }, hint))),
-    section("Recoveries and other marks", markTable(marks, runs)),
+    section("Recoveries and other marks", errors.map(note), (marks.length || !errors.length) && markTable(marks, runs)),
     diff && section("Settings that differ", differences(diff.settings, runs)),
   ];
 };

@@ -72,8 +72,8 @@ VIEWS.runs = async ({ params }) => {
 
 // ---- One run ----
 
-function hours({ strip = [], uses = [], phase }) {
-  if (!strip.length) return note("The journal has no times yet.");
+function hours({ strip = [], uses = [], phase, journal_error: error }) {
+  if (!strip.length) return note(error || "The journal has no times yet.");
   const begin = strip[0].begin_s;
   const endOf = (use) => use.end_s || Math.max(now(), use.begin_s);
   const end = endOf(strip.at(-1));
@@ -141,7 +141,8 @@ VIEWS.run = ({ id, run }) => {
   const value = ([, each]) => (typeof each === "string" ? each : JSON.stringify(each));
   const columns = [["Setting", ([key]) => key, "code"], ["Value", value, "code"]];
   return [
-    title(run.name || id), h("p", { class: "quiet" }, run.folder || id, !cause && run.reason && ` · ${run.reason}`),
+    title(run.name || id), h("p", { class: "quiet" }, run.folder || id,
+      (!cause || run.journal_error) && run.reason && ` · ${run.reason}`),
     h("dl", { class: "facts" }, facts), cause, section("Where the time went", hours(run)),
     section("Workers by node", workers(run.members, id)),
     fold(`settings-${id}`, `Settings (${settings.length})`, () => table("Settings", columns, settings)),
