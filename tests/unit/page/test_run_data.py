@@ -13,9 +13,11 @@ import pytest
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.control import events
 from dlrover.python.rl.page import curves, samples
+from dlrover.python.rl.page.export import export
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from tests.support import control_runs
+from tests.support.recorded_spans import Recording
 from tests.support.run_files import write_rows
 from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_run
 
@@ -118,8 +120,19 @@ def test_step_parts_add_up_to_the_step(run):
     answer = run.step(5)
     assert answer["total_s"] == STEP_S
     assert sum(part["seconds"] for part in answer["parts"]) == pytest.approx(STEP_S)
-    with pytest.raises(CallError, match="step 99 has no metrics: the last step with metrics is 20"):
+    with pytest.raises(CallError, match="step 99 has neither metrics nor spans: the last step with metrics is 20"):
         run.step(99)
+
+
+def test_unfinished_step_has_lanes_and_no_parts(folder, run):
+    recording = Recording(folder).step(20)
+    recording.add("trainer", "issue", 21, 0, "ROLLOUT", [0, 1], "sample", recording.now_s + 0.5, [])
+    recording.write()
+    answer = run.step(21)
+    assert (answer["is_unfinished"], answer["parts"], answer["metrics"], answer["total_s"]) == (True, [], {}, 0.5)
+    assert [lane["process"] for lane in answer["lanes"]] == ["trainer", "ACTOR[0]", "ROLLOUT[0]", "ROLLOUT[1]"]
+    assert [(run.step(at)["is_unfinished"], run.step(at)["last"]) for at in (20, 21)] == [(False, 21), (True, 21)]
+    assert '"api/step?id=.&step=21"' in export(folder)
 
 
 # -- journals ---------------------------------------------------------------------------------------------------------

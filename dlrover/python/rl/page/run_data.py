@@ -210,31 +210,33 @@ class RunView:
         return {"marks": with_steps(timeline.marks, self._step_at), "journal_error": timeline.error}
 
     def step(self, number: int) -> Plain:
-        """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts. Raises
-        CallError for an unknown step."""
+        """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts; without
+        parts for a step that has not ended. Raises CallError for an unknown step."""
         rows = self._metrics.rows()
         at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
-        if at < 0 or rows[at]["step"] != number:
+        row = rows[at] if at >= 0 and rows[at]["step"] == number else None
+        attempts = spans.read_steps(self.folder, number, number, time.time() if in_use(self.folder) else None)
+        if row is None and not attempts:
             last = rows[-1]["step"] if rows else 0
-            raise CallError(f"step {number} has no metrics: the last step with metrics is {last}")
-        total_s, parts = curves.parts_of(rows[at])
-        attempts = spans.read_steps(self.folder, number, number)
-        begin_s = attempts[-1].begin_s if attempts else 0.0
+            raise CallError(f"step {number} has neither metrics nor spans: the last step with metrics is {last}")
+        begin_s, end_s = (attempts[-1].begin_s, attempts[-1].end_s) if attempts else (0.0, 0.0)
+        total_s, parts = curves.parts_of(row) if row else (end_s - begin_s, [])
         lanes = [
             {"process": lane.process, "spans": [_shifted(span, begin_s) for span in lane.spans]}
             for lane in (attempts[-1].lanes if attempts else ())
         ]
-        metrics = {name: curves.number_of(value) for name, value in rows[at].items() if name != "step"}
+        metrics = {name: curves.number_of(value) for name, value in (row or {}).items() if name != "step"}
         return {
             "step": number,
+            "is_unfinished": row is None,
             "began_s": begin_s,
             "total_s": total_s,
             "parts": parts,
             "metrics": metrics,
             "lanes": lanes,
             "findings": [vars(each) for each in findings(attempts)],
-            "first": rows[0]["step"],
-            "last": rows[-1]["step"],
+            "first": min([number, *(each["step"] for each in rows[:1])]),
+            "last": max([number, *(each["step"] for each in rows[-1:]), spans.last_step(self.folder)]),
         }
 
     def trace(self, first: int, last: int) -> bytes:
