@@ -17,7 +17,7 @@ from dlrover.python.rl.page.export import export
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from tests.support import control_runs
-from tests.support.recorded_spans import Recording
+from tests.support.recorded_spans import Recording, lose_rollout
 from tests.support.run_files import write_rows
 from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_run
 
@@ -122,6 +122,14 @@ def test_step_parts_add_up_to_the_step(run):
     assert sum(part["seconds"] for part in answer["parts"]) == pytest.approx(STEP_S)
     with pytest.raises(CallError, match="step 99 has neither metrics nor spans: the last step with metrics is 20"):
         run.step(99)
+
+
+def test_wait_for_a_replacement_is_a_part_of_its_own(folder, run):
+    recording = Recording(folder)
+    recording.lines["trainer"][-3][3] = lose_rollout(recording, 5) + 0.2  # the trainer's wait begins later
+    recording.write()
+    parts = {part["name"]: pytest.approx(part["seconds"]) for part in run.step(5)["parts"]}
+    assert parts == {"generation": 1.2, "update": 0.5, "recovery": 0.2, "trainer": 0.1}
 
 
 def test_unfinished_step_has_lanes_and_no_parts(folder, run):

@@ -220,7 +220,8 @@ class RunView:
             last = rows[-1]["step"] if rows else 0
             raise CallError(f"step {number} has neither metrics nor spans: the last step with metrics is {last}")
         begin_s, end_s = (attempts[-1].begin_s, attempts[-1].end_s) if attempts else (0.0, 0.0)
-        total_s, parts = curves.parts_of(row) if row else (end_s - begin_s, [])
+        replacing_s = attempts[-1].replacing_s if attempts else 0.0
+        total_s, parts = curves.parts_of(row, replacing_s) if row else (end_s - begin_s, [])
         lanes = [
             {"process": lane.process, "spans": [_shifted(span, begin_s) for span in lane.spans]}
             for lane in (attempts[-1].lanes if attempts else ())

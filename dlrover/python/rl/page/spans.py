@@ -37,6 +37,7 @@ TRAINER = str(TRAINER_ID)
 _CHUNK = 1 << 16
 _CLOCK_S = 1.0  # by which the clocks of two nodes may differ
 _SHORTEST_S = 1e-6
+_REPLACING = "waits for a replacement"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ class StepLanes:
     calls: tuple[tuple[ProcessId, CallSpan], ...] = ()
     losses: tuple[Loss, ...] = ()
     is_open: bool = False  # the run has ended in it, or is still in it
+
+    @property
+    def replacing_s(self) -> float:
+        """The seconds in which the trainer waits for replacements of lost workers."""
+        spans = (span for lane in self.lanes[:1] for span in lane.spans)
+        return sum(span.end_s - span.begin_s for span in spans if span.label == _REPLACING)
 
 
 class _Issue(NamedTuple):
@@ -430,7 +437,7 @@ class _Lanes:
         for gone_s, ready_s, process in losses:
             if gone_s < end_s and ready_s > begin_s:
                 yield from _span(begin_s, gone_s, "call", TRAINER)
-                yield from _span(max(begin_s, gone_s), min(ready_s, end_s), "wait", "waits for a replacement", process)
+                yield from _span(max(begin_s, gone_s), min(ready_s, end_s), "wait", _REPLACING, process)
                 begin_s = ready_s
         yield from _span(begin_s, end_s, "call", TRAINER)
 
