@@ -233,7 +233,8 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, list[_File]]:
     return files
 
 
-_MARK = re.compile(rb'\n\["(?:step",(\d{1,18}),|process",)[^\n]*')
+_MARK = re.compile(rb'\n\["(?:step",(-?\d{1,18}),|process",)[^\n]*')
+_ISSUE = re.compile(rb'\n\["issue",(\d{1,18}),')
 
 
 def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[StepLanes]:
@@ -274,9 +275,10 @@ def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) 
 def last_step(folder: Path) -> int:
     """Return the number of the last step that has spans, 0 if none has."""
     with ExitStack() as opened:
-        data = b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
-    lines = (data[data.rfind(b'\n["%s",' % kind) + 1 :].partition(b"\n")[0] for kind in (b"step", b"issue"))
-    return max([0, *(row.step for row in map(_parse, lines) if isinstance(row, _StepRow | _Issue))])
+        data = b"\n" + b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
+    ended = [int(mark[1]) for mark in _MARK.finditer(data) if mark[1] is not None]
+    begun = _ISSUE.findall(data[max(data.rfind(b'\n["step",'), 0) :])
+    return max([0, *ended, *map(int, begun)])
 
 
 def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) -> list[StepLanes]:
