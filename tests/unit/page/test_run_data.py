@@ -160,6 +160,7 @@ def test_timeline_of_a_loss_without_progress_is_under_way(tmp_path):
     assert mark["cost_s"] is None
     assert mark["step"] >= 6
     assert run.row()["recoveries"] == 1
+    assert run.overview()["try"][0].startswith("See its log")
 
 
 def test_timeline_marks_a_resize_with_its_cost_and_step(tmp_path):

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -104,15 +105,16 @@ class RunView:
         view, timeline = self.view, self.timeline
         open_end_s = last_sign_s(self.folder) if view.ended else 0.0
         failure = timeline.state.failure or timeline.state.first_cause
+        cause = failure.kind.value if failure else view.cause
         return {
             **self.row(),
             "folder": str(self.folder),
             "roles": dict(view.roles),
             "members": self.members(),
-            "cause": failure.kind.value if failure else view.cause,
+            "cause": cause,
             "message": f"{failure.who}: {failure.message}" if failure else view.reason,
             "detail": failure.detail if failure else view.detail,
-            "try": list(advice(view)),
+            "try": list(advice(replace(view, cause=cause))),
             "strip": [{**vars(use), "end_s": use.end_s or open_end_s} for use in timeline.uses],
             "uses": self.uses(),
             "settings": self.settings(),
