@@ -206,6 +206,11 @@ def test_exported_file_shows_its_views_without_a_network(open_page, exported, vi
     assert requests == []
 
 
+def test_exported_events_of_a_process_have_those_of_the_journal(open_page, exported):
+    page = open_page(exported + "#events/.?process=rollout-1")
+    assert "process_died" in "".join(page.locator("ol.log li.of-event").all_inner_texts())
+
+
 def test_exported_file_says_what_it_does_not_have(open_page, exported):
     page = open_page(exported + "#step/./3")
     assert page.locator(".state.error").inner_text() == "This part of the run is not in this file."

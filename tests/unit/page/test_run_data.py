@@ -318,6 +318,9 @@ def test_events_and_logs_are_one_stream_in_time(run):
 
 def test_events_can_be_searched_and_chosen_by_process(run):
     assert [each["level"] for each in run.events("", "trainer", "SLOW", 100)["events"]] == ["W"]
+    (run.folder / "logs/rollout-1.log").write_text("08:00:09 I back\n")
+    entries = [run.events("", name, "", 100)["events"] for name in ("ROLLOUT[1]", "rollout-1")]
+    assert entries[0] == entries[1] and [each["kind"] for each in entries[0]].count("event") == 2
     with pytest.raises(CallError, match=r"'trainr' has no log; did you mean 'trainer'\?"):
         run.events("", "trainr", "", 100)
     with pytest.raises(CallError, match="'after' is not a cursor that this page gave"):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import echo, inert
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, log_name
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
@@ -216,7 +216,8 @@ def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, a
 def stacks(name_or_dir: str, process: str) -> None:
     """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
     run = RunView(find_saved_run(name_or_dir).folder, ".")
-    names = {each["process"].lower().replace("[", "-").rstrip("]"): each for each in run.members() if each["pid"]}
+    names = {log_name(each["process"]): each for each in run.members() if each["pid"]}
+    process = log_name(process)
     if process and process not in names:
         raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])
     if not names or run.view.ended:

@@ -99,8 +99,7 @@ function memberCell(member, id) {
   const heartbeat = typeof member.heartbeat_age_s === "number" ? age(now() - member.heartbeat_age_s) : "–";
   const spent = typeof member.call_s === "number" ? `, ${duration(member.call_s)}` : "";
   const call = member.call ? `${member.call}${spent}` : "no call";
-  const log = member.process.toLowerCase().replace("[", "-").replace("]", "");
-  const name = link(member.process, address("events", id, undefined, { process: log }));
+  const name = link(member.process, address("events", id, undefined, { process: logName(member.process) }));
   const sign = `${STATE_SIGNS[member.state] || "◌"} ${member.state}`;
   const device = [member.devices ?? []].flat().join(", ");
   return h("li", { class: `member ${member.state}`, "data-key": member.process },

@@ -134,8 +134,11 @@ VIEWS.events = async ({ id, params }) => {
   return [title("Events and logs"), tools, lines.length ? h("ol", frame, lines.map(eventLine)) : empty];
 };
 
+const logName = (process) => process.toLowerCase().replace("[", "-").replace("]", "");
+
 FILE_FILTERS["api/events"] = (answer, { q = "", process, after }) => {
   const words = (each) => `${each.process} ${each.text}`.toLowerCase();
-  const isChosen = (each) => words(each).includes(q.toLowerCase()) && (!process || each.process === process);
+  const isOf = (each) => !process || logName(each.process) === process;
+  const isChosen = (each) => words(each).includes(q.toLowerCase()) && isOf(each);
   return { ...answer, events: after ? [] : answer.events.filter(isChosen), next: "end" };
 };
