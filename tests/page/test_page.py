@@ -190,6 +190,13 @@ def test_rows_without_the_value_are_last_in_both_orders(open_page, site):
         assert page.evaluate(f"sorted([null, 3, 1], (value) => value, '{order}')") == values
 
 
+@pytest.mark.parametrize(("turns", "count"), [(1, 0), (2, 1)])
+def test_text_of_the_environment_is_shown_beside_the_tokens(open_page, site, turns, count):
+    page = open_page(site + "#runs")
+    row = f"{{tokens: ['a'], token_advantages: [1], completion: 'a\\nb', turns: {turns}}}"
+    assert page.evaluate(f"h('p', null, completion({row}, {{}})).querySelectorAll('pre').length") == count
+
+
 @pytest.mark.parametrize("view", FILE_VIEWS)
 def test_exported_file_shows_its_views_without_a_network(open_page, exported, view):
     address, heading = VIEWS[view]
