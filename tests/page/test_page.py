@@ -186,8 +186,9 @@ def test_damaged_journal_is_named_by_each_view(open_page, site, runs):
 
 def test_rows_without_the_value_are_last_in_both_orders(open_page, site):
     page = open_page(site + "#runs")
-    for order, values in (("asc", [1, 3, None]), ("desc", [3, 1, None])):
-        assert page.evaluate(f"sorted([null, 3, 1], (value) => value, '{order}')") == values
+    for order, values in (("asc", [1.5, 3, None]), ("desc", [3, 1.5, None]), ("asc", ["a9", "a11", None])):
+        rows = json.dumps([values[2], values[1], values[0]])
+        assert page.evaluate(f"sorted({rows}, (value) => value, '{order}')") == values
 
 
 @pytest.mark.parametrize(("turns", "count"), [(1, 0), (2, 1)])

@@ -293,6 +293,12 @@ def test_samples_without_a_reward_are_last_in_both_orders():
         assert [row["prompt_id"] for row in samples.select(rows, {"sort": "reward", "order": order})] == ids
 
 
+def test_samples_are_sorted_by_the_numbers_in_prompts():
+    for names in ([9, 11, 21, 26], ["a-9", "a-11", "b-2"]):
+        rows = [{"prompt_id": name} for name in reversed(names)]
+        assert [row["prompt_id"] for row in samples.select(rows, {"sort": "prompt"})] == names
+
+
 def test_lineage_lists_trained_samples_with_their_weights(folder):
     rows = samples.lineage(folder, 12)
     assert [row["advantage"] for row in rows] == [-1.5, 0.5, 1.5]

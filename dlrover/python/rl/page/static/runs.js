@@ -45,10 +45,10 @@ const RUN_COLUMNS = [
   ["Time", (run) => duration(run.elapsed_s), "number", "elapsed_s"],
 ];
 
-/** Order two values by `sign`, absent ones last. */
+/** Order two values by `sign`, absent ones last, and texts by the numbers in them. */
 function compareValues(left, right, sign) {
   if (!isPresent(left) || !isPresent(right)) return isPresent(right) - isPresent(left);
-  return left === right ? 0 : sign * (left < right ? -1 : 1);
+  return sign * (typeof left === "string" ? left.localeCompare(right, "en", { numeric: true }) : left - right);
 }
 
 const sorted = (rows, value, order) =>
