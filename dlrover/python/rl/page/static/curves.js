@@ -241,8 +241,9 @@ function legend(runs) {
 /** Ask for what the view shows of each run. */
 async function readCurves(ids, params) {
   const all = (path, parameters) => Promise.all(ids.map((id) => ask(path, { id, ...parameters })));
+  const list = ids.map(encodeURIComponent).join(",");
   const [lists, marked, diff] = await Promise.all([
-    all("api/metrics"), all("api/marks"), ids.length > 1 ? ask("api/diff", { ids: ids.join(",") }) : null,
+    all("api/metrics"), all("api/marks"), ids.length > 1 ? ask("api/diff", { ids: list }) : null,
   ]);
   const metrics = { names: [...new Set(lists.flatMap(({ names }) => names))], groups: {} };
   for (const [group, names] of lists.flatMap(({ groups }) => Object.entries(groups))) {
