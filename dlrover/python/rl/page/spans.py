@@ -277,8 +277,8 @@ def last_step(folder: Path) -> int:
     with ExitStack() as opened:
         data = b"\n" + b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
     ended = [int(mark[1]) for mark in _MARK.finditer(data) if mark[1] is not None]
-    begun = _ISSUE.findall(data[max(data.rfind(b'\n["step",'), 0) :])
-    return max([0, *ended, *map(int, begun)])
+    open_steps = _ISSUE.findall(data[max(data.rfind(b'\n["step",'), 0) :])
+    return max([0, *ended, *map(int, open_steps)])
 
 
 def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) -> list[StepLanes]:

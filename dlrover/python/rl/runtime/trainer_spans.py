@@ -60,8 +60,7 @@ class RecordedPort:
             self._step = (step, now_s) if step is not None else None
 
     def close(self, has_finished: bool = False) -> None:
-        """Write what is left. ``has_finished``: the calls since the last step, such as those of a last evaluation, belong
-        to no step."""
+        """Write what is left. ``has_finished``: the calls since the last step, as for an evaluation, belong to none."""
         with self._lock:
             if has_finished and self._step is not None and self._step[0] == self._last_called:
                 self._step, self._last_called = (NO_STEP, self._step[1]), NO_STEP
