@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.page.findings import findings, time_lines
+from dlrover.python.rl.page.findings import findings, slow_parts, time_lines
 from dlrover.python.rl.page.spans import read_steps
 from tests.support.recorded_spans import Recording, lose_rollout, write_loss
 
@@ -36,12 +36,34 @@ def test_slow_rank_costs_what_it_adds_to_its_peers(recording):
     assert "ROLLOUT[2].sample took 1.9 s, its peers 0.399 s, in 3 of 5 steps: 4.5 s, 47% of the time" in line
 
 
+def test_short_delay_counts_from_its_third_step_on(recording):
+    for number in range(1, 7):
+        recording.step(number, [0.3, 0.3, 0.65 if number > 4 else 0.3])
+    assert causes_of(recording) == causes_of(recording, 5, 5) == []
+    recording.step(7, [0.3, 0.3, 0.65])
+    assert causes_of(recording) == [("slow_rank", "ROLLOUT[2]", "sample", 1.05)]
+
+
 def test_ranks_that_take_turns_in_being_slow_are_unequal(recording):
     for number in range(1, 7):
         seconds = [0.3, 0.3, 0.3]
         seconds[number % 3] = 0.9
         recording.step(number, seconds)
     assert causes_of(recording) == [("imbalance", "ROLLOUT", "sample", 2.4)]
+
+
+@pytest.mark.parametrize(
+    "last, count, causes",
+    [
+        ({"reward": 22.0}, 3, [("reward", 21.5)]),
+        ({"reward": 22.0}, 2, []),  # steps are too few to compare
+        ({"reward": 0.9, "evaluation": 30.0}, 3, []),
+    ],
+)
+def test_part_that_takes_longer_than_before_is_named(last, count, causes):
+    before, last = ({f"time/{name}": seconds for name, seconds in times.items()} for times in ({"reward": 0.5}, last))
+    rows = [{**times, "time/step": sum(times.values()) + 3.0} for times in [before] * count + [last]]
+    assert [(each.method, each.cost_s) for each in slow_parts(rows)] == causes
 
 
 def test_trainers_own_code_counts_while_no_worker_runs(recording):

@@ -9,21 +9,24 @@ from statistics import fmean, median, mode
 from typing import Literal, NamedTuple
 
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.page.curves import Row, parts_of
 from dlrover.python.rl.page.spans import TRAINER, CallSpan, Loss, StepLanes, last_step, read_steps
 
 _SLOW_RATIO, _SLOW_SHARE = 2.0, 0.2  # to the peers' median, and of the step: less is noise
+_SLOW_STEPS, _SLOW_S = 3, 0.4  # as many slow steps, or as long a delay in one: another program may cause less
 _UNEQUAL_RATIO, _UNEQUAL_SHARE, _UNEQUAL_STEPS = 1.5, 0.1, 3
 _WHOLE_SHARE = 0.05  # of all steps together
 _TRAINER_SHARE, _TRAINER_S = 0.3, 0.1
 _LAST_STEPS = 20
 _HUNG_RATIO, _HUNG_S = 5.0, 10.0
+_PART_SHARE, _PART_S, _FEWEST_STEPS = 0.5, 1.0, 3
 
 
 @dataclass(frozen=True)
 class Finding:
     """A cause of lost time. ``cost_s`` is its sum over the steps; ``method`` is empty for the trainer's own code."""
 
-    kind: Literal["slow_rank", "hung_call", "lost_member", "imbalance", "trainer"]
+    kind: Literal["slow_rank", "hung_call", "lost_member", "imbalance", "trainer", "slow_part"]
     process: str
     method: str
     cost_s: float
@@ -36,6 +39,20 @@ def findings(steps: Sequence[StepLanes]) -> list[Finding]:
     stands out."""
     causes = [*_losses(steps), *_hanging(steps), *_slow_ranks(steps), *_trainer(steps)]
     return sorted(causes, key=lambda finding: -finding.cost_s)
+
+
+def slow_parts(rows: Sequence[Row]) -> list[Finding]:
+    """Return the part that made the last step of these metrics slow: it took half of the step longer than its median in
+    the steps before. A part that most of those do not have, such as an evaluation, is not compared."""
+    *before, parts = ({part["name"]: part["seconds"] for part in parts_of(row)[1]} for row in rows[-_LAST_STEPS - 1 :])
+    usual_s = {name: median(each.get(name, 0.0) for each in before) for name in parts if len(before) >= _FEWEST_STEPS}
+    costs_s = {name: parts[name] - seconds for name, seconds in usual_s.items() if seconds}
+    name = max(costs_s, key=costs_s.__getitem__, default="")
+    if costs_s.get(name, 0.0) < max(_PART_SHARE * sum(parts.values()), _PART_S):
+        return []
+    times = f"took {parts[name]:.3g} s here, and {usual_s[name]:.3g} s in the {len(before)} steps before"
+    remedy = "Compare the step's samples and logs with earlier ones."
+    return [Finding("slow_part", "", name, costs_s[name], f"{name.capitalize()} {times}.", remedy)]
 
 
 def time_lines(folder: Path) -> list[str]:
@@ -119,9 +136,10 @@ def _slow_ranks(steps: Sequence[StepLanes]) -> Iterator[Finding]:
         slow = [each for each in delays if each.is_beyond(_SLOW_RATIO, _SLOW_SHARE, each.usual_s)]
         process = mode(each.process for each in slow) if slow else ""
         own = [each for each in slow if each.process == process]
-        cost_s = sum(each.slowest_s - each.usual_s for each in own)
+        delays_s = [each.slowest_s - each.usual_s for each in own]
+        cost_s, is_noise = sum(delays_s), len(own) < _SLOW_STEPS and max(delays_s, default=0.0) < _SLOW_S
         unequal = [each for each in delays if each.is_beyond(_UNEQUAL_RATIO, _UNEQUAL_SHARE, each.mean_s)]
-        if 2 * len(own) > len(slow) and cost_s >= _WHOLE_SHARE * whole_s:
+        if 2 * len(own) > len(slow) and cost_s >= _WHOLE_SHARE * whole_s and not is_noise:
             times_s = fmean(each.slowest_s for each in own), fmean(each.usual_s for each in own)
             where = f"in {len(own)} of {len(steps)} steps" if len(steps) > 1 else f"in step {steps[0].step}"
             sentence = f"{process}.{method} took {times_s[0]:.3g} s, its peers {times_s[1]:.3g} s, {where}"

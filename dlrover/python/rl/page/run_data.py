@@ -27,7 +27,7 @@ from dlrover.python.rl.master.client.views import JobHistory, JobView
 from dlrover.python.rl.master.process.live import read_live
 from dlrover.python.rl.master.process.status import reward_of
 from dlrover.python.rl.page import curves, samples, spans
-from dlrover.python.rl.page.findings import findings
+from dlrover.python.rl.page.findings import findings, slow_parts
 from dlrover.python.rl.page.perfetto import trace
 from dlrover.python.rl.page.stream import read_stream
 from dlrover.python.rl.page.timeline import REPAIRS, Timeline, last_sign_s, members_of, read_timeline, with_steps
@@ -237,7 +237,7 @@ class RunView:
             "parts": parts,
             "metrics": metrics,
             "lanes": lanes,
-            "findings": [vars(each) for each in findings(attempts)],
+            "findings": [vars(each) for each in findings(attempts) or (slow_parts(rows[: at + 1]) if row else ())],
             "first": min([number, *(each["step"] for each in rows[:1])]),
             "last": max([number, *(each["step"] for each in rows[-1:]), spans.last_step(self.folder)]),
         }
