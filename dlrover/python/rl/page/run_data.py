@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: the answers about a run stand together, as the views of the page that show them.
 """The data of a run that the page shows, in plain values for JSON. They are read from the run's folder only: the run's
 processes are never contacted."""
 
