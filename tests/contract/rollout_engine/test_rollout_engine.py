@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of rollout engines: samples and their log-probs, single requests, places, and new weights."""
 
+import asyncio
 import dataclasses
 import time
 
@@ -14,6 +15,7 @@ from dlrover.python.rl.common.spans import record_phases
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import Request, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
+from dlrover.python.rl.engine.api.rollout_server import RolloutServer
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -324,6 +326,22 @@ def test_abort_of_some_requests_leaves_the_others(engine):
     assert [item.request.key for item in aborted] == keys
     done.update(drain(engine))
     assert drawn(done) == {key: tokens for key, tokens in expected.items() if key not in keys}
+
+
+def test_paused_server_generates_nothing_and_keeps_requests(engine):
+    async def complete(pauses):
+        server, limit = RolloutServer(engine), sampling(temperature=0.0, max_new_tokens=12)
+        pending = [server.submit(request, limit, (1,)) for request in requests()]
+        assert server.step()
+        if pauses:
+            server.pause()
+            assert not server.step() and engine.running == 0
+            server.resume()
+        while server.step():
+            pass
+        return [(await server.wait(each)).request.done.tolist() for each in pending]
+
+    assert asyncio.run(complete(True)) == asyncio.run(complete(False))
 
 
 def test_most_of_a_call_is_in_phases(engine, reference):

@@ -3,6 +3,7 @@
 
 import ast
 import importlib
+import logging
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.vllm.plugin import _Causes
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from tests.support import rollout_cases
 from tests.support.commands import wait_for
@@ -146,7 +148,6 @@ def test_damaged_weights_are_not_served(engine, model_path, fault, name, message
     expected = tokens_of(engine, sampling, (5,))
     engine.receive(snapshot(model_path, 0), rewind=True)
     engine.add(requests(), sampling, (5,))
-    engine._server._loads = 0  # all tensors are read back
     engine._server._call(engine._server._llm.collective_rpc("damage_next_load", args=(fault, name, DOWN)))
     with pytest.raises(WeightSyncError, match=f"did not load the weights of version 1: .*{message}"):
         engine.receive(later)
@@ -158,13 +159,19 @@ def test_damaged_weights_are_not_served(engine, model_path, fault, name, message
     assert [token for number, text in enumerate(TEXTS) for token in [*text.encode(), *done[number, 0]]] == expected
 
 
-def test_each_tensor_is_read_back_in_one_of_eight_loads(engine, model_path):
+@pytest.mark.parametrize(("device", "parts"), [("cpu", [None] * 3), ("cuda", [None, 0, 1])])
+def test_an_eighth_is_read_back_where_tensors_have_to_be_sent(engine, model_path, monkeypatch, device, parts):
     """All are at the first load."""
-    parts = []
+    server, seen = engine._server, []
+    update = server._llm.update_weights
+    monkeypatch.setattr(
+        server._llm, "update_weights", lambda request: seen.append(request.update_info["part"]) or update(request)
+    )
+    monkeypatch.setattr(server._llm.vllm_config.device_config, "device_type", device)
+    server._loads = 0
     for version in range(1, 4):
-        parts.append((engine._server._loads - 1) % 8)
         engine.receive(snapshot(model_path, version))
-    assert parts == [parts[0], (parts[0] + 1) % 8, (parts[0] + 2) % 8]
+    assert seen == parts
 
 
 @pytest.mark.feature(104)
@@ -347,7 +354,7 @@ def test_killed_process_of_vllm_is_an_error(model_path):
         engine.add(requests(), SamplingParams(max_new_tokens=100, ignore_eos=True), (0,))
         engine.advance()
         for pid in set(processes_of(os.getpid())) - set(before):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM)  # so that it aborts its requests
         with pytest.raises(EngineDied, match="vLLM has ended"):
             drain(engine)
         assert (engine.running, engine.version) == (len(TEXTS), -1)
@@ -357,6 +364,29 @@ def test_killed_process_of_vllm_is_an_error(model_path):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="vLLM has ended"):
             engine.receive(snapshot(model_path, 1))
+
+
+def test_refused_request_tells_its_cause(engine, model_path, monkeypatch):
+    exceptions = importlib.import_module("vllm.v1.engine.exceptions")
+
+    async def refuse(*_):
+        raise exceptions.EngineGenerateError from RuntimeError("no block is free")
+        yield
+
+    engine.receive(snapshot(model_path, 1))
+    engine.add(requests()[:1], SamplingParams(max_new_tokens=3), (0,))
+    monkeypatch.setattr(engine._server._llm, "generate", refuse)
+    with pytest.raises(EngineError, match="refused a request: RuntimeError: no block is free"):
+        engine.advance()
+    engine.abort()
+
+
+def test_cause_is_the_first_error_that_vllm_logs(tmp_path):
+    logger, causes = logging.Logger("vllm"), tmp_path / "causes"
+    logger.addHandler(_Causes(str(causes)))
+    logger.error("worker %d died", 1)
+    logger.error("the engine failed", exc_info=RuntimeError("cancelled"))
+    assert causes.read_text().splitlines() == ["worker 1 died", "RuntimeError: cancelled"]
 
 
 def test_plugin_does_nothing_in_other_processes():
@@ -432,10 +462,11 @@ def on_gpus(monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "precision", "size", "devices", "expected"),
-    [("cuda:2", "fp32", 1, (), ("6", "ieee")), ("cuda:1", "bf16", 2, (1, 3), ("5,7", None))],
+    [("cuda:2", "fp32", 1, (), ("6,7", "ieee")), ("cuda:0", "bf16", 2, (0, 1, 3, 2), ("4,5,7,6", None))],
 )
 def test_vllm_has_its_devices_and_precision(model_path, on_gpus, device, precision, size, devices, expected):
-    make(model_path, device, precision, tensor_parallel_size=size, devices=devices)
+    backend = {"engine_args": {"pipeline_parallel_size": 2}}
+    make(model_path, device, precision, tensor_parallel_size=size, devices=devices, backend=backend)
     assert Recorder.last.calls == [("start", *expected)]
 
 
@@ -485,10 +516,20 @@ def test_items_of_a_request_that_arrive_together_are_joined(model_path, on_gpus,
     monkeypatch.setattr(Recorder, "take", lambda _: items, raising=False)
     (completion,) = engine.advance()
     assert (completion.request.done.tolist(), completion.request.versions.tolist()) == ([5, 6, 7], [4, 5, 5])
-    monkeypatch.setattr(Recorder, "take", lambda _: [tokens("1", finish="error")])
+    monkeypatch.setattr(Recorder, "take", lambda _: [tokens("1", [5], [-0.5], 4, [4], "length")])
     engine.add(requests()[:1], SamplingParams(max_new_tokens=3), (0,))
-    with pytest.raises(EngineError, match="ended a request by itself: error"):
+    with pytest.raises(EngineError, match="ended a request after 1 tokens: its own limit is lower"):
         engine.advance()
+
+
+def test_devices_go_before_the_users_variables(monkeypatch):
+    server = importlib.import_module("dlrover.python.rl.engine.vllm.server")
+    users = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "VLLM_NO_USAGE_STATS": "0"}
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    with server._environment({"CUDA_VISIBLE_DEVICES": "6"}):
+        assert {name: os.environ[name] for name in users} == {**users, "CUDA_VISIBLE_DEVICES": "6"}
+    assert {name: os.environ[name] for name in users} == users
 
 
 def test_failed_wake_ends_vllm_and_names_the_memory(model_path, on_gpus):

@@ -62,7 +62,7 @@ def test_process_sees_the_devices_of_its_engine(monkeypatch, visible, device, si
 @pytest.mark.parametrize(("devices", "visible"), [((1,), ""), ((), "0,1")])
 def test_too_few_devices_are_refused(monkeypatch, devices, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(EngineError, match="tensor_parallel_size 2 needs 2 devices"):
+    with pytest.raises(EngineError, match="2 ranks need 2 devices"):
         device_environment(RolloutSettings("cuda:1", tensor_parallel_size=2, devices=devices))
 
 

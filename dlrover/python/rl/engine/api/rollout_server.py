@@ -140,7 +140,8 @@ class RolloutServer:
         self.wakeup.notify()
 
     def pause(self) -> None:
-        """Generate nothing until :meth:`resume`; requests may be submitted."""
+        """Generate nothing until :meth:`resume`. Requests keep their tokens, and may be submitted."""
+        self.preempt()
         self.is_paused = True
 
     def resume(self) -> None:

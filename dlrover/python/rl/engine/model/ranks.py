@@ -277,18 +277,18 @@ def group_by_size(items: Iterable[T], count: Callable[[T], int], limit: int) -> 
         yield group
 
 
-def device_environment(settings: RolloutSettings) -> dict[str, str]:
-    """Return this process's environment with only the devices of ``settings`` visible: the backend numbers them from 0,
-    in their order. Raises an ``EngineError`` if there are too few."""
+def device_environment(settings: RolloutSettings, copies: int = 1) -> dict[str, str]:
+    """Return this process's environment with only the devices of ``settings`` visible, for ``copies`` of its ranks:
+    the backend numbers them from 0, in their order. Raises an ``EngineError`` if there are too few."""
     env, device = dict(os.environ), torch.device(settings.device)
     if device.type != "cuda":
         return env
-    count, first = settings.tensor_parallel_size, device.index or 0
+    count, first = settings.tensor_parallel_size * copies, device.index or 0
     numbers = settings.devices or tuple(range(first, first + count))
     visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if len(numbers) < count or (visible and max(numbers[:count]) >= len(visible)):
         raise EngineError(
-            f"tensor_parallel_size {count} needs {count} devices from {settings.device} on, but {len(numbers)} are"
+            f"the engine's {count} ranks need {count} devices from {settings.device} on, but {len(numbers)} are"
             f" given{f' and {len(visible)} are visible' if visible else ''}"
         )
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible[n] if visible else str(n) for n in numbers[:count])}

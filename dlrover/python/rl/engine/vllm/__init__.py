@@ -18,9 +18,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 _OWN_ARGUMENTS = {
     "model", "tensor_parallel_size", "device_ids", "enable_sleep_mode", "moe_backend", "weight_transfer_config",
     "speculative_config", "spec_method", "spec_model", "spec_tokens", "logprobs_mode", "logits_processors",
-    "skip_tokenizer_init",
+    "skip_tokenizer_init", "nnodes", "distributed_executor_backend", "data_parallel_backend",
 }  # fmt: skip
-"""Arguments of vLLM on which the engine's devices, weight syncs and sampling depend."""
+"""Arguments of vLLM on which the engine's devices, weight syncs and sampling depend; or that place it on several nodes,
+where it would not find its owner and the weights."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ if find_spec("vllm") is None:
 if TYPE_CHECKING:
     from dlrover.python.rl.engine.vllm.server import NewTokens, Server
 
+_LOWEST_TEMPERATURE = 0.01  # of vLLM's own sampler, which raises a lower one to it
+
 _BLOCK = 128
 """Tokens of vLLM's largest cache block: a sequence may leave as many unused."""
 
@@ -64,7 +66,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._asleep: set[Kind] = set()
         self._snapshot: WeightSnapshot | None = None  # that waits until vLLM has the weights on its device
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
-        dtype, ranks = DTYPES[settings.precision], settings.tensor_parallel_size
+        dtype = DTYPES[settings.precision]
+        ranks = settings.tensor_parallel_size * self._arguments["pipeline_parallel_size"]
         self._offload.bring("weights", divide_bytes(spec.count_weight_bytes(self._lm, dtype), ranks))
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -81,7 +84,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         if self._is_on_cpu:
             check_head_width(spec.get_head_width(self._lm))
         else:
-            env = device_environment(self._settings)
+            copies = self._arguments["pipeline_parallel_size"] * self._arguments["data_parallel_size"]
+            env = device_environment(self._settings, copies)
             if self._settings.precision == "fp32":
                 env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
         with self._offload.computing():
@@ -95,6 +99,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def check(self, tokens: Any, sampling: SamplingParams) -> None:
         super().check(tokens, sampling)
         is_cut = sampling.top_k is not None or sampling.top_p < 1.0
+        if self._options.sampler == "vllm" and 0.0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise EngineError(f"vLLM's own sampler takes temperatures from {_LOWEST_TEMPERATURE} on, and 0")
         if self._options.sampler == "vllm" and is_cut and sampling.logprobs == "policy":
             raise EngineError(
                 "vLLM's own sampler gives the log-probs of the distribution that is cut to top_k and top_p: set"
@@ -131,13 +137,13 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         for number, item in items:
             if item.error is not None:
                 raise item.error
-            if item.finish not in ("", "stop", "length"):
-                raise EngineError(f"vLLM ended a request by itself: {item.finish}")
             pairs = zip(item.tokens, item.logprobs, strict=True)
             new_tokens += [(number, token, logprob, {"versions": item.version}) for token, logprob in pairs]
         finished = self._requests.append(new_tokens, self.version)
         for number, item in items:
             if item.finish:
+                if number not in finished:
+                    raise EngineError(f"vLLM ended a request after {len(item.versions)} tokens: its own limit is lower")
                 before, columns = self._submitted[number][1], self._requests.by_number[number].columns.values
                 columns["versions"][before:] = item.versions[: len(columns["versions"]) - before]
         return finished
@@ -233,6 +239,8 @@ def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, optio
         "max_model_len": longest,
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": on_cpu or not options.compile,

@@ -39,16 +39,17 @@ def register() -> None:
 
 
 class _Causes(logging.Handler):
-    """Writes the exceptions that vLLM logs into a file. vLLM reports to its caller only that one has occurred."""
+    """Writes the errors that vLLM logs into a file. vLLM reports to its caller only that one has occurred."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and (error := record.exc_info[1]) is not None:
-            with suppress(OSError), open(self._path, "a") as file:
-                file.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else f"{type(error).__name__}: {error}"
+        with suppress(OSError), open(self._path, "a") as file:
+            file.write(f"{' '.join(text.split())}\n")
 
 
 def _end_with(owner: int) -> None:

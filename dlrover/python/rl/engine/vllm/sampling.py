@@ -65,7 +65,7 @@ def sample_rows(logits: torch.Tensor, plans: Mapping[int, Plan], uniform: torch.
     for row, plan in plans.items():
         groups.setdefault((*sampling_key(plan.sampling), plan.known_ids), []).append(row)
     for rows in groups.values():
-        plan, index = plans[rows[0]], torch.tensor(rows, device=logits.device)
+        plan, index = plans[rows[0]], torch.tensor(rows).to(logits.device, non_blocking=True)
         tokens, logprobs = choose(logits[index, : plan.known_ids], plan.sampling, uniform[index])
         logits[index] = -torch.inf
         logits[index, tokens] = logprobs.to(logits.dtype)
@@ -104,7 +104,7 @@ class PositionSamplerV1(RunnerV1Processor):
             # vLLM discards tokens past the last one, which get its number.
             numbers[row] = plan.uniform[min(max(index, 0), len(plan.uniform) - 1)]
         plans = {row: plan for row, (plan, _, _) in self._rows.items()}
-        return sample_rows(logits, plans, torch.from_numpy(numbers).to(logits.device))
+        return sample_rows(logits, plans, torch.from_numpy(numbers).to(logits.device, non_blocking=True))
 
 
 class PositionSamplerV2(RunnerV2Processor):
@@ -123,7 +123,7 @@ class PositionSamplerV2(RunnerV2Processor):
             self._plans.pop(req_idx, None)
             return False
         self._plans[req_idx] = plan
-        self._uniform[req_idx, : len(plan.uniform)] = torch.from_numpy(plan.uniform).to(self._uniform.device)
+        self._uniform[req_idx, : len(plan.uniform)].copy_(torch.from_numpy(plan.uniform), non_blocking=True)
         self._last[req_idx], self._prompt_tokens[req_idx] = len(plan.uniform) - 1, plan.prompt_tokens
         return True
 

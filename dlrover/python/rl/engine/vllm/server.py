@@ -90,7 +90,7 @@ class Server:
         self._thread.start()
         try:
             owner = {OWNER: f"{os.getpid()}:{self._causes}"}
-            with _environment({**owner, **_ENVIRONMENT, **env}), preserve_random_state():
+            with _environment({**env, **owner}), preserve_random_state():
                 self._llm = self._call(self._start(arguments), _START_S)
         except BaseException as error:
             cause = self._cause(error)
@@ -100,7 +100,7 @@ class Server:
             raise
 
     def _cause(self, error: BaseException) -> str:
-        """Return the first exception that vLLM's processes have logged; vLLM's own errors omit it."""
+        """Return the first error that vLLM's processes have logged; vLLM's own errors omit it."""
         first, *_ = *os.pread(self._causes, _CAUSE_BYTES, 0).decode(errors="replace").splitlines(), ""
         return first or f"{type(error).__name__}: {error}"
 
@@ -169,15 +169,22 @@ class Server:
                 self._outputs.put(self._read(name, output))
         except EngineDeadError as error:
             self._outputs.put(NewTokens(name, error=EngineDied(f"vLLM has ended: {self._cause(error)}")))
+        except EngineDied as error:
+            self._outputs.put(NewTokens(name, error=error))
         except Exception as error:  # noqa: BLE001 -- raised where tokens are taken
-            refusal = EngineError(f"vLLM refused a request: {type(error).__name__}: {error}")
+            cause = error.__cause__ or error  # some errors of vLLM have no text
+            refusal = EngineError(f"vLLM refused a request: {type(cause).__name__}: {cause}")
+            refusal.__cause__ = error
             self._outputs.put(NewTokens(name, error=refusal))
 
     def _read(self, name: str, output: RequestOutput) -> NewTokens:
         (new,) = output.outputs
         logprobs = new.logprobs.logprobs if new.logprobs is not None else ()  # of the sampled tokens alone
         versions = [int(span.version) for span in new.weight_versions or () for _ in range(span.start, span.end)]
-        return NewTokens(name, new.token_ids, logprobs, self.version, versions, new.finish_reason or "")
+        finish = new.finish_reason or ""
+        if finish not in ("", "stop", "length"):  # by itself, as when one of its processes is told to end
+            raise EngineDied(f"vLLM has ended a request: {self._cause(EngineError(finish))}")
+        return NewTokens(name, new.token_ids, logprobs, self.version, versions, finish)
 
     def take(self) -> list[NewTokens]:
         """Wait for tokens of any request, and return all that have arrived. Raises EngineDied if vLLM has ended."""
@@ -207,15 +214,17 @@ class Server:
         self._call(self._checked("vLLM did not abort requests", abort()))
 
     def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place while requests stand still, and read them back. Comparing copies the tensors to the
-        device again, so only the first load is compared in full, and each later one for an eighth of the tensors.
-        Running requests continue with the new weights; their cache is computed again unless it is kept. After a
-        WeightSyncError vLLM has a mixture of weights."""
-        part = (self._loads - 1) % READ_BACK_PARTS if self._loads else None
-        parallel = self._llm.vllm_config.parallel_config
+        """Load weights in place while requests stand still, and read them back. Comparing copies tensors from the host
+        to another device again, so there only the first load is compared in full, and each later one for an eighth of
+        the tensors. Running requests continue with the new weights; their cache is computed again unless it is kept.
+        After a WeightSyncError vLLM has a mixture of weights."""
+        config = self._llm.vllm_config
+        parallel = config.parallel_config
         # Workers on other devices than this process's cannot open memory of this one.
         is_one = parallel.world_size == parallel.data_parallel_size == 1
         with share_weights(weights, on_device=is_one) as shared:
+            is_near = shared.ticket is not None or config.device_config.device_type == "cpu"
+            part = None if is_near or not self._loads else (self._loads - 1) % READ_BACK_PARTS
             update = asdict(replace(shared, part=part))
             failure = f"vLLM did not load the weights of version {weights.version}"
             self._call(self._checked(failure, self._update(update, weights.version), WeightSyncError), _LOAD_S)
@@ -258,9 +267,11 @@ class Server:
         """End vLLM and its processes."""
 
         async def close() -> None:
-            for task in list(self._tasks.values()):
+            tasks = [*self._tasks.values()]
+            for task in tasks:
                 task.cancel()
             self._llm.shutdown(timeout=0.0)
+            await asyncio.gather(*tasks, return_exceptions=True)  # waits: for tasks that do not
 
         try:
             asyncio.run_coroutine_threadsafe(close(), self._loop).result()  # waits: vLLM ends its processes at once
@@ -294,12 +305,12 @@ def check_head_width(width: int) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Start processes of vLLM with these variables, unless the user has set them, and without the script that this
-    process runs, which has no part there. Restores what vLLM changes in this process."""
+    """Start processes of vLLM with these variables, our defaults, and without the script that this process runs, which
+    has no part there. Restores what vLLM changes in this process."""
     before, main = dict(os.environ), sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    os.environ.update({name: value for name, value in values.items() if name not in before})
+    os.environ.update({**_ENVIRONMENT, **before, **values})
     main.__spec__, main.__dict__["__file__"] = None, None
     try:
         yield
