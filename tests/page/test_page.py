@@ -3,6 +3,7 @@
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -172,6 +173,26 @@ def test_samples_are_searched_sorted_and_opened(open_page, site):
     page.wait_for_selector("text=No sample of this step matches.")
 
 
+def test_damaged_journal_is_named_by_each_view(open_page, site, runs, tmp_path):
+    torn = shutil.copytree(runs["ppo"], runs["grpo"].parent / "torn")
+    (torn / "journal.jsonl").write_text("rl-journal 9\n")
+    for view in ("run", "curves"):
+        assert "is no journal" in open_page(f"{site}#{view}/torn").locator(".state").first.inner_text()
+    torn.rename(tmp_path / "torn")  # away from the other tests
+
+
+def test_rows_without_the_value_are_last_in_both_orders(open_page, site):
+    page = open_page(site + "#runs")
+    for order, values in (("asc", [1.5, 3, None]), ("desc", [3, 1.5, None]), ("asc", ["a9", "a11", None])):
+        assert page.evaluate(f"sorted({json.dumps(values[::-1])}, (value) => value, '{order}')") == values
+
+
+def test_text_of_the_environment_is_shown_beside_the_tokens(open_page, site):
+    page = open_page(site + "#runs")
+    row = "{ tokens: ['a'], token_advantages: [1], completion: 'a b', turns: 2 }"
+    assert page.evaluate(f"h('p', null, completion({row}, {{}})).querySelector('pre').textContent") == "a b"
+
+
 @pytest.mark.parametrize("view", FILE_VIEWS)
 def test_exported_file_shows_its_views_without_a_network(open_page, exported, view):
     address, heading = VIEWS[view]
@@ -186,6 +207,11 @@ def test_exported_file_shows_its_views_without_a_network(open_page, exported, vi
     page.evaluate("show()")
     wait_for_view(page)
     assert requests == []
+
+
+def test_exported_events_of_a_process_have_those_of_the_journal(open_page, exported):
+    page = open_page(exported + "#events/.?process=rollout-1")
+    assert "process_died" in "".join(page.locator("ol.log li.of-event").all_inner_texts())
 
 
 def test_exported_file_says_what_it_does_not_have(open_page, exported):

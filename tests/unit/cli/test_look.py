@@ -68,6 +68,7 @@ def test_samples_chooses_rows(run_verb, options, rewards):
 @pytest.mark.parametrize(
     ("verb", "options", "message"),
     [
+        ("samples", ("--worst", "2", "--best", "2"), "--worst, --best: cannot be used together"),
         ("samples", ("--step", "7"), "--step: 7 has no samples: there are steps 1 to 6"),
         ("lineage", ("--step", "7", "--json"), "no sample that step 7 trained on: there are samples of steps 1 to 6"),
         ("samples", ("--prompt", "9"), "--prompt: step 6 has no prompt '9'; known: 0, 1"),

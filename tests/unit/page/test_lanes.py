@@ -105,6 +105,13 @@ def test_step_that_the_trainers_end_cut_off_is_unfinished(recording):
     assert cut_off.end_s == now_s + 0.1, "not when the next trainer began, perhaps days later"
 
 
+def test_calls_after_the_last_step_are_no_step(recording):
+    recording.step(1).step(2).step(3)
+    recording.lines["trainer"][-1][1] = -1  # as the trainer writes it that has ended
+    folder = recording.write()
+    assert ([step.step for step in read_steps(folder, 1, 9)], last_step(folder)) == ([1, 2], 2)
+
+
 @pytest.mark.parametrize("kind", [CauseKind.PROCESS_DIED, CauseKind.HUNG])
 def test_lost_worker_is_replaced_in_its_lane(recording, kind):
     recording.step(1)

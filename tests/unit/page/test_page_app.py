@@ -56,6 +56,12 @@ def test_page_refuses_a_wrong_question_in_one_line(client, query, status, messag
     assert (answer.status_code, answer.json()) == (status, {"error": message})
 
 
+def test_page_compares_runs_whose_names_have_a_comma(client, root):
+    write_run(root / "a,b", steps=5)
+    settings = client.get("/api/diff", params={"ids": "a%2Cb,toy"}).json()["settings"]
+    assert {each["key"]: each["values"] for each in settings}["config.steps"] == [5, 6]
+
+
 def test_page_confines_itself_and_other_sites(client):
     assert "default-src 'none'" in client.get("/").headers["content-security-policy"]
     assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403

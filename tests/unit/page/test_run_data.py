@@ -14,9 +14,11 @@ from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.log import log_line
 from dlrover.python.rl.control import events
 from dlrover.python.rl.page import curves, samples
+from dlrover.python.rl.page.export import export
 from dlrover.python.rl.page.run_data import RunFolders, RunView, find_runs
 from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from tests.support import control_runs
+from tests.support.recorded_spans import Recording, lose_rollout
 from tests.support.run_files import write_rows
 from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_description, write_run
 
@@ -119,8 +121,26 @@ def test_step_parts_add_up_to_the_step(run):
     answer = run.step(5)
     assert answer["total_s"] == STEP_S
     assert sum(part["seconds"] for part in answer["parts"]) == pytest.approx(STEP_S)
-    with pytest.raises(CallError, match="step 99 has no metrics: the last step with metrics is 20"):
+    with pytest.raises(CallError, match="step 99 has neither metrics nor spans: the last step with metrics is 20"):
         run.step(99)
+
+
+def test_wait_for_a_replacement_is_a_part_of_its_own(folder, run):
+    recording = Recording(folder)
+    recording.lines["trainer"][-3][3] = lose_rollout(recording, 5) + 0.2  # the trainer's wait begins later
+    recording.write()
+    parts = {part["name"]: pytest.approx(part["seconds"]) for part in run.step(5)["parts"]}
+    assert parts == {"generation": 1.2, "update": 0.5, "recovery": 0.2, "trainer": 0.1}
+
+
+def test_unfinished_step_has_lanes_and_no_parts(folder, run):
+    recording = Recording(folder).step(20)
+    recording.add("trainer", "issue", 21, 0, "ROLLOUT", [0, 1], "sample", recording.now_s + 0.5, [])
+    recording.write()
+    ended, answer = run.step(20), run.step(21)
+    assert (answer["parts"], answer["metrics"], answer["total_s"], len(answer["lanes"])) == ([], {}, 0.5, 4)
+    assert [(each["is_unfinished"], each["last"]) for each in (ended, answer)] == [(False, 21), (True, 21)]
+    assert '"api/step?id=.&step=21"' in export(folder)
 
 
 # -- journals ---------------------------------------------------------------------------------------------------------
@@ -140,6 +160,7 @@ def test_timeline_of_a_loss_without_progress_is_under_way(tmp_path):
     assert mark["cost_s"] is None
     assert mark["step"] >= 6
     assert run.row()["recoveries"] == 1
+    assert run.overview()["try"][0].startswith("See its log")
 
 
 def test_timeline_marks_a_resize_with_its_cost_and_step(tmp_path):
@@ -169,10 +190,14 @@ def test_timeline_of_a_resumed_run_has_both_journals(folder, tmp_path):
     assert [mark.kind for mark in read_timeline(folder).marks] == ["recovery", "resume"]
 
 
-def test_damaged_journal_leaves_the_rest_of_the_page(folder):
-    (folder / "journal.jsonl").write_bytes(b"rl-journal 1 nonsense\n")
-    row = RunView(folder, "toy").row()
-    assert (row["step"], row["recoveries"], row["phase"]) == (20, 0, "finished")
+@pytest.mark.parametrize(("old", "new"), [(b"rl-journal 1", b"rl-journal 9"), (b"ROLLOUT", b"ROLLING")])
+def test_damaged_journal_is_named_beside_the_rest_of_the_run(folder, old, new):
+    journal = folder / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(old, new))
+    run = RunView(folder, "toy")
+    row, marks = run.row(), run.marks()
+    assert (row["step"], row["recoveries"], row["phase"], marks["marks"]) == (20, None, "finished", [])
+    assert row["reason"] == run.overview()["journal_error"] == marks["journal_error"] != ""
 
 
 # -- the list and the overview ----------------------------------------------------------------------------------------
@@ -263,6 +288,13 @@ def test_samples_are_chosen_and_sorted(query, numbers):
     assert [row["reward"] for row in samples.select(rows, query)] == numbers
 
 
+@pytest.mark.parametrize("rows", [[0.5, 1.0, None, None], [1.0, 0.5, None], ["a-9", "a-11", "b-2"], [9, 11, 21]])
+def test_absent_values_are_last_and_9_is_before_11(rows):
+    sort, order = "prompt" if None not in rows else "reward", "desc" if rows[0] == 1.0 else "asc"
+    samples_ = [{"prompt_id": each, "reward": each} for each in reversed(rows)]
+    assert [row["prompt_id"] for row in samples.select(samples_, {"sort": sort, "order": order})] == rows
+
+
 def test_lineage_lists_trained_samples_with_their_weights(folder):
     rows = samples.lineage(folder, 12)
     assert [row["advantage"] for row in rows] == [-1.5, 0.5, 1.5]
@@ -288,6 +320,9 @@ def test_events_and_logs_are_one_stream_in_time(run):
 
 def test_events_can_be_searched_and_chosen_by_process(run):
     assert [each["level"] for each in run.events("", "trainer", "SLOW", 100)["events"]] == ["W"]
+    (run.folder / "logs/rollout-1.log").write_text("08:00:09 I back\n")
+    entries = [run.events("", name, "", 100)["events"] for name in ("ROLLOUT[1]", "rollout-1")]
+    assert entries[0] == entries[1] and [each["kind"] for each in entries[0]].count("event") == 2
     with pytest.raises(CallError, match=r"'trainr' has no log; did you mean 'trainer'\?"):
         run.events("", "trainr", "", 100)
     with pytest.raises(CallError, match="'after' is not a cursor that this page gave"):

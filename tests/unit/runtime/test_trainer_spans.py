@@ -42,8 +42,8 @@ def record(tmp_path, monkeypatch):
     def make(**options):
         port = RecordedPort(SlowPort(clock), spans, **options)
 
-        def end():
-            port.close()
+        def end(**options):
+            port.close(**options)
             return [json.loads(line) for line in (tmp_path / "spans" / "trainer.jsonl").read_text().splitlines()][1:]
 
         return port, end
@@ -85,6 +85,14 @@ def test_trainer_step_is_written_for_each_attempt(record):
         port.submit("ACTOR", 0, Call((step, 0), "update", (), {}))
     port.begin_step(4)
     assert [line[1:] for line in end() if line[0] == "step"] == [[1, 0, 0.5], [2, 0.5, 1], [2, 1, 1.5], [3, 1.5, 2]]
+
+
+def test_trainer_calls_after_the_last_step_belong_to_none(record):
+    port, end = record()
+    port.begin_step(1)
+    port.begin_step(2)
+    port.submit("ACTOR", 0, Call((2, 0), "evaluate", (), {}))
+    assert [line[1:] for line in end(has_finished=True) if line[0] == "step"] == [[1, 0, 0], [-1, 0, 0.5]]
 
 
 def test_trainer_waits_while_a_call_runs_in_its_process(record):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import cut_middle, echo, inert
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, log_name
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
@@ -114,6 +114,8 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
 @_JSON
 def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | None, **options: Any) -> None:
     """Print the samples of a step, with rewards, advantages, and what training did with them."""
+    if worst and best:
+        raise InvalidJob([ConfigError("--worst, --best", "cannot be used together")])
     folder = find_saved_run(name_or_dir).folder
     limits = sample_steps(folder)
     if limits is None:
@@ -221,7 +223,8 @@ def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, a
 def stacks(name_or_dir: str, process: str, as_json: bool) -> None:
     """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
     run = RunView(find_saved_run(name_or_dir).folder, ".")
-    names = {each["process"].lower().replace("[", "-").rstrip("]"): each for each in run.members() if each["pid"]}
+    names = {log_name(each["process"]): each for each in run.members() if each["pid"]}
+    process = log_name(process)
     if process and process not in names:
         raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])
     if not names or run.view.ended:
@@ -252,10 +255,10 @@ def runs(folder: Path, as_json: bool) -> None:
     table = Table("run", "phase", "step", "reward", "goodput", "recoveries", "elapsed", "began", box=None)
     for row in rows:
         steps = f"{row['step']}/{row['total_steps']}" if row["total_steps"] else str(row["step"])
-        shares = ["" if row[name] is None else _short(row[name]) for name in ("reward", "goodput")]
+        shares = ["" if row[name] is None else _short(row[name]) for name in ("reward", "goodput", "recoveries")]
         span = str(timedelta(seconds=int(row["elapsed_s"])))
         began = when(row["started_s"]) if row["started_s"] else ""
-        table.add_row(inert(row["id"]), inert(row["phase"]), steps, *shares, str(row["recoveries"]), span, began)
+        table.add_row(inert(row["id"]), inert(row["phase"]), steps, *shares, span, began)
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 

@@ -116,6 +116,11 @@ class ProcessId:
 TRAINER_ID = ProcessId("trainer", 0, ProcessKind.TRAINER)
 
 
+def log_name(process: str) -> str:
+    """Return the name of a process's log: ``rollout-1`` for ``ROLLOUT[1]``, and for ``rollout-1`` itself."""
+    return process.lower().replace("[", "-").rstrip("]")
+
+
 def is_job_name(name: str) -> bool:
     return _JOB.fullmatch(name) is not None
 

@@ -10,7 +10,8 @@ Each line is a JSON array whose first item is its kind; times are Unix seconds::
     ["step", step, began_s, ended_s]                                        by the trainer: one attempt
     ["dropped", lines]                                             number of lines that could not be written
 
-Step and n are -1 for a call that belongs to no step."""
+Step and n are -1 for a call that belongs to no step. A "step" of -1 is the time after the last one: its calls have the
+number of the step that would have followed."""
 
 import os
 import socket
@@ -28,6 +29,7 @@ from dlrover.python.rl.common.disk_space import DiskWait, append
 from dlrover.python.rl.common.names import ProcessId
 
 SPANS, SUFFIX, OLDER = "spans", ".jsonl", ".jsonl.1"
+NO_STEP = -1
 
 _FLUSH_S = 2.0
 _MOST_LINES = 10_000  # in memory, while the disk does not answer

@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -52,7 +53,7 @@ def _events(run: RunView, query: Query) -> Plain:
 
 ANSWERS: dict[str, Callable[[RunFolders, Query], Plain]] = {
     "runs": lambda runs, query: {"runs": runs.rows(), "now_s": time.time()},
-    "diff": lambda runs, query: runs.diff(list(filter(None, query.get("ids", "").split(",")))),
+    "diff": lambda runs, query: runs.diff([unquote(each) for each in query.get("ids", "").split(",") if each]),
     "run": _of_run(lambda run, query: run.overview()),
     "metrics": _of_run(lambda run, query: run.metrics()),
     "curves": _of_run(

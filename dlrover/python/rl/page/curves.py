@@ -117,10 +117,13 @@ def series_of(rows: Sequence[Row], names: Sequence[str], points: int) -> Points:
     }
 
 
-def parts_of(row: Row) -> tuple[float, list[dict[str, Any]]]:
-    """Return the seconds of a step and its parts, the longest first, which add up to them; 0 without times."""
+def parts_of(row: Row, replacing_s: float = 0.0) -> tuple[float, list[dict[str, Any]]]:
+    """Return the seconds of a step and its parts, the longest first, which add up to them; 0 without times. The trainer
+    waited ``replacing_s`` for replacements, which the metrics count as its own code."""
     seconds = {name[5:]: number_of(value) or 0.0 for name, value in row.items() if name.startswith("time/")}
     total_s = seconds.pop("step", 0.0)
     seconds["trainer"] = seconds.get("trainer", 0.0) + total_s - sum(seconds.values()) if total_s else 0.0
+    seconds["recovery"] = max(min(replacing_s, seconds["trainer"]), 0.0)
+    seconds["trainer"] -= seconds["recovery"]
     parts = [{"name": name, "seconds": each} for name, each in seconds.items() if each]
     return total_s, sorted(parts, key=lambda part: -part["seconds"])

@@ -62,8 +62,8 @@ def _answers(runs: RunFolders) -> Iterator[tuple[str, Plain]]:
     run = runs.get(".")
     yield from ask("curves", {"points": "2000"}, id=".")
     marked = {mark["step"] for mark in run.marks()["marks"]}
-    last = run.version()["step"]
-    steps = sorted({*range(max(last - _STEPS + 1, 1), last + 1), *sorted(marked)[-_MARKED_STEPS:]})
+    last = run.version()["step"] + 1  # may have begun
+    steps = sorted({*range(max(last - _STEPS, 1), last + 1), *sorted(marked)[-_MARKED_STEPS:]})
     for step in steps:
         yield from ask("step", id=".", step=step)
         yield from ask("samples", {"limit": "200"}, id=".", step=step)

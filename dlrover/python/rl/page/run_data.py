@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: the answers about a run stand together, as the views of the page that show them.
 """The data of a run that the page shows, in plain values for JSON. They are read from the run's folder only: the run's
 processes are never contacted."""
 
@@ -8,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -94,26 +96,28 @@ class RunView:
             "reward": curves.number_of(view.reward),
             "spark": spark,
             "goodput": timeline.goodput(until_s),
-            "recoveries": len(marks),
+            "recoveries": None if timeline.error else len(marks),
             "devices": len(devices),
             "started_s": view.started_s,
             "elapsed_s": max(until_s - view.started_s, 0.0) if view.started_s else 0.0,
-            "reason": view.reason,
+            "reason": timeline.error or view.reason,
+            "journal_error": timeline.error,
         }
 
     def overview(self) -> Plain:
         view, timeline = self.view, self.timeline
         open_end_s = last_sign_s(self.folder) if view.ended else 0.0
         failure = timeline.state.failure or timeline.state.first_cause
+        cause = failure.kind.value if failure else view.cause
         return {
             **self.row(),
             "folder": str(self.folder),
             "roles": dict(view.roles),
             "members": self.members(),
-            "cause": failure.kind.value if failure else view.cause,
+            "cause": cause,
             "message": f"{failure.who}: {failure.message}" if failure else view.reason,
             "detail": failure.detail if failure else view.detail,
-            "try": list(advice(view)),
+            "try": list(advice(replace(view, cause=cause))),
             "strip": [{**vars(use), "end_s": use.end_s or open_end_s} for use in timeline.uses],
             "uses": self.uses(),
             "settings": self.settings(),
@@ -134,7 +138,7 @@ class RunView:
         of its owner."""
         timeline, owner = self.timeline, self._owner
         name = owner.job if owner else self.folder.name
-        if timeline.entries:
+        if timeline.entries and not timeline.error:
             history = JobHistory(0.0, state=timeline.state, began_s=timeline.began_s, last_s=timeline.entries[-1][0])
             return view_of_folder(name, self.folder, history)
         last, changed_s = curves.last_row(self.folder / METRICS)
@@ -197,34 +201,38 @@ class RunView:
         return {**main, "superseded": repeated}
 
     def marks(self) -> Plain:
-        return {"marks": with_steps(self.timeline.marks, self._step_at)}
+        timeline = self.timeline
+        return {"marks": with_steps(timeline.marks, self._step_at), "journal_error": timeline.error}
 
     def step(self, number: int) -> Plain:
-        """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts. Raises
-        CallError for an unknown step."""
+        """Return a step's time by parts, the lanes of its last attempt, and findings about all of its attempts; without
+        parts for a step that has not ended. Raises CallError for an unknown step."""
         rows = self._metrics.rows()
         at = bisect_right(rows, number, key=lambda row: row["step"]) - 1
-        if at < 0 or rows[at]["step"] != number:
+        row = rows[at] if at >= 0 and rows[at]["step"] == number else None
+        attempts = spans.read_steps(self.folder, number, number, time.time() if in_use(self.folder) else None)
+        if row is None and not attempts:
             last = rows[-1]["step"] if rows else 0
-            raise CallError(f"step {number} has no metrics: the last step with metrics is {last}")
-        total_s, parts = curves.parts_of(rows[at])
-        attempts = spans.read_steps(self.folder, number, number)
-        begin_s = attempts[-1].begin_s if attempts else 0.0
+            raise CallError(f"step {number} has neither metrics nor spans: the last step with metrics is {last}")
+        begin_s, end_s = (attempts[-1].begin_s, attempts[-1].end_s) if attempts else (0.0, 0.0)
+        replacing_s = attempts[-1].replacing_s if attempts else 0.0
+        total_s, parts = curves.parts_of(row, replacing_s) if row else (end_s - begin_s, [])
         lanes = [
             {"process": lane.process, "spans": [_shifted(span, begin_s) for span in lane.spans]}
             for lane in (attempts[-1].lanes if attempts else ())
         ]
-        metrics = {name: curves.number_of(value) for name, value in rows[at].items() if name != "step"}
+        metrics = {name: curves.number_of(value) for name, value in (row or {}).items() if name != "step"}
         return {
             "step": number,
+            "is_unfinished": row is None,
             "began_s": begin_s,
             "total_s": total_s,
             "parts": parts,
             "metrics": metrics,
             "lanes": lanes,
-            "findings": [vars(each) for each in findings(attempts) or slow_parts(rows[: at + 1])],
-            "first": rows[0]["step"],
-            "last": rows[-1]["step"],
+            "findings": [vars(each) for each in findings(attempts) or (slow_parts(rows[: at + 1]) if row else ())],
+            "first": min([number, *(each["step"] for each in rows[:1])]),
+            "last": max([number, *(each["step"] for each in rows[-1:]), spans.last_step(self.folder)]),
         }
 
     def trace(self, first: int, last: int) -> bytes:
@@ -351,7 +359,15 @@ class RunFolders:
 
 
 EMPTY_ROW: Plain = {
-    **{"step": 0, "total_steps": 0, "last_step_s": 0.0, "reward": None, "spark": [], "goodput": None, "recoveries": 0},
+    **{
+        "step": 0,
+        "total_steps": 0,
+        "last_step_s": 0.0,
+        "reward": None,
+        "spark": [],
+        "goodput": None,
+        "recoveries": None,
+    },
     **{"devices": 0, "started_s": 0.0, "elapsed_s": 0.0, "owner": "", "phase": "unknown"},
 }
 """The row of a run without files."""

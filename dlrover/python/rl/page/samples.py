@@ -19,6 +19,7 @@ Row = dict[str, Any]
 _STEP = re.compile(rb'\{"step": ?([0-9]+)[,}]')
 _PART = re.compile(r"steps-(\d+)\.jsonl")
 _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
+_NUMBER = re.compile(r"\d+")
 _CHUNK = 1 << 16
 _LINEAGE = (
     "prompt_id", "sample_index", "retry", "trajectory", "version", "min_version", "staleness", "rank", "update",
@@ -61,12 +62,13 @@ def lineage(folder: Path, step: int) -> list[Row]:
 
 def select(rows: Sequence[Row], query: Mapping[str, str]) -> list[Row]:
     """Return the rows that match ``q`` (a text in prompt or completion), ``prompt`` (an id) and ``errors``, in the
-    order of ``sort`` (reward, length, error or prompt) and ``order`` (asc or desc). Raises CallError."""
+    order of ``sort`` (reward, length, error or prompt) and ``order`` (asc or desc); rows without the value are last.
+    Raises CallError."""
     keys: dict[str, Callable[[Row], Any]] = {
-        "reward": lambda row: (number_of(row.get("reward")) is None, number_of(row.get("reward")) or 0.0),
+        "reward": lambda row: number_of(row.get("reward")),
         "length": lambda row: row.get("completion_tokens", len(str(row.get("completion", "")))),
-        "error": lambda row: (not row.get("error"), str(row.get("error"))),
-        "prompt": lambda row: (str(row.get("prompt_id")), row.get("sample_index", 0)),
+        "error": lambda row: str(row["error"]) if row.get("error") else None,
+        "prompt": lambda row: (_natural(str(row.get("prompt_id"))), row.get("sample_index", 0)),
     }
     sort, text = query.get("sort", ""), query.get("q", "").lower()
     if sort and sort not in keys:
@@ -79,8 +81,15 @@ def select(rows: Sequence[Row], query: Mapping[str, str]) -> list[Row]:
         and (not text or any(text in str(row.get(name, "")).lower() for name in ("prompt", "completion", "answer")))
     ]
     if sort:
-        chosen.sort(key=keys[sort], reverse=query.get("order") == "desc")
+        present = [row for row in chosen if keys[sort](row) is not None]
+        absent = [row for row in chosen if keys[sort](row) is None]
+        chosen = sorted(present, key=keys[sort], reverse=query.get("order") == "desc") + absent
     return chosen
+
+
+def _natural(text: str) -> str:
+    """Return a key of sorting by which a number in a text counts as a number: 9 is before 11."""
+    return _NUMBER.sub(lambda match: match[0].zfill(20), text)
 
 
 def _parts(folder: Path, ending: str) -> dict[int, Path]:

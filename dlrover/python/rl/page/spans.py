@@ -37,6 +37,7 @@ TRAINER = str(TRAINER_ID)
 _CHUNK = 1 << 16
 _CLOCK_S = 1.0  # by which the clocks of two nodes may differ
 _SHORTEST_S = 1e-6
+_REPLACING = "waits for a replacement"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ class StepLanes:
     calls: tuple[tuple[ProcessId, CallSpan], ...] = ()
     losses: tuple[Loss, ...] = ()
     is_open: bool = False  # the run has ended in it, or is still in it
+
+    @property
+    def replacing_s(self) -> float:
+        """The seconds in which the trainer waits for replacements of lost workers."""
+        spans = (span for lane in self.lanes[:1] for span in lane.spans)
+        return sum(span.end_s - span.begin_s for span in spans if span.label == _REPLACING)
 
 
 class _Issue(NamedTuple):
@@ -226,7 +233,8 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, list[_File]]:
     return files
 
 
-_MARK = re.compile(rb'\n\["(?:step",(\d{1,18}),|process",)[^\n]*')
+_MARK = re.compile(rb'\n\["(?:step",(-?\d{1,18}),|process",)[^\n]*')
+_ISSUE = re.compile(rb'\n\["issue",(\d{1,18}),')
 
 
 def _attempts(files: Sequence[_File], first: int, last: int, now_s: float | None) -> list[StepLanes]:
@@ -267,9 +275,10 @@ def _cut_off(lines: bytes, before: re.Match[bytes] | None, end_s: float | None) 
 def last_step(folder: Path) -> int:
     """Return the number of the last step that has spans, 0 if none has."""
     with ExitStack() as opened:
-        data = b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
-    lines = (data[data.rfind(b'\n["%s",' % kind) + 1 :].partition(b"\n")[0] for kind in (b"step", b"issue"))
-    return max([0, *(row.step for row in map(_parse, lines) if isinstance(row, _StepRow | _Issue))])
+        data = b"\n" + b"\n".join(file.content() for file in _open_files(folder, opened).get(TRAINER, ()))
+    ended = [int(mark[1]) for mark in _MARK.finditer(data) if mark[1] is not None]
+    open_steps = _ISSUE.findall(data[max(data.rfind(b'\n["step",'), 0) :])
+    return max([0, *ended, *map(int, open_steps)])
 
 
 def read_steps(folder: Path, first: int, last: int, now_s: float | None = None) -> list[StepLanes]:
@@ -430,7 +439,7 @@ class _Lanes:
         for gone_s, ready_s, process in losses:
             if gone_s < end_s and ready_s > begin_s:
                 yield from _span(begin_s, gone_s, "call", TRAINER)
-                yield from _span(max(begin_s, gone_s), min(ready_s, end_s), "wait", "waits for a replacement", process)
+                yield from _span(max(begin_s, gone_s), min(ready_s, end_s), "wait", _REPLACING, process)
                 begin_s = ready_s
         yield from _span(begin_s, end_s, "call", TRAINER)
 

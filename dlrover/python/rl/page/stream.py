@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.common.log import inert
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, log_name
 from dlrover.python.rl.common.private_files import with_real_parent
 from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 
@@ -31,7 +31,7 @@ def read_stream(
     """Return up to ``limit`` new entries of the journal (``entries``) and the logs since the cursor ``after``, oldest
     first, and the next cursor; the last ones if it is empty. Raises CallError for a damaged cursor."""
     files = RunFolder(with_real_parent(folder.absolute()))
-    cursor, names = _decode(after), _processes(files)
+    cursor, names, process = _decode(after), _processes(files), log_name(process)
     if process and process not in names:
         near = hint(process, names) or ": a run in one process writes none, or it has only begun"
         raise CallError(f"'{process}' has no log{near}")
@@ -41,7 +41,7 @@ def read_stream(
     rows: list[Entry] = [
         {"at_s": at_s, "process": name, "kind": "event", "level": "", "text": text}
         for at_s, name, text in entries[cursor["journal"] :]
-        if not process or name.lower().replace("[", "-").rstrip("]") == process
+        if not process or log_name(name) == process
     ]
     times = cursor["times"]
     for name, text in reader.read() if names else ():

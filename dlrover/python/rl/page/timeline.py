@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -59,6 +58,7 @@ class Timeline:
     uses: list[Use] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     entries: list[tuple[float, str, str]] = field(default_factory=list)  # time, process, and a line for people
+    error: str = ""  # of a journal that cannot be read
 
     @property
     def began_s(self) -> float:
@@ -89,15 +89,18 @@ def last_sign_s(folder: Path) -> float:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read the journals of the run in ``folder``, in the order of the starts; a damaged one counts as missing."""
+    """Read the journals of the run in ``folder``, in the order of the starts. A damaged one is left out, and named
+    by ``error``."""
     earlier = sorted(folder.glob("journal.[0-9]*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
     timeline = Timeline()
     for number, path in enumerate([*earlier, folder / JOURNAL]):
-        with suppress(JournalCorrupt, OSError):
+        try:
             recorded = decode(read_lines(path)) if path.exists() else []
             if recorded and number:
                 timeline.marks.append(Mark("resume", recorded[0][0], message="the run was resumed"))
             _add(timeline, recorded)
+        except (JournalCorrupt, OSError) as error:
+            timeline.state, timeline.error = JobState(), str(error)
     return timeline
 
 

@@ -265,6 +265,7 @@ class TrainerRun:
         link = replace(link, begin_step=port.begin_step)
         try:
             run_trainer(self._make, link)
+            port.close(has_finished=True)
         except (Exception, SystemExit):
             self._trainer = None
             raise

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlrover.python.rl.common.spans import SpanFile
+from dlrover.python.rl.common.spans import NO_STEP, SpanFile
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
 
@@ -59,8 +59,12 @@ class RecordedPort:
                 self._spans.add("step", *self._step, now_s)
             self._step = (step, now_s) if step is not None else None
 
-    def close(self) -> None:
-        self.begin_step(None)
+    def close(self, has_finished: bool = False) -> None:
+        """Write what is left. ``has_finished``: the calls since the last step, as for an evaluation, belong to none."""
+        with self._lock:
+            if has_finished and self._step is not None and self._step[0] == self._last_called:
+                self._step, self._last_called = (NO_STEP, self._step[1]), NO_STEP
+            self.begin_step(None)
         self._spans.flush()
 
     def _note_issue(self, role: str, rank: int, call: Call) -> None:

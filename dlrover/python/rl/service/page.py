@@ -45,7 +45,8 @@ class ServiceRuns(RunFolders):
             run_id = _id_of(record)
             values = row_of(runs[run_id]) if run_id in runs else EMPTY_ROW
             shared = {"id": run_id, "name": record.name, "owner": record.owner, "phase": record.phase.value}
-            rows.append({**values, **shared, "reason": record.reason, "total_steps": record.total_steps})
+            reason = record.reason or values.get("reason", "")
+            rows.append({**values, **shared, "reason": reason, "total_steps": record.total_steps})
         return rows
 
 

@@ -221,7 +221,9 @@ class Steps:
 
     def finish(self) -> None:
         """Wait, after ``fit``, for its running calls, the last commit, and its copy in the job's directory."""
-        self._commit_left_step(last=True)
+        if self._running:
+            self._commit_left_step(last=True)
+            self._note_step(self.port.ended + 1)
         self.port.settle()
         self._publish(waits=True)
         if not self._is_open or self._checkpoints is None:

@@ -241,8 +241,9 @@ function legend(runs) {
 /** Ask for what the view shows of each run. */
 async function readCurves(ids, params) {
   const all = (path, parameters) => Promise.all(ids.map((id) => ask(path, { id, ...parameters })));
+  const list = ids.map(encodeURIComponent).join(",");
   const [lists, marked, diff] = await Promise.all([
-    all("api/metrics"), all("api/marks"), ids.length > 1 ? ask("api/diff", { ids: ids.join(",") }) : null,
+    all("api/metrics"), all("api/marks"), ids.length > 1 ? ask("api/diff", { ids: list }) : null,
   ]);
   const metrics = { names: [...new Set(lists.flatMap(({ names }) => names))], groups: {} };
   for (const [group, names] of lists.flatMap(({ groups }) => Object.entries(groups))) {
@@ -260,6 +261,7 @@ VIEWS.curves = async ({ runs: shown, ids, params }) => {
   const runs = shown.map((run, at) => ({ id: ids[at], name: run.name || ids[at] }));
   const sources = runs.map((run, at) => ({ run, curves: answers[at] }));
   const marks = marked.flatMap((answer, at) => answer.marks.map((mark) => ({ ...mark, run: runs[at] })));
+  const errors = marked.map(({ journal_error: error }) => error).filter(Boolean);
   const onAxis = marks.filter(({ step }) => step > 0);
   const set = (name) => ({ target }) => change({ [name]: Number(target.value) || "" });
   const place = (name, label) =>
@@ -278,7 +280,7 @@ VIEWS.curves = async ({ runs: shown, ids, params }) => {
   return [
     title("Curves"), runs.length > 1 && legend(runs), tools,
     h("div", { class: "split" }, picker(metrics, chosen), h("div", null, board, h("p", { class: "quiet" }, hint))),
-    section("Recoveries and other marks", markTable(marks, runs)),
+    section("Recoveries and other marks", errors.map(note), (marks.length || !errors.length) && markTable(marks, runs)),
     diff && section("Settings that differ", differences(diff.settings, runs)),
   ];
 };

@@ -45,16 +45,14 @@ const RUN_COLUMNS = [
   ["Time", (run) => duration(run.elapsed_s), "number", "elapsed_s"],
 ];
 
-
-/** Order two values, absent ones last. */
-function compareValues(left, right) {
-  if (left === right) return 0;
-  if (!isPresent(left) || !isPresent(right)) return isPresent(left) ? -1 : 1;
-  return left < right ? -1 : 1;
+/** Order two values by `sign`, absent ones last, and texts by the numbers in them. */
+function compareValues(left, right, sign) {
+  if (!isPresent(left) || !isPresent(right)) return isPresent(right) - isPresent(left);
+  return sign * (typeof left === "string" ? left.localeCompare(right, "en", { numeric: true }) : left - right);
 }
 
 const sorted = (rows, value, order) =>
-  [...rows].sort((left, right) => (order === "asc" ? 1 : -1) * compareValues(value(left), value(right)));
+  [...rows].sort((left, right) => compareValues(value(left), value(right), order === "asc" ? 1 : -1));
 
 VIEWS.runs = async ({ params }) => {
   const { runs } = await ask("api/runs");
@@ -74,8 +72,8 @@ VIEWS.runs = async ({ params }) => {
 
 // ---- One run ----
 
-function hours({ strip = [], uses = [], phase }) {
-  if (!strip.length) return note("The journal has no times yet.");
+function hours({ strip = [], uses = [], phase, journal_error: error }) {
+  if (!strip.length) return note(error || "The journal has no times yet.");
   const begin = strip[0].begin_s;
   const endOf = (use) => use.end_s || Math.max(now(), use.begin_s);
   const end = endOf(strip.at(-1));
@@ -101,8 +99,7 @@ function memberCell(member, id) {
   const heartbeat = typeof member.heartbeat_age_s === "number" ? age(now() - member.heartbeat_age_s) : "–";
   const spent = typeof member.call_s === "number" ? `, ${duration(member.call_s)}` : "";
   const call = member.call ? `${member.call}${spent}` : "no call";
-  const log = member.process.toLowerCase().replace("[", "-").replace("]", "");
-  const name = link(member.process, address("events", id, undefined, { process: log }));
+  const name = link(member.process, address("events", id, undefined, { process: logName(member.process) }));
   const sign = `${STATE_SIGNS[member.state] || "◌"} ${member.state}`;
   const device = [member.devices ?? []].flat().join(", ");
   return h("li", { class: `member ${member.state}`, "data-key": member.process },
@@ -143,7 +140,8 @@ VIEWS.run = ({ id, run }) => {
   const value = ([, each]) => (typeof each === "string" ? each : JSON.stringify(each));
   const columns = [["Setting", ([key]) => key, "code"], ["Value", value, "code"]];
   return [
-    title(run.name || id), h("p", { class: "quiet" }, run.folder || id, !cause && run.reason && ` · ${run.reason}`),
+    title(run.name || id), h("p", { class: "quiet" }, run.folder || id,
+      (!cause || run.journal_error) && run.reason && ` · ${run.reason}`),
     h("dl", { class: "facts" }, facts), cause, section("Where the time went", hours(run)),
     section("Workers by node", workers(run.members, id)),
     fold(`settings-${id}`, `Settings (${settings.length})`, () => table("Settings", columns, settings)),

@@ -58,9 +58,10 @@ function tokens(row, kind) {
 const sampleKey = (row) =>
   [row.step, row.set, row.prompt_id, row.sample_index, row.retry, row.trajectory].map((part) => part ?? "").join("-");
 
+/** The tokens, and the text too if it has turns: the tokens are only those of the policy. */
 function completion(row, params) {
   if (!row.tokens) return texts(row.completion);
-  const turns = turnsOf(row.completion || "").length > 1 && texts(row.completion);
+  const turns = (row.turns > 1 || turnsOf(row.completion || "").length > 1) && texts(row.completion);
   return [tokens(row, params.colour || "advantage"), turns];
 }
 

@@ -76,19 +76,20 @@ function findingsOf({ findings, lanes: all }) {
 
 VIEWS.step = async (shown) => {
   const { id, run } = shown;
-  if (shown.step === undefined && !run.step) return [title("Step"), note("No step has ended yet.")];
-  shown.step ??= run.step;
+  shown.step ??= run.step || 1;
   const answer = await ask("api/step", { id, step: shown.step }).catch((error) => ({ error }));
+  if (answer.error && !run.step) return [title("Step"), note("No step has begun yet.")];
   const trace = `api/trace?${query({ id, steps: `${shown.step}:${shown.step}` })}`;
   const perfetto = { class: "button", download: "", title: "Opens at ui.perfetto.dev" };
   const links = [link("Samples", address("samples", id, shown.step), { class: "button" }),
     !isFile && answer.lanes?.length > 0 && link("Perfetto trace", trace, perfetto)];
   const head = [title(`Step ${shown.step}`), stepTools(shown, answer.first ?? 1, answer.last ?? run.step, links)];
   if (answer.error) return [head, failure(answer.error)];
+  const end = answer.is_unfinished ? ", unfinished" : "";
   const began = answer.began_s ? `, begun ${localTime(answer.began_s)}` : "";
   const columns = [["Metric", ([name]) => name], ["Value", ([, value]) => String(value ?? "–"), "number"]];
   return [
-    head, h("p", { class: "quiet" }, `${duration(answer.total_s)}${began}`), findingsOf(answer),
+    head, h("p", { class: "quiet" }, `${duration(answer.total_s)}${end}${began}`), findingsOf(answer),
     section("Parts", partsOfStep(answer)), section("Workers", lanes(answer)),
     section("Metrics", table("Metrics of the step", columns, Object.entries(answer.metrics))),
   ];
@@ -133,8 +134,11 @@ VIEWS.events = async ({ id, params }) => {
   return [title("Events and logs"), tools, lines.length ? h("ol", frame, lines.map(eventLine)) : empty];
 };
 
+const logName = (process) => process.toLowerCase().replace("[", "-").replace("]", "");
+
 FILE_FILTERS["api/events"] = (answer, { q = "", process, after }) => {
   const words = (each) => `${each.process} ${each.text}`.toLowerCase();
-  const isChosen = (each) => words(each).includes(q.toLowerCase()) && (!process || each.process === process);
+  const isOf = (each) => !process || logName(each.process) === process;
+  const isChosen = (each) => words(each).includes(q.toLowerCase()) && isOf(each);
   return { ...answer, events: after ? [] : answer.events.filter(isChosen), next: "end" };
 };

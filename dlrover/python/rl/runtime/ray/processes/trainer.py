@@ -195,7 +195,7 @@ class TrainerActor:
             self._outcome = loading.cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
         self._ended, self._running = True, False
         if self._recorded is not None:
-            self._recorded.close()
+            self._recorded.close(has_finished=self._outcome is None)
         if self._log is not None:
             self._log.copy()
         return self._outcome
