@@ -40,7 +40,8 @@ def write_run(
 
 
 def write_owner(folder: Path, began_s: float, phase: str) -> None:
-    owner = Owner(folder.name, "abcd1234", "Ray", "host-a", "", 0, "", began_s, 3600.0, "", (), state=phase)
+    values = folder.name, "abcd1234", "Ray", "host-a", "", 0, "", began_s, 3600.0, "", (), phase
+    owner = Owner(*values, user="ada")
     (folder / "owner.1.json").write_bytes(encode_owner(owner))
 
 

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -12,6 +13,8 @@ from dlrover.python.rl.common.errors import AccessDenied
 from dlrover.python.rl.page.app import create_app
 from dlrover.python.rl.page.export import export
 from dlrover.python.rl.page.run_data import RunFolders
+from dlrover.python.rl.service.jobs.records import JobRecord
+from dlrover.python.rl.service.page import ServiceRuns
 from tests.support.run_folder import write_run
 
 HOST = "http://127.0.0.1:8480"
@@ -99,6 +102,13 @@ def test_run_is_looked_up_outside_the_event_loop(root):
     client = TestClient(create_app(Asking([root])), base_url=HOST)
     assert client.get("/api/trace?id=tyo&steps=1").status_code == 400
     assert client.get("/api/stream?id=tyo").status_code == 400
+
+
+async def test_page_of_the_service_names_the_owners_of_jobs(root):
+    record = JobRecord("toy", "r1", "bob", "", folder=str(root / "toy"))
+    runs = ServiceRuns(SimpleNamespace(list_jobs=lambda ended: [record]))
+    overview = await asyncio.to_thread(lambda: runs.get("toy/r1").overview())
+    assert (overview["owner"], RunFolders([root]).get("toy").overview()["owner"]) == ("bob", "ada")
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------

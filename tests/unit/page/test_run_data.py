@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 
 from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.log import log_line
 from dlrover.python.rl.control import events
 from dlrover.python.rl.page import curves, samples
 from dlrover.python.rl.page.export import export
@@ -19,7 +20,7 @@ from dlrover.python.rl.page.timeline import read_timeline, use_lines
 from tests.support import control_runs
 from tests.support.recorded_spans import Recording, lose_rollout
 from tests.support.run_files import write_rows
-from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_run
+from tests.support.run_folder import BEGAN_S, STEP_S, append_events, metrics_of, sample_of, write_description, write_run
 
 
 @pytest.fixture
@@ -229,6 +230,7 @@ def test_runs_are_found_below_a_folder_but_not_through_links(tmp_path):
     write_run(tmp_path / "a/one")
     write_run(tmp_path / "two")
     (tmp_path / "a/latest").symlink_to("one")
+    write_description(tmp_path / "a")  # of a job whose runs are below it
     assert set(find_runs(tmp_path)) == {"a/one", "two"}
     runs = RunFolders([tmp_path])
     assert {row["id"] for row in runs.rows()} == {"a/one", "two"}
@@ -333,7 +335,7 @@ def test_events_can_be_searched_and_chosen_by_process(run):
         ("2027-01-15 08:01:00 I date first", "I", "08:01:00"),
         ("[ROLLOUT[1]] 2027-01-15 08:01:00 W after the process", "W", "08:01:00"),
         ("[trainer] 08:01:00 E of an earlier version", "E", "08:01:00"),
-        ('{"time": "2027-01-15 08:01:00", "level": "ERROR", "process": "trainer", "message": "m"}', "E", "08:01:00"),
+        ('{"time": "no object', "", "08:00:05"),
         ("  File without a time", "", "08:00:05"),
         ("2027-99-99 99:99:99 I no time of any day", "I", "08:00:05"),
     ],
@@ -345,3 +347,11 @@ def test_log_lines_have_their_times_and_levels(run, line, level, clock):
     assert [(each["level"], datetime.fromtimestamp(each["at_s"]).strftime("%H:%M:%S")) for each in last] == [
         (level, clock)
     ]
+
+
+def test_log_lines_of_json_are_shown_as_text(run, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_LOG", "json")
+    with (run.folder / "logs/trainer.log").open("a") as log:
+        log.write(log_line("trainer", "step 2/6  reward \x1b[31m0.5"))
+    (last,) = run.events("", "trainer", "step 2/6", 100)["events"]
+    assert (last["text"][20:], last["level"]) == ("I step 2/6  reward 0.5", "I")

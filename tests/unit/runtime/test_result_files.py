@@ -195,7 +195,7 @@ def test_last_words_and_timed_notes_are_copied(tmp_path, source):
         *notes, line, words = copied(tmp_path).splitlines(keepends=True)
         assert (line, words) == ("one\n", "the last words\n")
     for number, note in enumerate(notes, 1):
-        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d step {number}/2\n", note)
+        assert re.fullmatch(rf"\[trainer\] \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d I step {number}/2\n", note)
 
 
 @pytest.mark.parametrize("text", ["cannot open the licence file\n", "cannot open\nthe licence file"])

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
-from dlrover.python.rl.common.log import echo, inert
+from dlrover.python.rl.common.log import cut_middle, echo, inert
 from dlrover.python.rl.common.names import hint, log_name
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.client.explain import when
 from dlrover.python.rl.master.client.resume import find_saved_run
 from dlrover.python.rl.page.perfetto import trace as trace_file
-from dlrover.python.rl.page.run_data import RunFolders, RunView
+from dlrover.python.rl.page.run_data import NO_SAMPLES, RunFolders, RunView
 from dlrover.python.rl.page.samples import lineage as trained_samples
 from dlrover.python.rl.page.samples import read_samples, sample_steps, select
 from dlrover.python.rl.page.spans import last_step, read_steps
@@ -32,6 +32,7 @@ from dlrover.python.rl.runtime.member.heartbeat import stacks_of
 _PORT = 8480
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _POLL_S, _STACKS_S = 0.5, 5.0
+_LONGEST_HINT = 200  # characters
 _LAST = 3  # steps of a trace by default
 
 
@@ -47,15 +48,15 @@ def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str,
     RUN is a run's folder, a job's name below ./runs, or a folder of runs; the default is ./runs."""
     from dlrover.python.rl.page.serve import serve_page  # the server takes a moment
 
-    folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
     if file is None:
+        folders = {name: _folder_of(name) for name in names_or_dirs or (str(RUNS),)}
         serve_page(folders, host, port, names)
         return
-    if len(folders) != 1:
+    if len(names_or_dirs) != 1:
         raise InvalidJob([ConfigError("--export", "writes one run: name it")])
     from dlrover.python.rl.page.export import export
 
-    (folder,) = folders.values()
+    folder = find_saved_run(names_or_dirs[0]).folder
     try:
         file.write_text(export(folder), encoding="utf-8")
     except OSError as error:
@@ -66,9 +67,7 @@ def view(names_or_dirs: tuple[str, ...], host: str, port: int, names: tuple[str,
 def _folder_of(name_or_dir: str) -> Path:
     """Return the folder of a run or of runs. Raises InvalidJob."""
     path = Path(name_or_dir)
-    if path.is_dir() and not (path / "latest").is_dir():
-        return path.resolve()
-    return find_saved_run(name_or_dir).folder
+    return path.resolve() if path.is_dir() else find_saved_run(name_or_dir).folder
 
 
 @click.command()
@@ -81,7 +80,7 @@ def trace(name_or_dir: str, steps: str, output: Path | None) -> None:
     RUN is a run's folder, or the name of a job whose last run is below ./runs."""
     folder = find_saved_run(name_or_dir).folder
     numbers = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", steps)
-    if steps and numbers is None:
+    if steps and (numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1])):
         raise InvalidJob([ConfigError("--steps", f"must be FIRST:LAST, such as 10:12, got {steps!r}")])
     latest = last_step(folder)
     if not latest:
@@ -120,17 +119,22 @@ def samples(name_or_dir: str, step: int | None, worst: int | None, best: int | N
     folder = find_saved_run(name_or_dir).folder
     limits = sample_steps(folder)
     if limits is None:
-        raise InvalidJob([ConfigError(name_or_dir, "has no samples: log.samples may be off, or the recipe has none")])
+        raise InvalidJob([ConfigError(name_or_dir, f"has no samples: {NO_SAMPLES}")])
     number, tokens, as_json = limits[1] if step is None else step, options["tokens"], options["as_json"]
     query = {name: str(options[name]) for name in ("prompt",) if options[name]}
     query |= {"q": options["grep"], "errors": "1" if options["errors"] else ""}
     if worst or best:
         query |= {"sort": "reward", "order": "desc" if best else "asc"}
-    rows = select(read_samples(folder, number), query)[: worst or best]
+    saved = read_samples(folder, number)
+    rows = select(saved, query)[: worst or best]
     if not rows and not limits[0] <= number <= limits[1]:
         raise InvalidJob(
             [ConfigError("--step", f"{number} has no samples: there are steps {limits[0]} to {limits[1]}")]
         )
+    prompts = {str(row.get("prompt_id")) for row in saved}
+    if options["prompt"] and options["prompt"] not in prompts:
+        near = cut_middle(hint(options["prompt"], prompts), _LONGEST_HINT)
+        raise InvalidJob([ConfigError("--prompt", f"step {number} has no prompt '{options['prompt']}'{near}")])
     if as_json:
         echo(json.dumps(rows))
         return
@@ -173,12 +177,14 @@ def _short(value: Any) -> str:
 @_JSON
 def lineage(name_or_dir: str, step: int, as_json: bool) -> None:
     """Print the samples that a step trained on: prompts, versions of the weights that generated them, and ranks."""
-    rows = trained_samples(find_saved_run(name_or_dir).folder, step)
+    folder = find_saved_run(name_or_dir).folder
+    rows, limits = trained_samples(folder, step), sample_steps(folder)
+    if not rows:
+        near = f": there are samples of steps {limits[0]} to {limits[1]}" if limits else ""
+        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on{near}")])
     if as_json:
         echo(json.dumps(rows))
         return
-    if not rows:
-        raise InvalidJob([ConfigError("--step", f"the run has saved no sample that step {step} trained on")])
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), box=None)
     for row in rows:
@@ -213,7 +219,8 @@ def events(name_or_dir: str, process: str, follow: bool, grep: str, last: int, a
 @click.command()
 @click.argument("name_or_dir", metavar="RUN")
 @click.argument("process", default="")
-def stacks(name_or_dir: str, process: str) -> None:
+@_JSON
+def stacks(name_or_dir: str, process: str, as_json: bool) -> None:
     """Print the Python stacks of the processes of a live run on this machine, without stopping them."""
     run = RunView(find_saved_run(name_or_dir).folder, ".")
     names = {log_name(each["process"]): each for each in run.members() if each["pid"]}
@@ -222,11 +229,15 @@ def stacks(name_or_dir: str, process: str) -> None:
         raise InvalidJob([ConfigError(process, f"is not running{hint(process, names)}")])
     if not names or run.view.ended:
         raise InvalidJob([ConfigError(name_or_dir, "has no running process in its journal")])
-    for name, member in names.items():
-        if process in ("", name):
-            echo(f"--- {member['process']}, pid {member['pid']} on {member['node']}")
-            is_here = member["node"] == socket.gethostname()
-            echo(stacks_of(member["pid"], _STACKS_S) if is_here else f"run 'py-spy dump --pid {member['pid']}' there")
+    rows = []
+    for member in (each for name, each in names.items() if process in ("", name)):
+        is_here = member["node"] == socket.gethostname()
+        text = stacks_of(member["pid"], _STACKS_S) if is_here else f"run 'py-spy dump --pid {member['pid']}' there"
+        rows.append({**{name: member[name] for name in ("process", "pid", "node")}, "stacks": text})
+        if not as_json:
+            echo(f"--- {member['process']}, pid {member['pid']} on {member['node']}\n{text}")
+    if as_json:
+        echo(json.dumps(rows))
 
 
 @click.command()
@@ -237,6 +248,9 @@ def runs(folder: Path, as_json: bool) -> None:
     rows = RunFolders([folder.resolve()]).rows()
     if as_json:
         echo(json.dumps(rows))
+        return
+    if not rows:
+        echo(f"no runs in or below {folder}")
         return
     table = Table("run", "phase", "step", "reward", "goodput", "recoveries", "elapsed", "began", box=None)
     for row in rows:

@@ -19,7 +19,7 @@ from rich.table import Table
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, inert
 from dlrover.python.rl.common.names import is_job_name
-from dlrover.python.rl.master.client.explain import explain_lines
+from dlrover.python.rl.master.client.explain import advice, explain_lines
 from dlrover.python.rl.master.client.views import JobOperations, JobView, RunOperations, check_name
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.run.progress import ProgressView
@@ -187,15 +187,17 @@ def explain(jobs: RunOperations, name_or_dir: str, with_time: bool, as_json: boo
     if with_time and folder is None:
         raise InvalidJob([ConfigError("--time", "reads the run's folder, which is not on this machine")])
     if folder is not None:  # a service's client has none, and imports no reader of runs
-        from dlrover.python.rl.page.findings import time_lines
+        from dlrover.python.rl.page.findings import last_findings, time_lines
         from dlrover.python.rl.page.run_data import RunView
         from dlrover.python.rl.page.timeline import use_lines
     if as_json:
         history = jobs.history(view)
         failures = [{"at_s": at_s, "message": message} for at_s, message in (history.failures if history else ())]
-        run = RunView(folder, ".") if folder is not None else None
-        past = {"uses": run.uses(), **run.marks()} if run is not None else {"uses": [], "marks": []}
-        echo(json.dumps({**view.to_plain(), "failures": failures, **past}))
+        past: dict[str, Any] = {"uses": [], "marks": [], "findings": []}
+        if folder is not None:
+            run = RunView(folder, ".")
+            past = {"uses": run.uses(), **run.marks(), "findings": list(map(vars, last_findings(folder)))}
+        echo(json.dumps({**view.to_plain(), "failures": failures, "try": list(advice(view)), **past}))
     elif with_time and folder is not None:
         echo("\n".join(use_lines(folder)))
     else:

@@ -89,6 +89,12 @@ class _Formatter(logging.Formatter):
         return json.dumps({**line, "module": record.name, "message": redacted(text)})
 
 
+def log_line(process: str, text: str) -> str:
+    """Format a line as the process' log lines, for a file of its log that no logger writes."""
+    values = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": text}
+    return f"{_Formatter(process).format(logging.makeLogRecord(values))}\n"
+
+
 def configure_logging(process: str = "", level: int = logging.INFO) -> None:
     """Write this package's log lines to stderr, after ``[process]``, or as JSON. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)

@@ -41,6 +41,11 @@ def findings(steps: Sequence[StepLanes]) -> list[Finding]:
     return sorted(causes, key=lambda finding: -finding.cost_s)
 
 
+def last_findings(folder: Path) -> list[Finding]:
+    last = last_step(folder)
+    return findings(read_steps(folder, max(last - _LAST_STEPS + 1, 1), last))
+
+
 def slow_parts(rows: Sequence[Row]) -> list[Finding]:
     """Return the part that made the last step of these metrics slow: it took half of the step longer than its median in
     the steps before. A part that most of those do not have, such as an evaluation, is not compared."""
@@ -57,9 +62,7 @@ def slow_parts(rows: Sequence[Row]) -> list[Finding]:
 
 def time_lines(folder: Path) -> list[str]:
     """Return what made the last steps of a run slow, as text; nothing if no cause stands out."""
-    last = last_step(folder)
-    steps = read_steps(folder, max(last - _LAST_STEPS + 1, 1), last)
-    causes = [f"  {finding.sentence} {finding.remedy}" for finding in findings(steps)]
+    causes = [f"  {finding.sentence} {finding.remedy}" for finding in last_findings(folder)]
     return ["What made the last steps slow:", *causes] if causes else []
 
 

@@ -5,13 +5,13 @@ processes are never contacted."""
 
 import json
 import os
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.config.plain import MAX_BYTES
 from dlrover.python.rl.master.client.explain import advice
-from dlrover.python.rl.master.client.jobs import view_of_folder
+from dlrover.python.rl.master.client.jobs import total_steps_in, view_of_folder
 from dlrover.python.rl.master.client.views import JobHistory, JobView
 from dlrover.python.rl.master.process.live import read_live
 from dlrover.python.rl.master.process.status import reward_of
@@ -40,8 +40,9 @@ Plain = dict[str, Any]
 
 _MOST_RUNS, _MOST_POINTS, _MOST_ROWS, _MOST_SPANS = 2000, 5000, 500, 50
 _MOST_ALIASES = 10  # of a description: a job may replace its own by one that grows without bound
-_TOTAL_STEPS = re.compile(rb"^  (?:total_)?steps: (\d{1,12})$", re.MULTILINE)
 _DEEPEST = 3  # levels of folders below the served one in which runs are looked for
+
+NO_SAMPLES = "log.samples may be off, the recipe may have none, or the run has only begun"
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -52,7 +53,8 @@ def find_runs(root: Path) -> dict[str, Path]:
     def visit(folder: Path, depth: int) -> None:
         if len(found_runs) >= _MOST_RUNS:
             return
-        if (folder / DESCRIPTION).is_file() or (folder / METRICS).is_file():
+        is_begun = (folder / DESCRIPTION).is_file() and newest_owner(folder) is not None
+        if is_begun or (folder / METRICS).is_file():
             found_runs[str(folder.relative_to(root))] = folder
         elif depth:
             with suppress(OSError):
@@ -65,10 +67,11 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 class RunView:
-    """The run in ``folder``, called ``run_id`` on the page. Each method reads what is new since its last call."""
+    """The run in ``folder``, called ``run_id`` on the page; ``owner`` replaces the user who began it. Each method reads
+    what is new since its last call."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self.folder, self.run_id = folder, run_id
+        self.folder, self.run_id, self.owner = folder, run_id, ""
         self._metrics = curves.MetricsFile(folder / METRICS)
         self._superseded = curves.MetricsFile(folder / "metrics.superseded.jsonl")
         self._cached: dict[str, tuple[Any, Any]] = {}  # state of files, and what was read from them
@@ -78,7 +81,6 @@ class RunView:
     def row(self) -> Plain:
         """Return this run's row in the list of runs, without reading all of its metrics."""
         view, timeline = self.view, self.timeline
-        _, changed_s = curves.last_row(self.folder / METRICS)
         spark = self._cache("spark", (METRICS,), lambda: curves.spark(self.folder / METRICS))
         marks = [mark for mark in timeline.marks if mark.kind in REPAIRS]
         until_s = last_sign_s(self.folder)
@@ -86,11 +88,11 @@ class RunView:
         return {
             "id": self.run_id,
             "name": view.name,
-            "owner": view.owner,
+            "owner": self.owner or (self._owner.user if self._owner else ""),
             "phase": view.phase,
             "step": view.step,
-            "total_steps": self._total_steps,
-            "last_step_s": changed_s,
+            "total_steps": view.total_steps,
+            "last_step_s": view.last_step_s,
             "reward": curves.number_of(view.reward),
             "spark": spark,
             "goodput": timeline.goodput(until_s),
@@ -147,6 +149,8 @@ class RunView:
             phase=phase,
             ended=not is_live,
             step=int(last.get("step", 0)),
+            total_steps=total_steps_in(self.folder),
+            last_step_s=changed_s,
             reward=reward_of(last) if last else float("nan"),
             started_s=began_s,
             elapsed_s=max(changed_s - began_s, 0.0) if began_s else 0.0,
@@ -161,18 +165,6 @@ class RunView:
     @property
     def _owner(self) -> Any:
         return self._cache("owner", (RECORDS,), lambda: newest_owner(self.folder))
-
-    @property
-    def _total_steps(self) -> int:
-        """The steps that ``config`` asks for, found without reading all settings: the list has many runs."""
-
-        def read() -> int:
-            with suppress(OSError), open_file(self.folder / DESCRIPTION) as file:
-                match = _TOTAL_STEPS.search(file.read(MAX_BYTES))
-                return int(match[1]) if match else 0
-            return 0
-
-        return int(self._cache("total_steps", (DESCRIPTION,), read))
 
     def settings(self) -> Plain:
         """Return the job's settings by dotted keys; secrets are hidden in the file."""
@@ -269,7 +261,7 @@ class RunView:
         :func:`~dlrover.python.rl.page.samples.select`."""
         limits = samples.sample_steps(self.folder)
         if limits is None:
-            raise CallError("this run has no samples: log.samples may be off, or the recipe has none")
+            raise CallError(f"this run has no samples: {NO_SAMPLES}")
         number = number_in(query, "step", limits[1])
         rows = samples.read_samples(self.folder, number)
         chosen = samples.select(rows, query)
@@ -328,19 +320,18 @@ def number_in(query: Mapping[str, str], name: str, default: int | None = None) -
 
 class RunFolders:
     """The runs in and below ``roots``; one object per run, so that files are parsed once. With one root, a run's id is
-    its path below it; with several, it begins with the root's name."""
+    its path below it; with several, it begins with the last parts of the root's path, two or as many as differ."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self._roots = roots
+        parts = {root.parts[1:]: root for root in roots}
+        depth = next(n for n in count(2) if len({each[-n:] for each in parts}) == len(parts))
+        self._roots = {Path(*each[-depth:]) if len(parts) > 1 else Path(): root for each, root in parts.items()}
         self._runs: dict[str, RunView] = {}
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the runs by their ids."""
-        folders: dict[str, Path] = {}
-        for root in self._roots:
-            prefix = Path() if len(self._roots) == 1 else Path(root.parent.name, root.name)
-            folders |= {str(prefix / name): folder for name, folder in find_runs(root).items()}
-        return folders
+        found_runs = ((prefix, find_runs(root)) for prefix, root in self._roots.items())
+        return {str(prefix / name): folder for prefix, each in found_runs for name, folder in each.items()}
 
     def all(self) -> list[RunView]:
         self._runs = {name: self._runs.get(name) or RunView(folder, name) for name, folder in self.folders().items()}

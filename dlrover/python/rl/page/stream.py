@@ -19,10 +19,7 @@ from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 
 Entry = dict[str, Any]
 
-_CLOCK = re.compile(
-    r"(?:\[[^ ]+\] |\{\"time\": \")?(?:(\d{4}-\d\d-\d\d) )?(\d\d:\d\d:\d\d)"
-    r"(?: ([DIWEC]) |\", \"level\": \"([DIWEC])|[ ,.])"
-)
+_CLOCK = re.compile(r"(?:\[[^ ]+\] )?(?:(\d{4}-\d\d-\d\d) )?(\d\d:\d\d:\d\d)(?: ([DIWEC]) |[ ,.])")
 _BEGAN = re.compile(r"^--- .*, (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)$")
 _DAY_S = 86_400.0
 _TAIL_LINES, _LEAST_TAIL = 20_000, 50  # of all processes, and of each
@@ -36,7 +33,8 @@ def read_stream(
     files = RunFolder(with_real_parent(folder.absolute()))
     cursor, names, process = _decode(after), _processes(files), log_name(process)
     if process and process not in names:
-        raise CallError(f"'{process}' has no log{hint(process, names)}")
+        near = hint(process, names) or ": a run in one process writes none, or it has only begun"
+        raise CallError(f"'{process}' has no log{near}")
     reader = LogReader(files, process, tail=max(_TAIL_LINES // max(len(names), 1), _LEAST_TAIL))
     reader.positions.update({name: (inode, offset) for name, (inode, offset) in cursor["logs"].items()})
     wanted = search.lower()
@@ -55,7 +53,12 @@ def read_stream(
 
 
 def _entry_of(process: str, line: str, times: dict[str, float]) -> Entry:
-    """Return the entry of a log's line. A line without a date, or without a time, takes it from the line before."""
+    """Return the entry of a log's line, also of one in JSON. A line without a date, or without a time, takes it from
+    the line before."""
+    with suppress(ValueError, KeyError, TypeError):
+        if line.startswith('{"time": '):  # DLROVER_RL_LOG=json
+            row = json.loads(line)
+            line = inert(f"{row['time']} {row['level'][:1]} {row['message']}")
     began, clock = _BEGAN.match(line), _CLOCK.match(line)
     with suppress(ValueError):  # a job may print any digits
         if began:
@@ -66,7 +69,7 @@ def _entry_of(process: str, line: str, times: dict[str, float]) -> Entry:
             at_s = datetime.fromisoformat(f"{day} {clock[2]}").timestamp()
             midnight = not clock[1] and at_s < last_s - _DAY_S / 2
             times[process] = at_s + _DAY_S * midnight
-    level = clock[3] or clock[4] or "" if clock else ""
+    level = clock[3] or "" if clock else ""
     return {"at_s": times.get(process, 0.0), "process": process, "kind": "log", "level": level, "text": line}
 
 

@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 
 from dlrover.python.rl.page.app import create_app
-from dlrover.python.rl.page.run_data import EMPTY_ROW, Plain, RunFolders, row_of
+from dlrover.python.rl.page.run_data import EMPTY_ROW, Plain, RunFolders, RunView, row_of
 from dlrover.python.rl.runtime.http import TaskServer, listen
 from dlrover.python.rl.service.auth import TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord
@@ -31,6 +31,12 @@ class ServiceRuns(RunFolders):
     def folders(self) -> dict[str, Path]:
         placed = {_id_of(record): record.folder or record.results for record in self.records()}
         return {run_id: Path(folder) for run_id, folder in placed.items() if folder and Path(folder).is_dir()}
+
+    def all(self) -> list[RunView]:
+        owners, runs = {_id_of(record): record.owner for record in self.records()}, super().all()
+        for run in runs:
+            run.owner = owners.get(run.run_id, "")
+        return runs
 
     def rows(self) -> list[Plain]:
         runs = {run.run_id: run for run in self.all()}

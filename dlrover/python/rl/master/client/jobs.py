@@ -5,6 +5,8 @@ Jobs are in three places: on a Ray cluster (``RayJobs``), in the folders of runs
 """
 
 import json
+import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +16,7 @@ from typing import Any
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
 from dlrover.python.rl.common.names import is_job_name, resume_command
 from dlrover.python.rl.common.private_files import open_file, with_real_parent
+from dlrover.python.rl.config.plain import MAX_BYTES
 from dlrover.python.rl.control.events import Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import step
@@ -26,10 +29,11 @@ from dlrover.python.rl.master.process.status import line_of, reward_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 from dlrover.python.rl.runtime.run.folder import CLUSTER, LAUNCHED, Owner, in_use, newest_owner
-from dlrover.python.rl.runtime.run.names import LOGS, SUFFIX
+from dlrover.python.rl.runtime.run.names import DESCRIPTION, LOGS, METRICS, SUFFIX
 
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.5
+_TOTAL_STEPS = re.compile(rb"^  (?:total_)?steps: (\d{1,12})$", re.MULTILINE)
 _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 
 
@@ -53,25 +57,26 @@ def read_history(folder: Path) -> JobHistory | None:
 
 def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = "") -> JobView:
     """Return the view of a run from its files; the cluster at ``address``, if any, does not know it."""
-    state, last = history.state, _last_metrics(folder)
-    over = state.phase.terminal
+    state, (last, changed_s) = history.state, _last_metrics(folder)
+    number, over = int(last.get("step", 0)), state.phase.terminal
+    pace_s = (changed_s - history.began_s) / number if number else 0.0
     holder = None if over else holder_of(folder, address)
-    reason = f"its master is gone; to resume the run: {resume_command(folder)}"
-    if holder is not None:
-        alive = "" if holder.pid and holder.is_here else f", alive within the last {holder.lease_s:.0f} s"
-        reason = f"it runs elsewhere: {holder}{alive}"
+    is_lost = not over and holder is None
     settings = state.settings
     return JobView(
         name=name,
-        phase=state.phase.value if over else "running" if holder else "lost",
+        phase="lost" if is_lost else state.phase.value,
         ended=holder is None,
-        step=int(last.get("step", 0)),
+        step=number,
+        total_steps=total_steps_in(folder),
+        step_s=float(last.get("time/step") or pace_s),
+        last_step_s=changed_s,
         reward=float(reward_of(last)),
         started_s=history.began_s,
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
         run=settings.run if settings else "",
-        reason=state.reason if over else reason,
+        reason=f"its master is gone; to resume the run: {resume_command(folder)}" if is_lost else state.reason,
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",
         folder=str(folder),
@@ -95,14 +100,22 @@ def address_in(folder: Path) -> str:
     return ""
 
 
-def _last_metrics(folder: Path) -> dict[str, Any]:
-    """Return the last whole line of ``metrics.jsonl``; empty if there is none."""
-    with suppress(OSError, ValueError), open_file(folder / "metrics.jsonl") as file:
+def total_steps_in(folder: Path) -> int:
+    """Return the steps that the job's ``config`` asks for, without reading all settings; 0 if unknown."""
+    with suppress(OSError), open_file(folder / DESCRIPTION) as file:
+        match = _TOTAL_STEPS.search(file.read(MAX_BYTES))
+        return int(match[1]) if match else 0
+    return 0
+
+
+def _last_metrics(folder: Path) -> tuple[dict[str, Any], float]:
+    """Return the last whole line of ``metrics.jsonl`` and the time of its last change; empty and 0 without one."""
+    with suppress(OSError, ValueError), open_file(folder / METRICS) as file:
         file.seek(max(file.seek(0, 2) - _TAIL_BYTES, 0))
         lines = file.read().rpartition(b"\n")[0].splitlines()
         last = json.loads(lines[-1]) if lines else {}
-        return last if isinstance(last, dict) else {}
-    return {}
+        return (last, os.fstat(file.fileno()).st_mtime) if isinstance(last, dict) and last else ({}, 0.0)
+    return {}, 0.0
 
 
 def is_run_folder(name_or_dir: str) -> bool:

@@ -27,7 +27,7 @@ from dlrover.python.rl.runtime.interrupts import noted_signals
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
-from dlrover.python.rl.runtime.run.folder import CLUSTER, LATEST, ON_RAY, begin, write_shared
+from dlrover.python.rl.runtime.run.folder import CLUSTER, LATEST, ON_RAY, begin, newest_owner, write_shared
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)
@@ -235,7 +235,8 @@ class RayJobs(jobs.SavedRuns):
         """Return the last run of a name. Raises InvalidJob if it runs elsewhere."""
         view = self._saved(name)
         if not view.ended:
-            raise errors.InvalidJob([errors.ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
+            where = f"it runs elsewhere: {newest_owner(Path(view.folder))}"
+            raise errors.InvalidJob([errors.ConfigError(name, f"is not on this cluster, {where}; end it there")])
         return view
 
     def _saved(self, name: str) -> JobView:

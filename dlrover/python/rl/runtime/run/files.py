@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.log import redacted_bytes, valid_text
+from dlrover.python.rl.common.log import log_line, redacted_bytes, valid_text
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
 from dlrover.python.rl.common.private_files import open_below, open_folder
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
@@ -229,7 +229,8 @@ class LogCopier:
     """Copies new lines of ``sources``; while the target cannot be written, drops and counts them."""
 
     def __init__(self, folder: Path, process: str, sources: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
-        self._target, self._max_bytes = folder / LOGS / f"{process}{SUFFIX}", max_bytes
+        self._process, self._max_bytes = process, max_bytes
+        self._target = folder / LOGS / f"{process}{SUFFIX}"
         self._offsets = {str(source): _size(source) for source in sources}
         self._dropped = 0
         self._notes = deque[str]()
@@ -245,8 +246,8 @@ class LogCopier:
         self._thread.start()
 
     def note(self, line: str) -> None:
-        """Add a line with the time at the next copy; returns at once."""
-        self._notes.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        """Add a log line at the next copy; returns at once."""
+        self._notes.append(log_line(self._process, line))
 
     def stop(self) -> None:
         self._stopping.set()

@@ -13,6 +13,7 @@ while it runs. There is no lock, since a lost node's lock on a shared disk would
 before anything refers to them; until then the older ones stay.
 """
 
+import getpass
 import json
 import os
 import re
@@ -78,6 +79,7 @@ class Owner:
     search_path: tuple[str, ...]
     state: str = RUNNING
     given: str = ""
+    user: str = ""  # of the operating system
 
     @property
     def is_here(self) -> bool:
@@ -104,7 +106,15 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
         work_dir=job.work_dir,
         search_path=job.search_path,
         given=job.description_digest,
+        user=_user(),
     )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container, the user may have no name
+        return str(os.getuid())
 
 
 def newest_owner(folder: Path) -> Owner | None:
