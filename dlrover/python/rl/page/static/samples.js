@@ -5,7 +5,7 @@
 const SAMPLES_PER_PAGE = 50;
 const TURN = /<\|im_start\|>(\w+)\n?|<\|im_end\|>\n?|<(tool_call|tool_response|think)>|<\/(?:tool_\w+|think)>/g;
 const LINEAGE = [
-  "set", "version", "min_version", "staleness", "retry", "trajectory", "rank", "update", "micro_batch", "turns",
+  "set", "version", "min_version", "staleness", "retry", "trajectory", "rank", "update", "turns",
   "prompt_tokens", "completion_tokens", "score",
 ];
 const SORTS = { reward: "reward", length: "length", error: "error", prompt: "prompt" };
