@@ -111,7 +111,7 @@ def test_link_in_a_run_folder_is_not_read(ended, name):
         "owner.1.json": lambda: find_saved_run(str(folder)).owner,
         "job.yaml": lambda: saved_job(find_saved_run(str(folder))),
         "journal.jsonl": lambda: read_history(folder),
-        "metrics.jsonl": lambda: jobs._last_metrics(folder)["step"],
+        "metrics.jsonl": lambda: jobs._last_metrics(folder)[0]["step"],
         "cluster": lambda: jobs.address_in(folder) or {}["address"],
     }[name]
     if name != "journal.jsonl":
