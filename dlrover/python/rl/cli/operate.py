@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import echo, inert
-from dlrover.python.rl.common.names import is_job_name
+from dlrover.python.rl.common.names import is_job_name, log_name
 from dlrover.python.rl.master.client.explain import advice, explain_lines
 from dlrover.python.rl.master.client.views import JobOperations, JobView, RunOperations, check_name
 from dlrover.python.rl.master.process.status import RunningProcess
@@ -165,7 +165,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Print only the last lines of each process.")
 def logs(jobs: RunOperations, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print the output of a job, or of the run in a folder: of PROCESS, such as rollout-1 or trainer, or of all."""
-    process = process.lower().replace("[", "-").rstrip("]")
+    process = log_name(process)
     writer = ""
     for writer, text in jobs.logs(name_or_dir, process, follow, tail):
         prefix = "" if process else f"[{writer}] "

@@ -90,7 +90,7 @@ class _Formatter(logging.Formatter):
 
 
 def log_line(process: str, text: str) -> str:
-    """Format a line as the process' log lines, for a file of its log that no logger writes."""
+    """Format a line like the log lines of ``process``, for a file that no logger writes."""
     values = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": text}
     return f"{_Formatter(process).format(logging.makeLogRecord(values))}\n"
 

@@ -24,7 +24,8 @@ _PART_SHARE, _PART_S, _FEWEST_STEPS = 0.5, 1.0, 3
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause of lost time. ``cost_s`` is its sum over the steps; ``method`` is empty for the trainer's own code."""
+    """A cause of lost time. ``cost_s`` is its sum over the steps; ``method`` is empty for the trainer's own code, and
+    the part, without a ``process``, of a slow part."""
 
     kind: Literal["slow_rank", "hung_call", "lost_member", "imbalance", "trainer", "slow_part"]
     process: str

@@ -359,16 +359,8 @@ class RunFolders:
 
 
 EMPTY_ROW: Plain = {
-    **{
-        "step": 0,
-        "total_steps": 0,
-        "last_step_s": 0.0,
-        "reward": None,
-        "spark": [],
-        "goodput": None,
-        "recoveries": None,
-    },
-    **{"devices": 0, "started_s": 0.0, "elapsed_s": 0.0, "owner": "", "phase": "unknown"},
+    **{"step": 0, "total_steps": 0, "last_step_s": 0.0, "reward": None, "spark": [], "goodput": None},
+    **{"recoveries": None, "devices": 0, "started_s": 0.0, "elapsed_s": 0.0, "owner": "", "phase": "unknown"},
 }
 """The row of a run without files."""
 

@@ -54,7 +54,7 @@ _ENVIRONMENT = {
 _START_S, _LOAD_S = 3600.0, 1800.0
 """How long calls that read or compile a model count as progress."""
 
-_BEAT_S = 5.0
+_BEAT_S, _CLOSE_S = 5.0, 1.0
 _CAUSE_BYTES = 4096
 
 
@@ -182,7 +182,7 @@ class Server:
         logprobs = new.logprobs.logprobs if new.logprobs is not None else ()  # of the sampled tokens alone
         versions = [int(span.version) for span in new.weight_versions or () for _ in range(span.start, span.end)]
         finish = new.finish_reason or ""
-        if finish not in ("", "stop", "length"):  # by itself, as when one of its processes is told to end
+        if finish not in ("", "stop", "length"):  # not our abort: one of its processes ends, as on SIGTERM
             raise EngineDied(f"vLLM has ended a request: {self._cause(EngineError(finish))}")
         return NewTokens(name, new.token_ids, logprobs, self.version, versions, finish)
 
@@ -271,7 +271,8 @@ class Server:
             for task in tasks:
                 task.cancel()
             self._llm.shutdown(timeout=0.0)
-            await asyncio.gather(*tasks, return_exceptions=True)  # waits: for tasks that do not
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSE_S)  # else asyncio warns of tasks that have not ended
 
         try:
             asyncio.run_coroutine_threadsafe(close(), self._loop).result()  # waits: vLLM ends its processes at once
@@ -305,8 +306,8 @@ def check_head_width(width: int) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Start processes of vLLM with these variables, our defaults, and without the script that this process runs, which
-    has no part there. Restores what vLLM changes in this process."""
+    """Start processes of vLLM with these variables, which go before the user's, and those before the defaults; without
+    the script that this process runs, which has no part there. Restores what vLLM changes in this process."""
     before, main = dict(os.environ), sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()

@@ -8,7 +8,7 @@ from math import isfinite, nan
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import check_job_name
+from dlrover.python.rl.common.names import check_job_name, log_name
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, devices_of
 from dlrover.python.rl.trainer.step_report import Announcer, Reporter
@@ -32,7 +32,7 @@ class JobHistory:
 
 def log_of(failures: Sequence[tuple[float, str]]) -> str:
     """Return the name of the log of the process that failed first, such as ``rollout-1``."""
-    return failures[0][1].partition(":")[0].lower().replace("[", "-").rstrip("]") if failures else ""
+    return log_name(failures[0][1].partition(":")[0]) if failures else ""
 
 
 @dataclass(frozen=True)
